@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,10 +15,11 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
+from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm.api.answers import Answer
 from reflex_runtime.llm.api.expand import echoes
-from reflex_runtime.llm.api.replies import Cached, ReplyContext, Usage
+from reflex_runtime.llm.api.replies import ReplyContext
 from reflex_runtime.llm.api.requests import chat, completion
 from reflex_runtime.llm.engine.detokenizer import overlap
 from reflex_runtime.llm.engine.sequence import Sequence
@@ -28,7 +29,6 @@ KINDS = ("byte-level", "byte-fallback", "metaspace")
 SPECIAL = ["<s>", "</s>", "<|im_end|>", "<｜begin▁of▁sentence｜>"]
 ADDED = ["<tool>", "<für>", "\n\n", "   ", "<0xZZ>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]  # special in the file, text all the same
-USAGE = partial(Usage, 1, 1, 2, Cached(0))
 CLASSES = {
     "letters": "the quick brown fox",
     "accents": "Straße über naïve é e\u0301",
@@ -196,7 +196,7 @@ def test_the_bytes_of_logprobs_join_to_the_text(kind: str) -> None:
     """Of parts of characters, of alternatives and of special tokens, too; those are null."""
     tokens, prompt = tokenizer(kind), tokenizer(kind).encode("the")
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
-    reply = ReplyContext("1", chat(json.dumps(body).encode()), 1, tokens, USAGE)
+    reply = ReplyContext("1", chat(json.dumps(body).encode()), [OutputStream(None, 1)], tokens)
     for text in CLASSES.values():
         ids = [*tokens.encode(text), tokens._core.token_to_id("<|im_end|>"), *tokens.encode("<think>fox")]
         sequence, answer = Sequence(prompt, SamplingParams(len(ids)), tokens), Answer(reply, chat=True)
@@ -220,7 +220,9 @@ def test_an_echo_and_its_offsets_are_of_the_text(kind: str) -> None:
             body = {"model": "m", "prompt": ids[:cut], "echo": True, "logprobs": 0}
             asked, scored = completion(json.dumps(body).encode()), [ScoredToken(id, -1.0) for id in ids[:cut]]
             before = asyncio.run(echoes(asked, tokens))
-            reply = ReplyContext("1", asked, 1, tokens, USAGE, None, before, {0: scored}.__getitem__)
+            stream = OutputStream(None, cut)
+            stream.prompt_scores = scored[1:]
+            reply = ReplyContext("1", asked, [stream], tokens, None, before, scored[:1])
             answer = Answer(reply, chat=False)
             sequence = Sequence(ids[:cut], SamplingParams(len(ids) - cut), tokens)
             answer.add(0, [sequence.append(ScoredToken(id, -1.0)) for id in ids[cut:]])

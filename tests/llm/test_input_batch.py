@@ -14,8 +14,7 @@ from llm.models import Oracle, random_checkpoint, random_model
 from llm.steps import Lane, shuffled, step
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted
-from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.ipc.messages import GenerateParams, SamplingParams, ScoredToken
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
@@ -84,7 +83,7 @@ def test_l8_a_prompt_is_scored_in_chunks_beside_others_and_after_a_preemption(
     plain = engine.generate([TOKENS], params)[0].token_ids  # its blocks are cached from now on
     other = engine.add_request(TOKENS[:50], params)
     engine.step()
-    request = engine.processor.request(TOKENS, params, GenerationOptions("scored"))
+    request = engine.processor.request(TOKENS, GenerateParams.of(params, request_id="scored"))
     request.payload.score(alternatives)
     engine._submit(request, TOKENS)
     found = {}
@@ -116,7 +115,7 @@ def test_l8_a_step_that_fails_leaves_no_scores() -> None:
     engine = LLMEngine(Once(), ByteTokenizer(), max_num_batched_tokens=64)
     ids = []
     for name in ("a", "b"):  # the call is repeated for each alone
-        request = engine.processor.request("hello world", SamplingParams.greedy(3), GenerationOptions(name))
+        request = engine.processor.request("hello world", GenerateParams.greedy(3, request_id=name))
         request.payload.score()
         engine._submit(request, "hello world")
         ids.append(request.payload)

@@ -19,8 +19,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.token_budget import ExtraUnits
-from reflex_runtime.ipc.messages import Constraint, SamplingParams
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
+from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
 from reflex_runtime.llm.engine.llm_engine import Kept, LLMEngine
 from reflex_runtime.llm.engine.sequence import RequestOutput
 from reflex_runtime.llm.engine.series import invariants
@@ -260,7 +259,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
     right = list(plain_output.token_ids)
     for draft, least in ((right, 35), ([*right[:20], 5, *right[21:]], 18), ([7] * 40, 0), (right[:3], 2), ([], 0)):
         engine = LLMEngine(ToyRunner(200, 4), ByteTokenizer(), max_gap_ms=0)
-        request = engine.processor.request("one two", params, GenerationOptions(draft=draft))
+        request = engine.processor.request("one two", GenerateParams.of(params, draft_token_ids=draft))
         engine._submit(request, "one two")
         while engine.unfinished:
             engine.step()
@@ -268,7 +267,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
         assert engine.processor.accepted >= least
     for wrong in ([256], [-1], [1] * 9000):
         with pytest.raises(ConfigError, match="draft_token_ids: "):
-            engine.processor.request("one two", params, GenerationOptions(draft=wrong))
+            engine.processor.request("one two", GenerateParams.of(params, draft_token_ids=wrong))
 
 
 def test_l10_a_trace_tells_guesses_from_prompts_and_adds_up(

@@ -110,7 +110,7 @@ def _adapters(given: tuple[str, ...]) -> Iterator[str]:
 
 def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
     """What is served. ConfigError for what can be found before the model is loaded."""
-    from reflex_runtime.llm.engine.generation_options import sampling_defaults
+    from reflex_runtime.llm.engine.limits import sampling_defaults
     from reflex_runtime.llm.engine.load import describe
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.model_host import ModelPlan

@@ -200,6 +200,11 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     draft_token_ids: list[int] | None = None
     guidance: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, params: SamplingParams, **more: Any) -> GenerateParams:
+        """A request that is sampled like this."""
+        return cls(**{name: getattr(params, name) for name in SamplingParams.__struct_fields__}, **more)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.priority not in PRIORITIES:

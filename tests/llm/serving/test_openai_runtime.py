@@ -19,12 +19,11 @@ from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
-from reflex_runtime.core.request import Priority, TicketState
+from reflex_runtime.core.request import PRIORITIES, Priority, TicketState
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream, merged
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server.model_host import LocalModel
 from reflex_runtime.llm.server.worker_engine import WorkerEngine
@@ -81,8 +80,7 @@ class Run:
         assert not self.runtime._streams
 
     def submit(self, prompt: str = "robots", max_tokens: int = 5, **more: Any) -> GenerationStream:
-        params, options = SamplingParams.greedy(max_tokens), GenerationOptions(**more)
-        return self.runtime.submit(self.processor.request(prompt, params, options))
+        return self.runtime.submit(self.processor.request(prompt, GenerateParams.greedy(max_tokens, **more)))
 
 
 def engine_says(prompt: str, max_tokens: int) -> tuple[int, ...]:
@@ -243,10 +241,8 @@ def test_l9_those_that_follow_wait_until_the_first_knows_what_is_said_of_the_pro
     async def main() -> None:
         async with Run() as it:
             # of a prompt that is not worth caching
-            options = [GenerationOptions(prompt_logprobs=scored), GenerationOptions()]
-            first, second = it.runtime.submit_alike(
-                [it.processor.request("short", SamplingParams.greedy(2), each) for each in options]
-            )
+            asked = [GenerateParams.greedy(2, prompt_logprobs=of) for of in (scored, None)]
+            first, second = it.runtime.submit_alike([it.processor.request("short", each) for each in asked])
             assert second.held is (scored is not None)
             assert len([o async for o in second]) == 2
             assert [len(stream.prompt_scores) for stream in (first, second)] == [0 if scored is None else 4, 0]
@@ -323,7 +319,8 @@ def test_l9_a_choice_waits_for_the_first_also_where_a_step_begins_while_they_are
                 return queued[-1]
 
             it.runtime.batcher.submit = then_step  # type: ignore[method-assign]
-            asked = [it.processor.request(prompt, greedy, GenerationOptions(prompt_logprobs=of)) for of in (0, None)]
+            ways = [GenerateParams.of(greedy, prompt_logprobs=of) for of in (0, None)]
+            asked = [it.processor.request(prompt, of) for of in ways]
             first, second = it.runtime.submit_alike(asked)
             it.runner.step()
             assert (second.completion_tokens, second.held) == (0, True)
@@ -463,11 +460,9 @@ def test_l9_after_any_history_every_stream_has_ended_once_and_all_blocks_are_hom
                 if what < 0.4 or not live:
                     n = draw.choice((1, 1, 1, 2, 4))
                     prompt = draw.choice("ab") * draw.randrange(1, 30)
-                    params = SamplingParams(draw.randrange(1, 40), seed=draw.randrange(9))
-                    priority = draw.choice(list(Priority))
-                    client = draw.choice("xyz")
-                    options = GenerationOptions(priority=priority, client=client)
-                    ask = partial(it.processor.request, prompt, params, options)
+                    asked = {"priority": draw.choice(list(PRIORITIES)), "client": draw.choice("xyz")}
+                    params = GenerateParams(max_tokens=draw.randrange(1, 40), seed=draw.randrange(9), **asked)
+                    ask = partial(it.processor.request, prompt, params)
                     requests = [ask() for _ in range(n)]
                     with contextlib.suppress(QueueFull):
                         live += it.runtime.submit_alike(requests)

@@ -25,10 +25,9 @@ from forked import Forked
 from reflex_runtime.cli import main
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
-from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
+from reflex_runtime.ipc.messages import BATCH_GENERATE, GenerateParams
 from reflex_runtime.ipc.peer import Handler
 from reflex_runtime.ipc.spawn import Link, Opener, Process, _peer_on
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server import worker_engine
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
@@ -214,7 +213,7 @@ def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
 
         def comes_and_goes() -> None:
             generator = workers
-            request = generator.request([1, 2, 3], SamplingParams(max_tokens=9), GenerationOptions("brief"))
+            request = generator.request([1, 2, 3], GenerateParams(max_tokens=9, request_id="brief"))
             (stream,) = generator.submit_alike([request], asyncio.Event())
             stream.close()
 

@@ -135,7 +135,7 @@ class Answer:
 
     def __init__(self, reply: ReplyContext, chat: bool) -> None:
         self._reply, self._chat, self._token = reply, chat, reply.detokenizer.token
-        asked, n = reply.asked, reply.choices
+        asked, n = reply.asked, len(reply.streams)
         self._logprobs, self._usage_last = asked.params.logprobs is not None, asked.include_usage
         self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
         kind = "chat.completion.chunk" if chat else "text_completion"
@@ -145,7 +145,7 @@ class Answer:
         self._begun = [False] * n
         self._echoes = dict(enumerate(reply.echoes))
         self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._scores = reply.scores if asked.echo and self._logprobs else None
+        self._scores = asked.echo and self._logprobs
         self._lengths = [len(echo) for echo in reply.echoes] or [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
@@ -282,12 +282,12 @@ class Answer:
 
     def _scored(self, index: int) -> TextLogprobs | None:
         """The prompt's tokens as an echo tells them; None where that was not asked for."""
-        if self._scores is None:
+        if not self._scores:
             return None
         told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
         stream = self._reply.detokenizer.stream()
         most = self._reply.asked.params.logprobs or 0
-        for token in self._scores(index):
+        for token in self._reply.scores(index):
             self._add(told, token.token_id, token.logprob, token.top[:most], min(offset, end))
             offset += len(stream.feed(token.token_id))
         return told
@@ -295,11 +295,11 @@ class Answer:
     def _prompt_logprobs(self, index: int) -> Any:
         """The prompt's tokens as `prompt_logprobs` tells them, where it was sent: `PromptLogprobs` as JSON. Written
         token by token, because nothing else runs while one is."""
-        scores, most = self._reply.scores, self._reply.asked.told_of_prompt
-        if scores is None or most is None:
+        most = self._reply.asked.told_of_prompt
+        if most is None:
             return msgspec.UNSET
         found = [b"null"]
-        for token in scores(index)[1:]:
+        for token in self._reply.scores(index)[1:]:
             near = {id: rank for rank, (id, _) in enumerate(token.top, 1)}
             own = (token.token_id, token.logprob or 0.0)
             rows = dict([*token.top[:most], own])

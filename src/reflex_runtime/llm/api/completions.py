@@ -12,25 +12,20 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.ipc.engine import OutputStream
-from reflex_runtime.ipc.messages import ScoredToken
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
-from reflex_runtime.llm.api.expand import aged, echoes, matcher_of, options_of, reader_of, requests_of, tokenised
-from reflex_runtime.llm.api.replies import Cached, ModelApi, ReplyContext, Usage, Writer
-from reflex_runtime.llm.engine.generation import Generator, merged
-from reflex_runtime.llm.engine.output_parsers import PartReader
+from reflex_runtime.llm.api.expand import queued
+from reflex_runtime.llm.api.replies import ModelApi, ReplyContext, Usage, Writer
+from reflex_runtime.llm.engine.generation import merged
 from reflex_runtime.llm.server.lifecycle import ServerState
+from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.observe.spans import Spans
 from reflex_runtime.observe.trace_context import Attribute, follow
-from reflex_runtime.run.audience import Slices, in_order
-from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.errors import Headers, known
 from reflex_runtime.web.request import HttpRequest, HttpResponse
@@ -72,20 +67,22 @@ class CompletionHandler:
                 span.asked(asked)
             adapter = self.state.adapter(asked.model)
             hints = self.told(dialect.path, asked.ignored, host)
-            underway = PendingCompletion(request, host, asked, self.state.plan.config, adapter, span, hints)
-            del asked  # once it is queued, its texts are not kept
+            bell, of = asyncio.Event(), None if span is None else span.span
+            reply = await queued(host, asked, self.state.plan.config, request, adapter, of, bell)
+            del asked  # and its texts
             try:
-                await underway.queue()
                 request.preparing = False
                 request.app.bodies.release(request)
-                answer = dialect.write(underway.answering())
+                answer = dialect.write(reply)
+                send = _stream if reply.asked.stream else _whole
                 try:
-                    await underway.send(answer)
+                    await send(request, reply, answer, bell, hints, span)
                 finally:
                     if span is not None:
-                        span.used(underway.usage())
+                        span.used(reply.usage())
             finally:
-                underway.close()
+                for stream in reply.streams:
+                    stream.close()
         except (Exception, asyncio.CancelledError) as failure:
             error = cancelled_by(failure) if isinstance(failure, asyncio.CancelledError) else failure
             if span is not None:
@@ -94,7 +91,7 @@ class CompletionHandler:
         if span is not None:
             span.answered(answer)
 
-    def told(self, path: str, ignored: Sequence[str], host: Generator[Any]) -> Headers:
+    def told(self, path: str, ignored: Sequence[str], host: ModelHost) -> Headers:
         """The header that names hints that nothing follows, where there are some. They are logged, the same ones
         once."""
         if host.texts.tokenizer.takes_effort:
@@ -125,96 +122,33 @@ async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
         raise too_deep() from None
 
 
-class PendingCompletion:
-    """A request on its way to the model and back: `queue`, `answering`, `send`, and `close` in any case. runtime: has
-    the model. adapter: that it asks for, or "". span: None without tracing. hints: the header that tells of some."""
+async def _whole(
+    request: HttpRequest, reply: ReplyContext, answer: Writer, bell: asyncio.Event, hints: Headers,
+    span: GenerationSpan | None,
+) -> None:  # fmt: skip
+    async for index, outputs in merged(reply.streams, bell):
+        if span is not None:
+            span.part()
+        answer.add(index, outputs)
+    params = reply.asked.params
+    told = params.prompt_logprobs is not None or params.logprobs is not None
+    await request.answer(HttpResponse(200, await _made(told, answer.whole), headers=hints))
 
-    def __init__(
-        self,
-        request: HttpRequest,
-        runtime: Generator[Any],
-        asked: wire.CompletionRequest,
-        config: LLMServeConfig,
-        adapter: str,
-        span: GenerationSpan | None,
-        hints: Headers,
-    ) -> None:
-        self._request, self._runtime, self._asked, self._span = request, runtime, asked, span
-        self._hints = hints
-        self._config, self._adapter = config, adapter
-        self._bell = asyncio.Event()
-        self._streams: list[OutputStream] = []
-        self._echoes: list[str] = []
-        self._reader: Callable[[], PartReader] | None = None
-        self._scores: Callable[[int], Sequence[ScoredToken]] | None = None
 
-    async def queue(self) -> None:
-        """Queue all its choices, or none: where one is refused, `close` takes back those before it. Raises BadRequest,
-        Rejected."""
-        request, runtime, config = self._request, self._runtime, self._config
-        asked, prompts = await tokenised(runtime, self._asked, config)
-        matcher = await matcher_of(runtime, asked)
-        asked = aged(asked, request)
-        span = None if self._span is None else self._span.span
-        options = options_of(asked, self._adapter, config.default_tiers, request, span)
-        slices = Slices()
-        made = (requests_of(runtime, asked, i, ids, options, matcher, slices) for i, ids in enumerate(prompts))
-        groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
-        self._echoes = await echoes(asked, runtime.texts.tokenizer)
-        async with in_order(runtime.queueing, asked.n * len(groups)):
-            for group in groups:
-                await slices.next(asked.n)
-                self._streams += runtime.submit_alike(group, self._bell)
-        if asked.conversation is not None:
-            self._reader = reader_of(asked, runtime.texts.tokenizer, prompts[0])
-        if asked.prompt_logprobs is not None:
-            firsts = [ScoredToken(ids[0]) for ids in prompts]
-            self._scores = partial(_prompt_tokens, firsts, self._streams, asked.n)
-        self._asked = replace(asked, prompts=[], conversation=None)
-
-    def answering(self) -> ReplyContext:
-        """What its answer is made from."""
-        asked, tokenizer, choices = self._asked, self._runtime.texts.tokenizer, len(self._streams)
-        number, echoes = self._request.number, self._echoes
-        return ReplyContext(number, asked, choices, tokenizer, self.usage, self._reader, echoes, self._scores)
-
-    def usage(self) -> Usage:
-        """Tokens so far. A prompt counts once, whatever the number of its choices."""
-        firsts = self._streams[:: self._asked.n]
-        prompt = sum(s.prompt_tokens for s in firsts)
-        made = 0 if self._asked.prompt_only else sum(s.completion_tokens for s in self._streams)
-        return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
-
-    async def send(self, answer: Writer) -> None:
-        """Send its answer as it was asked for: whole, or as a stream."""
-        await (self._stream(answer) if self._asked.stream else self._whole(answer))
-
-    def close(self) -> None:
-        """Cancel the generation."""
-        for stream in self._streams:
-            stream.close()
-
-    async def _whole(self, answer: Writer) -> None:
-        async for index, outputs in merged(self._streams, self._bell):
-            self._noted()
-            answer.add(index, outputs)
-        told = self._asked.prompt_logprobs is not None or self._asked.params.logprobs is not None
-        await self._request.answer(HttpResponse(200, await _made(told, answer.whole), headers=self._hints))
-
-    def _noted(self) -> None:
-        if self._span is not None:
-            self._span.part()
-
-    async def _stream(self, answer: Writer) -> None:
-        request = self._request
-        async for index, outputs in merged(self._streams, self._bell):
-            events = await _made(self._asked.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
-            if not request.begun:
-                self._noted()
-                await request.begin(200, [*_STREAM, *self._hints], answer.failed)
-            if events:
-                await request.write(events)
-        await request.end(answer.end())
+async def _stream(
+    request: HttpRequest, reply: ReplyContext, answer: Writer, bell: asyncio.Event, hints: Headers,
+    span: GenerationSpan | None,
+) -> None:  # fmt: skip
+    scored = reply.asked.params.prompt_logprobs is not None
+    async for index, outputs in merged(reply.streams, bell):
+        events = await _made(scored, partial(answer.chunk, index, outputs))
+        if not request.begun:
+            if span is not None:
+                span.part()
+            await request.begin(200, [*_STREAM, *hints], answer.failed)
+        if events:
+            await request.write(events)
+    await request.end(answer.end())
 
 
 async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
@@ -222,13 +156,6 @@ async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
     if not long:
         return write()
     return await asyncio.get_running_loop().run_in_executor(None, write)
-
-
-def _prompt_tokens(
-    firsts: Sequence[ScoredToken], streams: Sequence[OutputStream], n: int, index: int
-) -> list[ScoredToken]:
-    """The prompt of a choice. firsts: the first token of each prompt; its first choice tells the others."""
-    return [firsts[index // n], *streams[index // n * n].prompt_scores]
 
 
 class GenerationSpan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,25 +13,59 @@ from typing import Any, Final
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
-from reflex_runtime.ipc.messages import MOST_SCORES
+from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.ipc.messages import MOST_SCORES, GenerateParams, ScoredToken
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
+from reflex_runtime.llm.api.replies import ReplyContext
 from reflex_runtime.llm.api.tokenize import beside
-from reflex_runtime.llm.engine.generation import Generator
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser
 from reflex_runtime.llm.engine.tokenizer import Tokenizer, in_thought
+from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.observe.spans import RequestSpan
-from reflex_runtime.run.audience import Slices
+from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.request import HttpRequest
 
 _LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
 
 
+async def queued(
+    runtime: ModelHost,
+    asked: wire.CompletionRequest,
+    config: LLMServeConfig,
+    request: HttpRequest,
+    adapter: str,
+    span: RequestSpan | None,
+    bell: asyncio.Event,
+) -> ReplyContext:
+    """All choices of a request are queued, or none. Returns what its answer is made from. adapter: that it asks for, or
+    "". bell: set whenever there is something to read. Raises BadRequest, Rejected."""
+    tokenizer, slices, streams = runtime.texts.tokenizer, Slices(), list[OutputStream]()
+    asked, prompts = await tokenised(runtime, asked, config)
+    matcher = await matcher_of(runtime, asked)
+    params = served(asked, request, adapter, config.default_tiers, span)
+    made = (requests_of(runtime, asked, i, ids, params, matcher, slices) for i, ids in enumerate(prompts))
+    groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
+    begins = await echoes(asked, tokenizer)
+    try:
+        async with in_order(runtime.queueing, asked.n * len(groups)):
+            for group in groups:
+                await slices.next(asked.n)
+                streams += runtime.submit_alike(group, bell)
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
+    reader = None if asked.conversation is None else reader_of(asked, tokenizer, prompts[0])
+    firsts = [] if params.prompt_logprobs is None else [ScoredToken(ids[0]) for ids in prompts]
+    asked = replace(asked, prompts=[], conversation=None)  # once it is queued, its texts are not kept
+    return ReplyContext(request.number, asked, streams, tokenizer, reader, begins, firsts)
+
+
 async def tokenised(
-    runtime: Generator[Any], asked: wire.CompletionRequest, config: LLMServeConfig
+    runtime: ModelHost, asked: wire.CompletionRequest, config: LLMServeConfig
 ) -> tuple[wire.CompletionRequest, list[list[int]]]:
     """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
     _check_choices(asked, config)
@@ -47,7 +82,7 @@ async def tokenised(
     return asked, prompts
 
 
-async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
+async def _tokens(runtime: ModelHost, asked: wire.CompletionRequest) -> list[list[int]]:
     try:
         if asked.conversation is not None:
             return [await runtime.texts.encode_chat(asked.conversation)]
@@ -62,7 +97,7 @@ async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> lis
         raise wire.refused(error, asked.field) from None
 
 
-async def _one(runtime: Generator[Any], text: str, place: str) -> list[int]:
+async def _one(runtime: ModelHost, text: str, place: str) -> list[int]:
     """The tokens of one of several texts, of which one cannot be tokenised."""
     try:
         return (await runtime.texts.encode([text]))[0]
@@ -72,7 +107,7 @@ async def _one(runtime: Generator[Any], text: str, place: str) -> list[int]:
         raise wire.refused(error, place) from None
 
 
-async def matcher_of(runtime: Generator[Any], asked: wire.CompletionRequest) -> Matcher | None:
+async def matcher_of(runtime: ModelHost, asked: wire.CompletionRequest) -> Matcher | None:
     """What holds the answer to the form that was asked for. Raises BadRequest."""
     try:
         return await runtime.compiled(asked.params.constraint)
@@ -99,9 +134,9 @@ def _check_tokens(asked: wire.CompletionRequest, prompts: list[list[int]], confi
 
 def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
     """Refuse more numbers of the prompts' own tokens than one answer may hold."""
-    if asked.prompt_logprobs is None:
+    if asked.params.prompt_logprobs is None:
         return
-    told = asked.n * sum(map(len, prompts)) * (1 + asked.prompt_logprobs)
+    told = asked.n * sum(map(len, prompts)) * (1 + asked.params.prompt_logprobs)
     if told > MOST_SCORES:
         name = "echo" if asked.told_of_prompt is None else "prompt_logprobs"
         what = f"{told} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
@@ -118,45 +153,38 @@ async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[st
     return [text for text in texts for _ in range(asked.n)]
 
 
-def aged(asked: wire.CompletionRequest, request: HttpRequest) -> wire.CompletionRequest:
-    """With the rest of its time limit: it counts from when the request reached this machine."""
-    if asked.time_limit is None:
-        return asked
-    left = asked.time_limit - (time.monotonic() - request.started)
-    if left <= 0.0:
-        raise Expired("its deadline passed while it was read")
-    return replace(asked, time_limit=left)
-
-
-def options_of(
-    asked: wire.CompletionRequest, adapter: str, by_kind: bool, request: HttpRequest, span: RequestSpan | None
-) -> GenerationOptions:
-    """How its choices are served. id: of the request. by_kind: see `CompletionRequest.tier`."""
-    peer = request.client
-    return GenerationOptions(
-        id=request.request_id,
+def served(
+    asked: wire.CompletionRequest, request: HttpRequest, adapter: str, by_kind: bool, span: RequestSpan | None
+) -> GenerateParams:
+    """Its parameters, with who asks and the rest of its time limit: that counts from when the request reached this
+    machine. by_kind: see `CompletionRequest.tier`."""
+    left, peer = asked.params.timeout_ms, request.client
+    if left is not None:
+        left -= 1e3 * (time.monotonic() - request.started)
+        if left <= 0.0:
+            raise Expired("its deadline passed while it was read")
+    return changed(
+        asked.params,
+        request_id=request.request_id,
         priority=asked.tier(by_kind),
-        client=asked.client if asked.client is not None else f"@{peer[0]}" if peer else "",
-        time_limit=asked.time_limit,
-        max_gap=asked.max_gap,
-        span=None if span is None or not span.context.sampled else span.context,
+        client=asked.params.client or (f"@{peer[0]}" if peer else ""),
+        timeout_ms=left,
+        traceparent="" if span is None or not span.context.sampled else span.context.traceparent,
         adapter=adapter,
-        prompt_logprobs=asked.prompt_logprobs,
     )
 
 
 async def requests_of(
-    runtime: Generator[Any],
+    runtime: ModelHost,
     asked: wire.CompletionRequest,
     number: int,
     ids: list[int],
-    options: GenerationOptions,
+    params: GenerateParams,
     matcher: Matcher | None,
     slices: Slices,
 ) -> list[Any]:
     """The requests of the prompt of that number, one for each choice; the first is asked what the model says of the
     prompt. slices: of all prompts, since thousands are made. Raises BadRequest where they could never run."""
-    params = asked.params
     room = runtime.limits.room(len(ids))
     if asked.max_tokens is None or (asked.cut and asked.max_tokens > room):  # as many as there is room for
         if params.min_tokens > room:
@@ -166,11 +194,13 @@ async def requests_of(
     for i in range(asked.n):
         await slices.next(1 + len(ids) // _LOOKED_AT)
         index = number * asked.n + i
-        seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
-        name = options.id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
+        name = params.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
+        own = changed(params, request_id=name)
+        if i:
+            seed = None if params.seed is None else (params.seed + i) % (1 << 64)
+            own = changed(own, seed=seed, prompt_logprobs=None)
         try:
-            own = replace(options, id=name, prompt_logprobs=None if i else options.prompt_logprobs)
-            found.append(runtime.request(ids, seeded, own, matcher))
+            found.append(runtime.request(ids, own, matcher))
         except TooLarge as error:
             place = asked.place(number)
             told = error.message if place == asked.field else f"{place}: {error.message}"

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import ScoredToken, TokenOutput
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
@@ -31,7 +32,7 @@ class Cached(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """A prompt counts once, however many choices it has."""
+    """See `ReplyContext.usage`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,19 +42,31 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """What the answer to one request is made from. id: of the request. choices: how many. detokenizer: says
-    what of tokens is text. usage: tokens so far. reader: makes one for each choice; None: its text is not looked into.
-    echoes: texts with which the choices begin, one each. scores: the tokens of a choice's prompt, the first without a
-    logprob, once the choice has its first output; None: they are not asked for."""
+    """What the answer to one request is made from. id: of the request. streams: of its choices. detokenizer: says what
+    of tokens is text. reader: makes one for each choice; None: its text is not looked into. echoes: texts with which
+    the choices begin, one each. firsts: the first token of each prompt, where it is asked what the model says of
+    them."""
 
     id: str
     asked: CompletionRequest
-    choices: int
+    streams: Seq[OutputStream]
     detokenizer: Detokenizer
-    usage: Callable[[], Usage]
     reader: Callable[[], PartReader] | None = None
     echoes: Seq[str] = ()
-    scores: Callable[[int], Seq[ScoredToken]] | None = None
+    firsts: Seq[ScoredToken] = ()
+
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, whatever the number of its choices."""
+        firsts = self.streams[:: self.asked.n]
+        prompt = sum(s.prompt_tokens for s in firsts)
+        made = 0 if self.asked.prompt_only else sum(s.completion_tokens for s in self.streams)
+        return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
+
+    def scores(self, index: int) -> list[ScoredToken]:
+        """The tokens of a choice's prompt, once that has its first output: its first choice tells the others. The first
+        token has no logprob."""
+        n = self.asked.n
+        return [self.firsts[index // n], *self.streams[index // n * n].prompt_scores]
 
 
 class Writer(Protocol):

@@ -13,10 +13,10 @@ from dataclasses import fields as fields_of
 from typing import Any, Final, NoReturn
 
 import msgspec
+from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.ipc.messages import LONGEST_GAP_MS, MOST_LOGPROBS, SHORTEST_GAP_MS, SamplingParams
+from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.errors import BadRequest
 from reflex_runtime.llm.api.fields import (
@@ -34,7 +34,7 @@ from reflex_runtime.llm.api.fields import (
     constraint_of,
     tools_of,
 )
-from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.llm.engine.limits import SamplingDefaults
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
@@ -42,7 +42,7 @@ DefaultsOf = Callable[[str], SamplingDefaults]  # of a model, by its name; raise
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
 """Places of hints that a template follows which names `reasoning_effort`."""
-_OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
+_OF_PARAMS = re.compile(r"(?:SamplingParams\.)?(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 _AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
 
@@ -53,10 +53,9 @@ class CompletionRequest:
 
     prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
     small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
-    all events of a stream tell the usage so far. time_limit: seconds until the first token; max_gap: between two
-    tokens. echo: each answer begins with its prompt; prompt_only: and ends with it. prompt_logprobs: alternatives to
-    report for each of the prompt's tokens; None: nothing is reported of them; told_of_prompt: those that the
-    field of that name asks for. form_field: the name under which the form of the answer was sent;
+    all events of a stream tell the usage so far. echo: each answer begins with its prompt; prompt_only: and ends with
+    it. told_of_prompt: alternatives that the field `prompt_logprobs` asks for; an echo may ask for others in `params`.
+    form_field: the name under which the form of the answer was sent;
     prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request. cut: a
     max_tokens for which there is no room asks for as many as there is. ignored: places of its hints that nothing
     follows.
@@ -65,19 +64,15 @@ class CompletionRequest:
     model: str
     prompts: list[str | list[int]]
     conversation: Conversation | None
-    params: SamplingParams
+    params: GenerateParams
     max_tokens: int | None
     n: int
     stream: bool
     include_usage: bool
     usage_always: bool
-    priority: Priority | None
-    client: str | None
-    time_limit: float | None
-    max_gap: float | None
+    priority: str | None
     echo: bool = False
     prompt_only: bool = False
-    prompt_logprobs: int | None = None
     told_of_prompt: int | None = None
     form_field: str = "response_format"
     tools: AskedTools = NO_TOOLS
@@ -86,13 +81,13 @@ class CompletionRequest:
     cut: bool = False
     ignored: Sequence[str] = ()
 
-    def tier(self, by_kind: bool) -> Priority:
+    def tier(self, by_kind: bool) -> str:
         """Its priority; of one that names none by its kind, or the default one."""
         if self.priority is not None or not by_kind:
-            return Priority.DEFAULT if self.priority is None else self.priority
+            return self.priority or "default"
         if len(self.prompts) > 1:
-            return Priority.BACKGROUND
-        return Priority.URGENT if self.stream else Priority.DEFAULT
+            return "background"
+        return "urgent" if self.stream else "default"
 
     @property
     def field(self) -> str:
@@ -124,8 +119,9 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
     asked = replace(asked, ignored=hints)
     if not fields.echo:
         return asked
-    scored = fields.logprobs if asked.prompt_logprobs is None else max(asked.prompt_logprobs, fields.logprobs or 0)
-    return replace(asked, echo=True, prompt_only=nothing, prompt_logprobs=scored)
+    told = asked.told_of_prompt
+    scored = fields.logprobs if told is None else max(told, fields.logprobs or 0)
+    return replace(asked, echo=True, prompt_only=nothing, params=changed(asked.params, prompt_logprobs=scored))
 
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
@@ -191,11 +187,8 @@ def _asked(
         raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    user = client_named("user", fields.user)
-    identifier = client_named("safety_identifier", getattr(fields, "safety_identifier", None))
-    gap = fields.max_gap_ms
-    if gap is not None and not SHORTEST_GAP_MS <= gap <= LONGEST_GAP_MS:
-        raise BadRequest(f"max_gap_ms={gap:g}: must be in [{SHORTEST_GAP_MS}, {LONGEST_GAP_MS}]", "max_gap_ms")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise BadRequest("prompt_logprobs: goes without stream", "prompt_logprobs")
     return CompletionRequest(
         model=fields.model,
         prompts=prompts,
@@ -206,38 +199,24 @@ def _asked(
         stream=bool(fields.stream),
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
         usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
-        priority=None if fields.priority is None else PRIORITIES[fields.priority],
-        client=user if user is not None else identifier,
-        time_limit=time_limit_of(fields.deadline_ms),
-        max_gap=None if gap is None else gap / 1e3,
-        prompt_logprobs=_prompt_logprobs(fields),
+        priority=fields.priority,
         told_of_prompt=fields.prompt_logprobs,
         form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
     )
 
 
-def _prompt_logprobs(fields: CommonFields) -> int | None:
-    count = fields.prompt_logprobs
-    if count is None:
-        return None
-    if not 0 <= count <= MOST_LOGPROBS:
-        raise BadRequest(f"prompt_logprobs={count}: must be in [0, {MOST_LOGPROBS}]", "prompt_logprobs")
-    if fields.stream:
-        raise BadRequest("prompt_logprobs: goes without stream", "prompt_logprobs")
-    return count
-
-
 def _params(
     fields: CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
-) -> SamplingParams:
+) -> GenerateParams:
     said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
     if said["top_k"] == -1:  # of all tokens, as other servers write it
         said["top_k"] = 0
     of_model = defaults(fields.model)
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     least = fields.min_tokens or 0
+    clients = [client_named(name, getattr(fields, name, None)) for name in ("user", "safety_identifier")]
     try:
-        return SamplingParams(
+        return GenerateParams(
             max_tokens=max(1, least) if max_tokens is None else max_tokens,
             seed=None if fields.seed == -1 else fields.seed,  # -1: any, as other servers write it
             stop=stop,
@@ -250,10 +229,14 @@ def _params(
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=tuple(_bias(fields.logit_bias)),
             constraint=constraint_of(fields.response_format, fields.structured_outputs),
+            client=next(filter(None, clients), ""),
+            timeout_ms=time_limit_of(fields.deadline_ms),
+            max_gap_ms=fields.max_gap_ms,
+            prompt_logprobs=fields.prompt_logprobs,
             **{name: getattr(of_model, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:
-        found = _OF_SAMPLING.match(error.message)
+        found = _OF_PARAMS.match(error.message)
         name = found[1] if found else None
         param = limit_name if name == "max_tokens" else name
         message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
@@ -300,12 +283,10 @@ def refused(error: ConfigError, field: str) -> BadRequest:
 
 
 def time_limit_of(deadline_ms: float | None) -> float | None:
-    """The time limit in seconds, or the BadRequest that says what it may be."""
-    if deadline_ms is None:
-        return None
-    if not 0.0 < deadline_ms <= 600_000.0:
+    """The time limit, or the BadRequest that says what it may be."""
+    if deadline_ms is not None and not 0.0 < deadline_ms <= 600_000.0:
         raise BadRequest(f"deadline_ms={deadline_ms:g}: must be in (0, 600000]", "deadline_ms")
-    return deadline_ms / 1e3
+    return deadline_ms
 
 
 def client_named(field: str, name: str | None) -> str | None:

@@ -15,12 +15,12 @@ from reflex_runtime.llm.api.errors import BadRequest, too_deep
 from reflex_runtime.llm.api.fields import ChatFields, FieldTable, Message
 from reflex_runtime.llm.api.messages import InputTokens, counted
 from reflex_runtime.llm.api.requests import chat_request, refused
-from reflex_runtime.llm.engine.generation import Generator
 from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.web.fields import encode
 
 T = TypeVar("T")
-Question = tuple[str | None, Sequence[str], Callable[[Generator[Any]], Awaitable[bytes]]]
+Question = tuple[str | None, Sequence[str], Callable[[ModelHost], Awaitable[bytes]]]
 """The model that is asked, places of hints that nothing follows, and what makes the answer."""
 FEW = 1000  # tokens; the texts of more are made beside the loop
 
@@ -92,7 +92,7 @@ def count_tokens(body: bytes) -> Question:
     return name, hints, partial(_counted, conversation)
 
 
-async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any]) -> bytes:
+async def _tokenized(what: str | Conversation, texts: bool, model: ModelHost) -> bytes:
     ids = await _ids(what, model)
     token, strings = model.texts.tokenizer.token, None
     if texts:
@@ -100,11 +100,11 @@ async def _tokenized(what: str | Conversation, texts: bool, model: Generator[Any
     return encode(TokenIds(len(ids), model.limits.longest, ids, strings))
 
 
-async def _counted(conversation: Conversation, model: Generator[Any]) -> bytes:
+async def _counted(conversation: Conversation, model: ModelHost) -> bytes:
     return encode(InputTokens(len(await _ids(conversation, model))))
 
 
-async def _ids(what: str | Conversation, model: Generator[Any]) -> list[int]:
+async def _ids(what: str | Conversation, model: ModelHost) -> list[int]:
     """The tokens of a text, or of a conversation in the model's own form; BadRequest where it has none."""
     try:
         return (await model.texts.encode([what]))[0] if isinstance(what, str) else await model.texts.encode_chat(what)
@@ -131,7 +131,7 @@ def _conversation(fields: TokenizeFields) -> tuple[Conversation, Sequence[str]]:
     return asked.conversation, asked.ignored
 
 
-async def _detokenized(ids: list[int], model: Generator[Any]) -> bytes:
+async def _detokenized(ids: list[int], model: ModelHost) -> bytes:
     longest, most, decoder = model.limits.max_model_len, model.limits.vocab_size, model.texts.tokenizer.decode
     if len(ids) > longest:
         raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")

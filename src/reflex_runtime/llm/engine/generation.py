@@ -2,7 +2,6 @@
 
 The device thread runs steps and does not depend on readers: tokens wait in their stream. A stream that is read slowly
 is held at the scheduler, and no other: its memory here is bounded. Everything in this module happens on the event loop.
-What a server asks of a model is `Generator`; here is the one that runs in its own process.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.engine import OutputStream
-from reflex_runtime.ipc.messages import Constraint, SamplingParams, TokenOutput
-from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
+from reflex_runtime.ipc.messages import Constraint, TokenOutput
+from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import LLMProcessor
 from reflex_runtime.llm.engine.sequence import Sequence
@@ -28,39 +26,8 @@ from reflex_runtime.run.batcher import Batcher
 
 log = logging.getLogger("reflex.server")
 
-R = TypeVar("R")
-
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occupies a place and blocks
-
-
-class Generator(Protocol[R]):
-    """What generates tokens for the requests (R) of one event loop: in this process, or in others. texts: tokenises
-    prompts. queueing: see `in_order`."""
-
-    texts: Texts
-    queueing: asyncio.Lock
-
-    @property
-    def limits(self) -> Limits: ...
-
-    async def compiled(self, constraint: Constraint | None) -> Matcher | None:
-        """For `request`; None where there is no constraint, or it is compiled elsewhere. ConfigError for one that is
-        none."""
-
-    def request(
-        self,
-        prompt: Seq[int],
-        params: SamplingParams,
-        options: GenerationOptions,
-        matcher: Matcher | None = None,
-    ) -> R:
-        """A request for `submit_alike`. matcher: what `compiled` returned for its constraint. Raises TooLarge,
-        ConfigError."""
-
-    def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
-        """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
-        they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
 
 
 class GenerationStream(OutputStream):
@@ -189,7 +156,7 @@ class GenerationRuntime:
         return self.processor.limits
 
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
-        """See `Generator.compiled`."""
+        """See `ModelHost.compiled`."""
         if constraint is None:
             return None
         return await self.texts.compiled(self.processor.constraints.compile, constraint)

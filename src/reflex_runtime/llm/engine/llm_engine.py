@@ -7,7 +7,7 @@ prompts: on the machine's clock, or in virtual time, which moves only by the pre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.llm.engine.generation_options import GenerationOptions, sampling_defaults
+from reflex_runtime.ipc.messages import GenerateParams, SamplingParams
+from reflex_runtime.llm.engine.limits import sampling_defaults
 from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor, next_id
 from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class LLMEngine:
         *,
         request_id: str | None = None,
         priority: Priority = Priority.DEFAULT,
-        client: Hashable = "",
+        client: str = "",
         time_limit: float | None = None,
         adapter: str = "",
         prompt_logprobs: int | None = None,
@@ -104,15 +104,16 @@ class LLMEngine:
         """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
 
         params: None is how the model's authors sample it. adapter: the name of one of `adapters`, "" for none.
-        prompt_logprobs: see `GenerationOptions`.
+        prompt_logprobs: see `GenerateParams`.
         """
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
         name = self._free_id() if request_id is None else request_id
-        options = GenerationOptions(
-            name, priority, client, time_limit, adapter=adapter, prompt_logprobs=prompt_logprobs
-        )
-        request = self.processor.request(prompt, params or self._plain, options)
+        asked = GenerateParams.of(
+            params or self._plain, request_id=name, priority=priority.name.lower(), client=client, adapter=adapter,
+            timeout_ms=None if time_limit is None else time_limit * 1e3, prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
+        request = self.processor.request(prompt, asked)
         self._submit(request, prompt)
         return request.id
 
@@ -149,7 +150,7 @@ class LLMEngine:
         if len(each) != len(prompts):
             raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")
         asked = zip(prompts, each, strict=True)
-        requests = [self.processor.request(*one, GenerationOptions(self._free_id())) for one in asked]
+        requests = [self.processor.request(p, GenerateParams.of(one, request_id=self._free_id())) for p, one in asked]
         todo = list(zip(requests, prompts, strict=True))[::-1]
         found: dict[str, RequestOutput] = {}
         others: list[RequestOutput] = []

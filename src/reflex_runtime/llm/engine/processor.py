@@ -27,17 +27,18 @@ from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Request
+from reflex_runtime.core.request import PRIORITIES, Request
 from reflex_runtime.core.token_budget import TimedTokens
-from reflex_runtime.ipc.messages import SamplingParams, ScoredToken, TokenOutput
+from reflex_runtime.ipc.messages import GenerateParams, SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.llm.engine.blocks import BlockPool
-from reflex_runtime.llm.engine.generation_options import PLAIN, GenerationOptions, Limits
+from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher
 from reflex_runtime.llm.engine.ngram_proposer import Rates
 from reflex_runtime.llm.engine.sampler import Logits, explain, sample
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
+from reflex_runtime.observe.trace_context import parent_of
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
@@ -46,6 +47,7 @@ Written = TokenOutput | ProcessorError
 
 SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
 GUESSED_BYTES = 64 << 20  # of logits of guessed tokens in a step: each gives a row as long as the vocabulary
+_PLAIN = GenerateParams()
 _numbers = count()  # of requests: unique in the process
 
 
@@ -127,11 +129,10 @@ class LLMProcessor(BaseProcessor):
         self,
         prompt: str | Seq[int],
         params: SamplingParams,
-        options: GenerationOptions = PLAIN,
         matcher: Matcher | None = None,
     ) -> Request:
-        """A request for this processor. matcher: of its constraint, where it is compiled already; it may be that of
-        several requests.
+        """A request for this processor. params: `GenerateParams` say more than how it is sampled. matcher: of its
+        constraint, where it is compiled already; it may be that of several requests.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
@@ -140,27 +141,28 @@ class LLMProcessor(BaseProcessor):
         self.limits.check_sampling(params)
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
-        if options.draft:
-            self.limits.check_draft(options.draft)
-        tokenizer, guesses = self.tokenizer, options.draft is not None or self.config.speculate != "off"
+        asked = params if isinstance(params, GenerateParams) else _PLAIN
+        draft, tokenizer = asked.draft_token_ids, self.tokenizer
+        if draft:
+            self.limits.check_draft(draft)
+        guesses = self.config.speculate != "off" or draft is not None or asked.draft_model is not None
         sequence = Sequence(
-            ids, params, tokenizer, tokenizer.eos_token_ids, matcher,
-            self.rates if guesses else None, options.draft or (),
-        )  # fmt: skip
-        sequence.span = options.span
-        sequence.adapter = self._number_of(options.adapter)
-        if options.prompt_logprobs is not None:
-            sequence.score(options.prompt_logprobs)
+            ids, params, tokenizer, tokenizer.eos_token_ids, matcher, self.rates if guesses else None, draft or ()
+        )
+        sequence.span = parent_of(asked.traceparent.encode()) if asked.traceparent else None
+        sequence.adapter = self._number_of(asked.adapter)
+        if asked.prompt_logprobs is not None:
+            sequence.score(asked.prompt_logprobs)
         return Request(
             sequence,
-            id=options.id or next_id(),
+            id=asked.request_id or asked.stream_id or next_id(),
             group=self.name,
-            client=options.client,
-            priority=options.priority,
-            time_limit=options.time_limit,
+            client=asked.client,
+            priority=PRIORITIES[asked.priority],
+            time_limit=None if asked.timeout_ms is None else asked.timeout_ms / 1e3,
             wants=float(len(ids)),
             streams=True,
-            max_gap=options.max_gap,
+            max_gap=None if asked.max_gap_ms is None else asked.max_gap_ms / 1e3,
         )
 
     def _number_of(self, adapter: str) -> int:

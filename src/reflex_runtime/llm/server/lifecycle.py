@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import Event
-from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.llm.engine.limits import SamplingDefaults
 from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open, Opening
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet

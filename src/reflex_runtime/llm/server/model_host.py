@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.llm.engine.generation import GenerationRuntime, Generator
-from reflex_runtime.llm.engine.generation_options import SamplingDefaults
+from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.ipc.messages import Constraint, GenerateParams
+from reflex_runtime.llm.engine.generation import GenerationRuntime
+from reflex_runtime.llm.engine.limits import Limits, SamplingDefaults
+from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
 from reflex_runtime.llm.engine.series import EngineSeries
-from reflex_runtime.llm.engine.tokenizer import Tokenizer
+from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
 from reflex_runtime.observe.live import LiveProcess
@@ -46,8 +50,28 @@ class ModelPlan:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
-class ModelHost(Generator[Any], Protocol):
-    """Generates where the model runs: in this process (`LocalModel`), or in runtime processes (`Workers`)."""
+class ModelHost(Protocol):
+    """Generates tokens where the model runs: in this process (`LocalModel`), or in runtime processes (`Workers`).
+    texts: tokenises prompts. queueing: see `in_order`. What stands here is so where nothing runs elsewhere."""
+
+    texts: Texts
+    queueing: asyncio.Lock
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the model, by which requests are checked."""
+
+    async def compiled(self, constraint: Constraint | None) -> Matcher | None:
+        """For `request`; None where there is no constraint, or it is compiled elsewhere. ConfigError for one that is
+        none."""
+
+    def request(self, prompt: Sequence[int], params: GenerateParams, matcher: Matcher | None = None) -> Any:
+        """A request for `submit_alike`. matcher: what `compiled` returned for its constraint. Raises TooLarge,
+        ConfigError."""
+
+    def submit_alike(self, requests: Sequence[Any], bell: asyncio.Event) -> Sequence[OutputStream]:
+        """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
+        they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
 
     @property
     def state(self) -> str:
@@ -57,7 +81,8 @@ class ModelHost(Generator[Any], Protocol):
         """Its part of /health."""
 
     async def status(self) -> dict[str, Any]:
-        """Its part of /status: waiting and running requests, their places, and statistics of batches."""
+        """What /status has beyond /health."""
+        return {}
 
     async def metrics(self) -> bytes:
         """Prometheus text of its series that are not in the registry given at `open`."""
@@ -70,15 +95,18 @@ class ModelHost(Generator[Any], Protocol):
 
     def fold(self) -> Fold | None:
         """What shows its batches to those who watch, where their events are not those that its sinks get."""
+        return None
 
     def processes(self) -> list[LiveProcess]:
         """Processes beside the server's own."""
+        return []
 
     def queues(self) -> dict[str, Any]:
         """What waits and runs, by group, as the scheduler's snapshot tells it."""
 
     def turn(self) -> None:
         """Go on in a new trace file; the old one is kept as FILE.1."""
+        turn_all()
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
@@ -99,8 +127,8 @@ Open = Callable[[Opening], Awaitable[ModelHost]]
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 
 
-class LocalModel(GenerationRuntime):
-    """A `ModelHost` whose model runs in this process. Made by `opened`."""
+class LocalModel(GenerationRuntime, ModelHost):
+    """The model in this process. Made by `opened`."""
 
     def __init__(self, processor: LLMProcessor, opening: Opening) -> None:
         super().__init__(processor, watchdog=opening.plan.config.watchdog_s, on_fatal=opening.lost)
@@ -133,22 +161,11 @@ class LocalModel(GenerationRuntime):
             body["trace_error"] = str(self.trace.error)
         return body
 
-    async def status(self) -> dict[str, Any]:
-        """The same as /health, because the engine is in the server's process."""
-        return {}
-
     def add_sink(self, sink: Sink) -> None:
         self.batcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
         self.batcher.remove_sink(sink)
-
-    def fold(self) -> None:
-        """None: its sinks get the events of its batches."""
-
-    def processes(self) -> list[LiveProcess]:
-        """None: the engine is in the server's process."""
-        return []
 
     def queues(self) -> dict[str, Any]:
         """Events without an answer are delivered first."""
@@ -165,9 +182,6 @@ class LocalModel(GenerationRuntime):
         """Nothing beyond what is in the registry."""
         self.refresh()
         return b""
-
-    def turn(self) -> None:
-        turn_all()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
         clean = await super().close(drain, timeout)

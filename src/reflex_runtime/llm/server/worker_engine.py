@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.engine import Engine, Load
 from reflex_runtime.ipc.messages import (
     MOST_SCORES,
@@ -20,18 +20,15 @@ from reflex_runtime.ipc.messages import (
     CheckedDraft,
     GenerateParams,
     LoadModel,
-    SamplingParams,
     Tokenize,
     guided,
 )
 from reflex_runtime.llm.engine.generation import GenerationStream
-from reflex_runtime.llm.engine.generation_options import GenerationOptions
 from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.llm.server.model_host import LocalModel, ModelPlan, Opening, opened
 from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
-from reflex_runtime.observe.trace_context import parent_of
 from reflex_runtime.run.process import freeze_loaded, in_thread
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import convert, hints_of
@@ -84,22 +81,11 @@ class WorkerEngine(Engine):
             raise ConfigError(reason)
         if params.guidance is not None:
             params = guided(params)
-        guesses = params.draft_model is not None or params.draft_token_ids is not None
-        options = GenerationOptions(
-            id=params.request_id or params.stream_id,
-            priority=PRIORITIES[params.priority],
-            client=params.client,
-            time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
-            max_gap=None if params.max_gap_ms is None else params.max_gap_ms / 1e3,
-            span=parent_of(params.traceparent.encode()) if params.traceparent else None,
-            adapter=params.adapter,
-            draft=(params.draft_token_ids or []) if guesses else None,
-            prompt_logprobs=params.prompt_logprobs,
-        )
         model = self._model
         prompt, matcher = await self._prompt(params), await model.compiled(params.constraint)
         _check_scores(params, prompt)
-        return model.submit(model.request(prompt, params, options, matcher), bell, leader)
+        params = msgspec.structs.replace(params, prompt=None, prompt_token_ids=None, messages=None)  # they are large
+        return model.submit(model.request(prompt, params, matcher), bell, leader)
 
     async def check_draft(self, params: CheckDraft) -> CheckedDraft:
         """The draft is computed like any other, until a token is not the one that the model says."""
@@ -111,8 +97,8 @@ class WorkerEngine(Engine):
         model, ids = self._model, params.prompt_token_ids
         asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
         prompt = await self._prompt(asked)
-        greedy = SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
-        stream = model.submit(model.request(prompt, greedy, GenerationOptions("check_draft", draft=draft)))
+        greedy = GenerateParams.greedy(len(draft) + 1, ignore_eos=True, request_id="check_draft", draft_token_ids=draft)
+        stream = model.submit(model.request(prompt, greedy))
         try:
             async for output in stream:
                 said.append(output.token_id)

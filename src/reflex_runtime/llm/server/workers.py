@@ -33,14 +33,13 @@ from reflex_runtime.ipc.messages import (
     Constraint,
     GenerateParams,
     LoadModel,
-    SamplingParams,
 )
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
-from reflex_runtime.llm.engine.generation_options import GenerationOptions, Limits
+from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
 from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
-from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
+from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open, Opening
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
 from reflex_runtime.observe.series import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
@@ -129,8 +128,8 @@ class Line:
         return live_process(self.name, client.pid, state, client.restarts, running, self.unfinished - running, why)
 
 
-class Workers:
-    """A `ModelHost` of runtime processes. Made by `opened`. lines: of all processes, each of which has the model.
+class Workers(ModelHost):
+    """The model in runtime processes. Made by `opened`. lines: of all processes, each of which has the model.
     texts: by a tokenizer of the server's own, because that delays no step."""
 
     def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
@@ -163,29 +162,19 @@ class Workers:
         return found
 
     async def compiled(self, constraint: Constraint | None) -> None:
-        """See `Generator.compiled`: checked here, compiled in the process that generates."""
+        """Checked here, compiled in the process that generates."""
         if constraint is not None:
             await self.texts.compiled(check_constraint, constraint)
 
-    def request(
-        self, prompt: Sequence[int], params: SamplingParams, options: GenerationOptions, matcher: Matcher | None = None
-    ) -> GenerateParams:
-        """See `Generator.request`: checked here, so that a request that can never run is not sent."""
+    def request(self, prompt: Sequence[int], params: GenerateParams, matcher: Matcher | None = None) -> GenerateParams:
+        """Checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
         self.limits.check_sampling(params)
-        sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
-        return GenerateParams(
-            **sampling, model_id=self._plan.name, adapter=options.adapter, prompt_token_ids=ids,
-            priority=options.priority.name.lower(), client=str(options.client), request_id=options.id,
-            timeout_ms=None if options.time_limit is None else options.time_limit * 1e3,
-            max_gap_ms=None if options.max_gap is None else options.max_gap * 1e3,
-            prompt_logprobs=options.prompt_logprobs,
-            traceparent="" if options.span is None else options.span.traceparent,
-        )  # fmt: skip
+        return msgspec.structs.replace(params, model_id=self._plan.name, prompt_token_ids=ids)
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
-        """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""
+        """All go to the same process, whose cache then has their prompt."""
         line = self._line()
         handles: list[StreamHandle] = []
         for request in requests:

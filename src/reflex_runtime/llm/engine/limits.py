@@ -1,44 +1,18 @@
-"""Options of a request for tokens beside its sampling, the sampling that a model's authors chose for it, and the limits
-of a model, which a request is measured against before it is queued."""
+"""The limits of a model, which a request is measured against before it is queued, and the sampling that the model's
+authors chose for what a request does not say."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.core.request import Priority
 from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.observe.trace_context import SpanContext
 from reflex_runtime.settings.model_files import read_object
 
 GENERATION_FILE: Final = "generation_config.json"
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationOptions:
-    """Options of a generation request other than sampling.
-
-    id: for people and traces; "" lets the engine name it. priority, client: see `Request`. time_limit: seconds until
-    the first token; max_gap: between two of them. span: steps refer to it. adapter: the name of one of the runner's, ""
-    for none. draft: guess the output, as these tokens first; None guesses as configured. prompt_logprobs: report what
-    the model says of the prompt's own tokens, each with so many alternatives; see `Sequence.score`.
-    """
-
-    id: str = ""
-    priority: Priority = Priority.DEFAULT
-    client: Hashable = ""
-    time_limit: float | None = None
-    max_gap: float | None = None
-    span: SpanContext | None = None
-    adapter: str = ""
-    draft: Sequence[int] | None = None
-    prompt_logprobs: int | None = None
-
-
-PLAIN: Final = GenerationOptions()
 
 
 @dataclass(frozen=True, slots=True)
