@@ -81,10 +81,8 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.run.processor import BaseProcessor as BaseProcessor
     from reflex_runtime.run.processor import FunctionProcessor as FunctionProcessor
     from reflex_runtime.run.processor import Processor as Processor
-    from reflex_runtime.run.submitted_frame import FollowUp as FollowUp
     from reflex_runtime.run.submitted_frame import FrameOptions as FrameOptions
     from reflex_runtime.run.submitted_frame import NewestFrame as NewestFrame
-    from reflex_runtime.run.submitted_frame import SubmittedFrame as SubmittedFrame
 
 _NAMES = {
     "core.flush": "Controller FlushPolicy Planner",
@@ -109,7 +107,7 @@ _NAMES = {
     "run.batched": "BatchedCoroutine BatchedFunction batched",
     "run.batcher": "Batcher",
     "run.coordinator": "BatchCoordinator BatchHandle",
-    "run.submitted_frame": "FollowUp FrameOptions NewestFrame SubmittedFrame",
+    "run.submitted_frame": "FrameOptions NewestFrame",
     "feeds.runtime.runtime": "Runtime",
     "run.processor": "BaseProcessor FunctionProcessor Processor",
     "run.onnx_session": "OnnxProcessor",

@@ -158,8 +158,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "max_detections": "test_f14_what_a_detector_reports_is_said_by_its_options",
         "provider": "test_f14_provider_is_the_one_onnx_runtime_is_asked_for",
         "threads": "test_f14_threads_are_onnx_runtimes_own",
-        "then": "test_f14_then_asks_a_second_model_about_what_was_found",
-        "then_classes": "test_f14_then_asks_a_second_model_about_what_was_found",
         "max_batch_size": "test_f14_max_batch_size_bounds_a_call",
         "max_latency_ms": "test_f14_max_latency_ms_lets_files_that_are_due_share_calls",
         "watchdog_s": "test_f14_watchdog_s_says_that_a_batch_hangs_and_releases_its_feeds",

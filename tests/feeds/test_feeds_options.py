@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import socket
 from contextlib import closing
@@ -343,58 +342,6 @@ def test_f14_who_may_watch_feeds_is_as_on_every_server(tmp_path: Path) -> None:
             assert [asked(feeds, {"X-Reflex-Key": sent}, "/feeds.mjpeg") for sent in keys] == [401, 200, 200]
         assert asked(line, {"X-Reflex-Key": "line", "Host": "cams.example"}) == 200
         assert [asked(named, {"Host": host}) for host in ("cams.example", "other.example")] == [200, 403]
-
-
-def test_f14_then_asks_a_second_model_about_what_was_found(tmp_path: Path) -> None:
-    bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
-    names = {"names": "{0: 'warm', 1: 'mild', 2: 'cold'}", "task": "classify"}
-    bright_graph(tmp_path / "then.onnx", "classes", (16, 16), metadata=names)
-    write_video(tmp_path / "red.mp4", [lit((8, 8, 40, 40), RED, (64, 48))] * 3)
-    common = ("red=red.mp4", "--onnx", "first.onnx", "--then", "then.onnx", "--results=-")
-    runs = together(Feeds(*common, cwd=tmp_path), Feeds(*common, "--then-classes", "blue,green", cwd=tmp_path))
-    every, others = ([json.loads(line)["value"]["then"] for line in feeds.out] for feeds in runs)
-    assert [[(one["box"], one["labels"][0]) for one in frame] for frame in every] == [[(0, "warm")]] * 3
-    assert others == [[]] * 3
-
-
-def test_f14_a_second_model_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bright_graph(tmp_path / "first.onnx", "raw", (64, 48))
-    (tmp_path / "broken.onnx").write_bytes(b"no graph")
-    common = ("a=shapes:seed=1", "--onnx", "first.onnx")
-    assert "--then=gone.onnx: no such file" in refusal(capsys, "a=shapes:seed=1", "--onnx=shapes", "--then=gone.onnx")
-    wrong = ran(*common, "--then", "broken.onnx", cwd=tmp_path, status=2)
-    assert wrong.log[-1].startswith("reflex feeds: --then=broken.onnx: onnxruntime cannot load it")
-    bright_graph(tmp_path / "then.onnx", "classes", (16, 16))
-    lacking = ran(*common, "--then", "then.onnx", "--then-classes", "cat", cwd=tmp_path, status=2)
-    assert "--onnx=first.onnx: needed classes=cat: the graph has 3 classes" in lacking.log[-1]
-
-
-def test_f14_what_the_second_model_is_asked_is_bounded(tmp_path: Path) -> None:
-    (tmp_path / "many.py").write_text(TWENTY_BOXES, encoding="utf-8")
-    metadata = {"names": "{0: 'warm', 1: 'mild', 2: 'cold'}", "task": "classify"}
-    bright_graph(tmp_path / "then.onnx", "classes", (16, 16), metadata=metadata)
-    write_video(tmp_path / "a.mp4", [lit((8, 8, 40, 40), RED, (64, 48))] * 3)
-    common = ("a=a.mp4", "--processor", "many:Many", "--then", "then.onnx", "--results=-")
-    sizes, options = {}, {"plain": (), "number": ("--then-classes", "7")}
-    runs = [Feeds(*common, *more, "--trace", f"{name}.jsonl", cwd=tmp_path) for name, more in options.items()]
-    for name, feeds in zip(options, together(*runs), strict=True):
-        missing = [one.get("missing") for line in feeds.out for one in json.loads(line)["value"]["then"]]
-        batches = read_journal(tmp_path / f"{name}.jsonl").batches
-        sizes[name] = ({len(batch.members) for batch in batches if batch.group == "then"}, missing)
-    assert sizes["plain"] == ({8}, [*[None] * 16, *["too_many"] * 4] * 3)
-    assert sizes["number"] == ({1}, [None] * 3)
-
-
-TWENTY_BOXES = """
-class Many:
-    id = "many"
-    def on_start(self):
-        pass
-    def process(self, entries):
-        return [{"boxes": [[8, 8, 40, 40]] * 20, "labels": ["a"] * 19 + [7]} for _ in entries]
-    def on_stop(self):
-        pass
-"""
 
 
 def asked(feeds: Feeds, headers: dict[str, str], path: str = "/dashboard/stream") -> int:

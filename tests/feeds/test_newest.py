@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
-from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
 from reflex_runtime.feeds.runtime.capture import FeedConfig, FeedContext
 from reflex_runtime.feeds.runtime.consumer import CurrentFrame
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.submitted_frame import Join, NewestFrame
+from reflex_runtime.run.submitted_frame import NewestFrame
 from run.coordinated import Caller, Coordinator, busy_with, nobody_left
 from run.coordinated import Detector as Answering
 
@@ -363,42 +362,3 @@ def test_b18_a_call_that_is_repeated_computes_the_same_frames() -> None:
         detector.gate.set()
         assert sorted(caller.end() for caller in callers) == ["new 0", "new 1", "new 2"]
     assert sorted(asked) == [0, 1, 2]
-
-
-class Asking:
-    """A second model that is asked about every picture."""
-
-    def __init__(self) -> None:
-        self.processor = Detector("second")
-        self.config = BatchConfig(max_latency=0.0, max_in_flight_per_feed=0)
-
-    def parts(self, image: Any, value: Any) -> tuple[Sequence[Any], Join]:
-        def join(answers: Sequence[Done | Failed]) -> Any:
-            return [a.value if isinstance(a, Done) else type(a.error) for a in answers]
-
-        return [] if isinstance(image, str) else [image], join
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_i18_a_second_model_is_asked_about_the_frame_that_was_taken_and_within_its_age(late: bool) -> None:
-    first, clock, camera, sink = Stopping(), Clock(), Camera(), Collector()
-    coordinator = Coordinator(first, BatchConfig(max_batch_size=8, max_latency=0.0), clock=clock, then=Asking())
-    feed = Feed("cam", camera, Pipeline(batch=coordinator), [sink], FeedConfig(max_age=0.5), clock=clock)
-    with coordinator:
-        busy_with(coordinator, first)
-        coordinator.asked(1)
-        feed.start()
-        camera.give(10)
-        coordinator.asked(1)
-        clock.now += 0.4
-        camera.give(11)
-        while feed.snapshot().frames < 2:
-            camera.idle()
-        first.next()
-        clock.now += 0.6 if late else 0.4
-        first.gate.set()
-        sink.wait(1)
-        camera.give(END)
-        ended(feed)
-    (result,) = sink.results
-    assert (result.frame.sequence, result.value) == (1, [Expired if late else 11])

@@ -11,10 +11,9 @@ from typing import Any
 
 from reflex_runtime.core.flush import Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Request
+from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.coordinator import BatchCoordinator, BatchHandle
-from reflex_runtime.run.submitted_frame import SubmittedFrame
 from run.helpers import PATIENCE
 
 Answer = Callable[[Sequence[BatchEntry]], Any]
@@ -79,9 +78,9 @@ class Coordinator(BatchCoordinator):
         super().__init__(processor, config, **more)
         self._asked = threading.Semaphore(0)
 
-    def admit(self, request: Request, frame: SubmittedFrame) -> None:
+    def admit(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
         try:
-            super().admit(request, frame)
+            return super().admit(request, settled)
         finally:
             self._asked.release()
 

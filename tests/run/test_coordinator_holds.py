@@ -4,7 +4,7 @@ jumps. The same cases as `compare.feeds` in the simulator (contract F6)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
 
@@ -142,38 +142,11 @@ def test_f6_frames_of_a_processor_that_keeps_up_share_calls_whatever_they_take()
     assert outcome.lost == 0
 
 
-def test_f6_another_detector_is_timed_anew() -> None:
-    sizes, now = PayingSize("x", lambda: None), 0.0
-    for frames, seconds in [(8, 0.8)] * (FIRST + 1) + [(1, 0.05)] * LEAST:
-        assert sizes.alone == (frames == 1)
-        sizes.ran(frames, now, now := now + seconds)
-    assert sizes.alone
-    sizes.forget()
-    assert not sizes.alone
-
-
 def test_f6_a_trial_compares_calls_of_now_with_each_other() -> None:
     sizes, now = PayingSize("x", lambda: None), 0.0
     before = [(1, 0.005)] * LEAST  # when the machine was idle, and frames came one by one
     for frames, seconds in [*before, *[(8, 0.8)] * FIRST, *[(1, 0.2)] * LEAST]:
         sizes.ran(frames, now, now := now + seconds)
-    assert not sizes.alone
-
-
-def test_f6_a_detector_that_is_replaced_while_calls_are_compared_costs_no_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes, now = PayingSize("x", lambda: None), 0.0
-
-    def replaced_now(times: Sequence[float]) -> float:  # by another thread
-        sizes.forget()
-        return median(times)
-
-    monkeypatch.setattr("reflex_runtime.run.batch_processor.median", replaced_now)
-    for frames, seconds in [(8, 0.8)] * (FIRST + 1) + [(1, 0.05)] * LEAST:
-        sizes.ran(frames, now, now := now + seconds)
-    assert not sizes.alone
-    sizes.ran(8, now, now + 0.8)
     assert not sizes.alone
 
 

@@ -26,7 +26,6 @@ examples:
   reflex feeds door=door.mp4 yard=rtsp://10.0.0.7/live --processor mypkg:Detector --results found.jsonl
   reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --onnx yolo11n.onnx
   reflex feeds --config cameras.toml --port 9000                     http://127.0.0.1:9000/feeds shows them
-  reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --then makes.onnx --then-classes car
 
 cameras.toml:
   [feeds]

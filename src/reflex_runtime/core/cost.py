@@ -212,10 +212,6 @@ class TimedUnits(UnitCost):
     def __init__(self) -> None:
         self._fit = AffineFit()
 
-    def forget(self) -> None:
-        """Learn anew: another processor runs the batches."""
-        self._fit = AffineFit()
-
     def tally(self) -> Tally:
         return _TimedTally(self._fit)
 

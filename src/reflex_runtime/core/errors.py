@@ -173,7 +173,7 @@ class ConfigError(ReflexError, ValueError):
 EXTRAS: Final[Mapping[str, str]] = {
     "av": "cameras", "cv2": "cameras", "google": "grpc", "grpc": "grpc", "jinja2": "llm", "lerobot": "robots",
     "llguidance": "llm", "matplotlib": "plots", "metaworld": "demo", "onnx": "export", "onnxscript": "export",
-    "openvino": "llm", "opentelemetry": "otel", "paho": "mqtt", "pyarrow": "parquet", "ray": "ray",
+    "openvino": "llm", "opentelemetry": "otel", "paho": "mqtt", "ray": "ray",
     "sentencepiece": "robots", "supervision": "vision", "tokenizers": "llm", "torch": "torch", "trackers": "vision",
     "transformers": "convert", "zmq": "gr00t",
 }  # fmt: skip

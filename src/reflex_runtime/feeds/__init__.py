@@ -4,7 +4,6 @@ from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
-from reflex_runtime.feeds.outputs.parquet import ParquetResults, read_parquet
 from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.plan import processor_of
 from reflex_runtime.feeds.runtime.capture import FeedConfig
@@ -23,7 +22,6 @@ __all__ = [
     "Frame",
     "JsonLines",
     "MqttPublisher",
-    "ParquetResults",
     "Pipeline",
     "Result",
     "ResultArrays",
@@ -38,7 +36,6 @@ __all__ = [
     "ZoneStage",
     "mqtt_address",
     "processor_of",
-    "read_parquet",
     "source_of",
     "source_of_spec",
     "specs_of",

@@ -56,11 +56,11 @@ class PictureSize:
     longest: int
     every: float
     quality: int
-    drawn: tuple[str, ...] = ("labels", "scores", "tracker_ids", "then", "text", "masks")
+    drawn: tuple[str, ...] = ("labels", "scores", "tracker_ids", "text", "masks")
 
 
 _PLACES: Final = ("boxes", "polygons", "keypoints")
-SMALL: Final = PictureSize(320, 2.0, 70, ("labels", "then", "text", "masks"))
+SMALL: Final = PictureSize(320, 2.0, 70, ("labels", "text", "masks"))
 MIDDLE: Final = PictureSize(480, 0.1, 75)
 LARGE: Final = PictureSize(960, 0.1, 80)
 

@@ -7,13 +7,12 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot, SecondModel, version_of
 from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.runtime.consumer import Sink
@@ -30,8 +29,6 @@ from reflex_runtime.settings.model_files import check_kind
 from reflex_runtime.settings.read import environment, read
 
 LONGEST_S: Final = 3600.0  # for what has no time limit of its own
-THEN_MOST: Final = 16  # boxes of a frame that the second model is asked about, and
-THEN_SIZE: Final = 8  # boxes in one of its calls
 MOST: Final = 256  # feeds of a run whose file may name more of them later
 
 
@@ -44,13 +41,12 @@ class FeedPlan:
     sources: Mapping[str, Source]
     file: Path | None = None
 
-    @property
-    def limits(self) -> dict[str, FrameLimits]:
-        """What feeds want in place of the general `score` and `classes`."""
+    def limits(self, general: FeedsConfig) -> dict[str, FrameLimits]:
+        """What feeds want in place of the detector's `score` and `classes`. general: its settings."""
         found = {}
         for spec in self.specs:
             score, classes = spec.config.score, spec.config.classes
-            if (score, classes) != (self.config.score, self.config.classes):
+            if (score, classes) != (general.score, general.classes):
                 found[spec.name] = FrameLimits(score, tuple(name.strip() for name in classes))
         return found
 
@@ -77,7 +73,8 @@ def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | No
     if config.annotate:
         outputs += [("--annotate", config.annotate, video_of(config, spec.name)) for spec in specs]
     taken = {os.path.realpath(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
-    taken |= {os.path.realpath(model): "which is the model" for model in (config.onnx, config.then) if model}
+    if config.onnx:
+        taken[os.path.realpath(config.onnx)] = "which is the model"
     if file is not None:
         taken[os.path.realpath(file)] = "which is the configuration"
     for name, value, path in outputs:
@@ -96,7 +93,9 @@ def processor_asked(plan: FeedPlan) -> BatchProcessor:
     if not config.onnx:
         either = "give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
         raise ConfigError(f"no processor: {either}")
-    return DetectorSlot(onnx_asked(config), config.then_classes, plan.limits)
+    detector = onnx_asked(config)
+    detector.limits = plan.limits(config)
+    return detector
 
 
 def processor_of(text: str) -> BatchProcessor:
@@ -112,27 +111,7 @@ def processor_of(text: str) -> BatchProcessor:
     return processor
 
 
-def second_model_asked(config: FeedsConfig, detector: BatchProcessor, frames: int) -> SecondModel:
-    """The second model. frames: most that wait for the first one."""
-    batching = BatchConfig(
-        max_batch_size=THEN_SIZE,
-        max_latency=0.0,  # the boxes of a batch of frames come together
-        queue_capacity=frames * THEN_MOST,
-        max_in_flight_per_feed=0,
-    )
-    given = {*config.then_classes, *(int(name) for name in config.then_classes if name.isdecimal())}
-
-    def labels(value: Any) -> Collection[Any] | None:
-        if not config.then_classes:
-            return None
-        return detector.labels(value) if isinstance(detector, DetectorSlot) else given
-
-    plain = replace(config, size="", resize="auto", names="", score=None, iou=None, classes=(), max_detections=0)
-    model = onnx_asked(replace(plain, onnx=config.then), "--then", "then")
-    return SecondModel(model, batching, labels, THEN_MOST)
-
-
-def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> OnnxFrames:
+def onnx_asked(config: FeedsConfig) -> OnnxFrames:
     """The detector that --onnx names."""
     from reflex_runtime.feeds.detectors.recognise import names_of_file
     from reflex_runtime.feeds.sources.shapes import DETECTOR
@@ -140,7 +119,7 @@ def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> O
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
     if not path.is_file():
-        raise ConfigError(f"{flag}={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
+        raise ConfigError(f"--onnx={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
     check_kind(path.with_name(f"{path.name}.data"))  # its weights may be there
     provider, names = PROVIDERS.get(config.provider, config.provider), None
     try:
@@ -153,7 +132,6 @@ def onnx_asked(config: FeedsConfig, flag: str = "--onnx", id: str = "onnx") -> O
         raise ConfigError(f"--names={one_line(config.names)}: {error.message}") from None
     return OnnxFrames(
         path,
-        id,
         provider=provider,
         threads=config.threads,
         score=config.score,
@@ -192,8 +170,6 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
     named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
     cause = error.__cause__
     words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
-    if config.then and isinstance(cause, ConfigError) and words.startswith(f"{config.then}: "):
-        return ConfigError(f"--then={one_line(words)}")
     if cause is not None and not isinstance(cause, ConfigError):
         words = f"on_start failed: {told(cause)}"
     return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
@@ -201,28 +177,24 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 
 log = logging.getLogger("reflex.feeds")
 
-OF_DETECTOR: Final = ("onnx", "size", "resize", "names", "score", "iou", "classes", "max_detections")
-
 
 class FeedFleet:
     """Makes feeds of a plan, and of later ones.
 
-    detector: None where the processor is the user's own, which is not replaced. sinks: makes those of a feed. made: a
-    detector of the settings with --onnx in them. gone: called with the name of each feed that there is no more.
+    sinks: makes those of a feed. gone: called with the name of each feed that there is
+    no more.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         coordinator: BatchCoordinator,
-        detector: DetectorSlot | None,
         plan: FeedPlan,
         sinks: Callable[[FeedSpec], Sequence[Sink]],
-        made: Callable[[FeedsConfig], OnnxFrames],
         gone: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._runtime, self._coordinator, self._detector = runtime, coordinator, detector
-        self._plan, self._sinks, self._made, self._gone = plan, sinks, made, gone
+        self._runtime, self._coordinator, self._began = runtime, coordinator, plan.config
+        self._plan, self._sinks, self._gone = plan, sinks, gone
         self._turn = threading.Lock()
         for spec in plan.specs:
             self._add(spec, plan.sources[spec.name], self._pipeline(spec))
@@ -243,7 +215,8 @@ class FeedFleet:
         new = [(after[name], plan.sources[name], self._pipeline(after[name])) for name in after if name not in same]
         if len(after) > (room := self._coordinator.config.capacity):
             raise ConfigError(f"{len(after)} feeds: this run has room for {room}")
-        detector = self._change_detector(plan)
+        if isinstance(detector := self._coordinator.processor, OnnxFrames):
+            detector.limit(plan.limits(self._began))
         with self._turn:
             for name in before.keys() - same:
                 self._runtime.remove(name)
@@ -251,7 +224,7 @@ class FeedFleet:
                 self._add(spec, source, pipeline)
         for name in before.keys() - after.keys():
             self._gone(name)
-        later = _at_the_next_start(self._plan.config, plan.config)
+        later = _at_the_next_start(self._began, plan.config)
         self._plan = plan
         told = {
             "new": sorted(after.keys() - before.keys()),
@@ -259,20 +232,8 @@ class FeedFleet:
             "gone": sorted(before.keys() - after.keys()),
         }
         parts = [f"{what}: {', '.join(names)}" for what, names in told.items() if names]
-        parts += [f"{len(same)} as before"] * bool(same) + [detector] * bool(detector)
+        parts += [f"{len(same)} as before"] * bool(same)
         return "; ".join([*parts, *later])
-
-    def _change_detector(self, plan: FeedPlan) -> str:
-        if self._detector is None or not plan.config.onnx:
-            return ""
-        made, before = self._made(plan.config), self._detector.current.name
-        same = all(getattr(plan.config, name) == getattr(self._plan.config, name) for name in OF_DETECTOR)
-        same = same and version_of(made.path) == before
-        self._detector.change(None if same else made, plan.limits)
-        if same:
-            return ""
-        self._coordinator.relearn()
-        return f"{self._detector.current.name} runs now, in place of {before}"
 
     def _pipeline(self, spec: FeedSpec) -> Pipeline:
         return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)
@@ -283,6 +244,6 @@ class FeedFleet:
 
 def _at_the_next_start(before: FeedsConfig, after: FeedsConfig) -> list[str]:
     """What is said of settings that a run keeps."""
-    kept = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES, *OF_DETECTOR})
+    kept = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES})
     changed = [flag(name) for name in kept if getattr(before, name) != getattr(after, name)]
     return [f"at the next start: {', '.join(changed)}"] if changed else []

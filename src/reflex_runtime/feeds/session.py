@@ -13,15 +13,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
-from reflex_runtime.feeds.detectors.detector_slot import DetectorSlot
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, batching_asked, onnx_asked, refusal_of, second_model_asked
+from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, batching_asked, refusal_of
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.settings import FeedSpec
 from reflex_runtime.feeds.table import Board, undecoded
-from reflex_runtime.observe.batch_metrics import OneGroup
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.batch_processor import BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
@@ -53,12 +51,7 @@ class FeedsSession:
         self._plan, self._again = plan, again
         self._config = config = plan.config
         self._processor = processor
-        batching = batching_asked(plan)
-        self._then = second_model_asked(config, processor, batching.capacity) if config.then else None
-        groups = [batching.group(processor.id)]
-        if self._then is not None:
-            groups.append(self._then.config.group(self._then.processor.id))
-        self._batching = batching
+        self._batching = batching_asked(plan)
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
@@ -70,7 +63,8 @@ class FeedsSession:
         self._begun = threading.Event()  # the start has ended, or was given up
         self._signal = 0  # the first one that asked for a stop
         self._faults = False  # a stage or a sink failed
-        self._files = ResultFiles(config, groups, output, partial(self._news.put, _READER_GONE))
+        group = self._batching.group(processor.id)
+        self._files = ResultFiles(config, [group], output, partial(self._news.put, _READER_GONE))
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -123,8 +117,8 @@ class FeedsSession:
             spans = spans_of(self._config.otel, self._series(), FrameSpans)
             assert spans is not None
             closing.callback(spans.close)
-            sinks.append(spans if self._then is None else OneGroup(spans, self._processor.id))
-        return self._runtime.coordinator(self._processor, self._batching, sinks, self._then)
+            sinks.append(spans)
+        return self._runtime.coordinator(self._processor, self._batching, sinks)
 
     def _series(self) -> CollectorRegistry:
         """The registry of its /metrics."""
@@ -145,9 +139,8 @@ class FeedsSession:
             shown = [] if pictures is None else [pictures.take]
             return [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs), *shown]
 
-        detector = self._processor if isinstance(self._processor, DetectorSlot) else None
         gone = pictures.gone if pictures is not None else lambda name: None
-        fleet = FeedFleet(self._runtime, coordinator, detector, self._plan, sinks, onnx_asked, gone)
+        fleet = FeedFleet(self._runtime, coordinator, self._plan, sinks, gone)
         if pictures is not None:
             self._serve(coordinator, pictures, closing)
         return fleet

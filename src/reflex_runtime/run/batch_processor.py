@@ -48,14 +48,6 @@ class PayingSize:
     def __init__(self, name: str, at_once: Callable[[], int | None]) -> None:
         self._name, self._at_once = name, at_once
         self._policies: dict[tuple[FlushPolicy, int], FlushPolicy] = {}
-        self._begin()
-
-    def forget(self) -> None:
-        """The processor takes other times from now on."""
-        self._forgotten = True
-
-    def _begin(self) -> None:
-        self._forgotten = False
         self._alone = self._trying = False
         self._times: dict[bool, deque[float]] = {alone: deque(maxlen=KEPT) for alone in (True, False)}
         self._calls, self._pause, self._ended = 0, FIRST, -inf
@@ -63,7 +55,7 @@ class PayingSize:
     @property
     def alone(self) -> bool:
         """Whether the next batch has one frame only."""
-        return not self._forgotten and self._alone != self._trying
+        return self._alone != self._trying
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         return
@@ -78,8 +70,6 @@ class PayingSize:
 
     def ran(self, frames: int, began: float, ended: float) -> None:
         """A call came back with results. began, ended: seconds of one clock."""
-        if self._forgotten:  # here, because another thread must not change what is compared
-            self._begin()
         seconds, rested, self._ended = ended - began, began - self._ended, ended
         self._times[frames == 1].append(seconds / frames)
         if self._trying:

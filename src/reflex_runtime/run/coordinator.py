@@ -42,18 +42,11 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics, OneGroup
+from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.run.audience import Audience, Delivery, Relay, Sink, Sleeper
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor, Owned, id_of, on_start
 from reflex_runtime.run.device import Clock, Device
-from reflex_runtime.run.submitted_frame import (
-    FollowUp,
-    FrameOptions,
-    FrameParts,
-    GivenFrame,
-    NewestFrame,
-    SubmittedFrame,
-)
+from reflex_runtime.run.submitted_frame import FrameOptions, GivenFrame, NewestFrame
 
 log = logging.getLogger("reflex.coordinator")
 
@@ -65,9 +58,9 @@ class _Pending(Future[Any]):
 
     take_back: Callable[[], None] | None = None
 
-    def settled(self, frame: SubmittedFrame) -> None:
-        self.take_back = None  # it holds the frame, and the frame this future
-        outcome = frame.outcome
+    def settled(self, ticket: Ticket) -> None:
+        self.take_back = None  # it holds the ticket, and the ticket this future
+        outcome = ticket.outcome
         assert outcome is not None
         try:
             if not self.set_running_or_notify_cancel():
@@ -79,7 +72,7 @@ class _Pending(Future[Any]):
         except KeyboardInterrupt:
             raise
         except BaseException:  # a callback wanted to end the thread, or the caller settled the future itself
-            log.exception("the future of a frame of %r could not be settled", frame.feed_id)
+            log.exception("the future of a frame of %r could not be settled", ticket.request.client)
 
     def cancel(self) -> bool:
         take_back, self.take_back = self.take_back, None  # `settled` clears it, too
@@ -119,8 +112,8 @@ class BatchHandle:
         """
         future = _Pending()
         coordinator = self._coordinator
-        submitted = self._submit(GivenFrame(feed_id, frame, view, **options), future.settled)
-        future.take_back = lambda: coordinator.cancel(submitted)
+        ticket = self._submit(GivenFrame(feed_id, frame, view, **options), future.settled)
+        future.take_back = lambda: coordinator.cancel(ticket)
         if future.done():  # `settled` came before
             future.take_back = None
         return future
@@ -151,22 +144,22 @@ class BatchHandle:
         sleeper, relay = Sleeper(), coordinator.relay
         given = GivenFrame(feed_id, frame, view, newest, **options)
         del frame, view  # once another takes its place, nothing keeps it
-        submitted = self._submit(given, lambda _: relay.answered(sleeper))
+        ticket = self._submit(given, lambda _: relay.answered(sleeper))
         try:
             answered = relay.wait(sleeper, coordinator.patience)
         except BaseException:  # interrupted: the answer has no reader
-            coordinator.cancel(submitted)
+            coordinator.cancel(ticket)
             raise
-        if not answered and not coordinator.abandon(submitted):
+        if not answered and not coordinator.abandon(ticket):
             raise WaitTimeout(f"{coordinator.id}: no answer for feed {feed_id!r} within {coordinator.patience:g} s")
-        outcome = submitted.outcome
+        outcome = ticket.outcome
         assert outcome is not None
         if isinstance(outcome, Done):
             return outcome.value
         try:
             raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
         finally:  # it holds this call, whose variables hold it and the frame: a cycle, and pictures are large
-            del given, submitted, outcome
+            del given, ticket, outcome
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
@@ -174,25 +167,18 @@ class BatchHandle:
 
     # -- within --------------------------------------------------------------------------------------------------------
 
-    def _submit(self, given: GivenFrame, settled: Callable[[SubmittedFrame], None]) -> SubmittedFrame:
-        """Raises the `Rejected` that says why not. settled: called at its end with what this returns."""
+    def _submit(self, given: GivenFrame, settled: Callable[[Ticket], None]) -> Ticket:
+        """Raises the `Rejected` that says why not. settled: called once, at its end, by the thread that answers."""
         numbers = self._sequences.get(given.feed_id)
         if numbers is None:
             numbers = self._new_feed(given.feed_id)
         if given.sequence is None:
             given.sequence = next(numbers)
-        coordinator = self._coordinator
-        then = coordinator.then
-        if then is None:
-            frame = SubmittedFrame(given.feed_id, settled)
-        else:
-            frame = FrameParts(then, given, coordinator.admit_part, settled, coordinator.clock)
-        request = Request(given, group=coordinator.id, client=given.feed_id, time_limit=given.time_limit)
+        request = Request(given, group=self._coordinator.id, client=given.feed_id, time_limit=given.time_limit)
         try:
-            coordinator.admit(request, frame)
+            return self._coordinator.admit(request, settled)
         except Rejected as error:
             raise self._worded(error, given.feed_id) from None
-        return frame
 
     def _new_feed(self, feed_id: str) -> count[int]:
         if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
@@ -245,9 +231,6 @@ class BatchCoordinator:
         sink with an attribute `events` (a set of event types) gets those only. One that raises is logged.
     lost: why its thread died, if it did. detached: the name of a thread that did not end in time, else None.
     stop_error: what `on_stop` raised, else None. processor: the one it owns; only its thread may call it.
-    then: a second processor, for parts of what the first one answers; a frame is answered when they are. Its figures
-        are in `all_metrics`, its events among those of `sinks`, under its own id as their group. A frame counts as in
-        flight (`max_in_flight_per_feed`) until the first one has answered.
 
     A batch beyond the watchdog is answered with `ProcessorHung`. Only one thread may call the processor, so the
     coordinator waits for it and goes on when it comes back. A thread that dies ends the coordinator, and every frame is
@@ -260,35 +243,24 @@ class BatchCoordinator:
         config: BatchConfig | None = None,
         sinks: Iterable[Sink] = (),
         clock: Clock = time.monotonic,
-        then: FollowUp | None = None,
     ) -> None:
         self.config = config = config or BatchConfig()
         self.id = id_of(processor)
-        self.then = then
-        runs = {self.id: (processor, config)}
-        if then is not None:
-            if (name := id_of(then.processor)) == self.id:
-                raise ConfigError(f"BatchCoordinator: both processors are called {name!r}")
-            runs[name] = (then.processor, then.config)
-        for run, _ in runs.values():
-            if (owner := _owners.get(id(run))) is not None:
-                raise ConfigError(f"BatchCoordinator: processor {owner.id!r} belongs to another coordinator already")
+        if (owner := _owners.get(id(processor))) is not None:
+            raise ConfigError(f"BatchCoordinator: processor {owner.id!r} belongs to another coordinator already")
         self.patience = config.max_latency + config.response_timeout
         self.handle = BatchHandle(self)
         self.detached: str | None = None
         self.processor = processor
-        self._owned = {name: Owned(run, clock) for name, (run, _) in runs.items()}
-        self._scheduler = Scheduler(
-            [batching.group(name, self._owned[name].sizes) for name, (_, batching) in runs.items()]
-        )
+        self._owned = Owned(processor, clock)
+        self._scheduler = Scheduler([config.group(self.id, self._owned.sizes)])
         self.clock = clock
-        self._meters = {name: BatchMeter(batching.max_batch_size) for name, (_, batching) in runs.items()}
-        meters = [meter if then is None else OneGroup(meter, name) for name, meter in self._meters.items()]
-        self._audience = Audience([*meters, *sinks], self.id)
+        self._meter = BatchMeter(config.max_batch_size)
+        self._audience = Audience([self._meter, *sinks], self.id)
         self._delivery = Delivery(self._events, self._audience)
         name = f"reflex-{self.id}"
         self._device = Device(
-            self._scheduler, self._owned, self._deliver, clock, self._died, name=name, one_thread=True
+            self._scheduler, {self.id: self._owned}, self._deliver, clock, self._died, name=name, one_thread=True
         )
         self.relay = Relay(clock, self._device.wake)
         self._loss: DeviceLost | None = None  # published after everything else
@@ -298,8 +270,7 @@ class BatchCoordinator:
         self._bell = threading.Event()
         self._over = False
         self._started = self._signalled = False
-        for run, _ in runs.values():
-            _owners[id(run)] = self
+        _owners[id(processor)] = self
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -343,10 +314,9 @@ class BatchCoordinator:
     def signal(self) -> None:
         """Admit no more frames. The batch being formed or run is still answered; all other frames are released now."""
         self._signalled = True
-        for owned in self._owned.values():
-            owned.before_run = self._close_behind
+        self._owned.before_run = self._close_behind
         more = self._device.input(
-            lambda scheduler, now: scheduler.close(now, drain=self._running and not self._device.busy)
+            lambda scheduler, now: scheduler.close(now, drain=self._owned.started and not self._device.busy)
         )
         if more:
             self._close_behind()
@@ -362,9 +332,8 @@ class BatchCoordinator:
         self._over = True
         self._bell.set()
         self.detached = self._device.name if self._device.alive else None
-        for owned in self._owned.values() if self.detached is None else ():
-            if _owners.get(id(owned.processor)) is self:  # the entry of its next owner must stay
-                del _owners[id(owned.processor)]
+        if self.detached is None and _owners.get(id(self.processor)) is self:  # the entry of its next owner must stay
+            del _owners[id(self.processor)]
         return self.detached is None
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -388,47 +357,31 @@ class BatchCoordinator:
     @property
     def stop_error(self) -> BaseException | None:
         """What `on_stop` raised."""
-        return next((owned.stop_error for owned in self._owned.values() if owned.stop_error is not None), None)
-
-    @property
-    def _running(self) -> bool:
-        """Whether every processor has started."""
-        return all(owned.started for owned in self._owned.values())
+        return self._owned.stop_error
 
     # -- feeds: for the handle -----------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, frame: SubmittedFrame) -> None:
+    def admit(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
         """Let a frame wait for the processor, or raise the `Rejected` that says why not."""
         later = self.relay.going
         try:
-            ticket = self._device.submit(request, frame.answered, wake=not later)
+            ticket = self._device.submit(request, settled, wake=not later)
         except Rejected:
             self._deliver()
             raise
-        frame.admitted(ticket)
         if later:
             self.relay.came()
-        self._watch(ticket)
-
-    def admit_part(self, request: Request, settled: Callable[[Ticket], None]) -> Ticket:
-        """The same for a part of a frame, for the second processor. Called while answers are delivered: by the device
-        thread, which looks at the queues next."""
-        ticket = self._device.submit(request, settled)
-        self._watch(ticket)
+        if self._alarm == inf or ticket.deadline < self._alarm:  # wake then, and when its batch would take too long
+            self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
         return ticket
 
-    def _watch(self, ticket: Ticket) -> None:
-        """Wake at its deadline, and when its batch would take too long."""
-        if self._alarm == inf or ticket.deadline < self._alarm:
-            self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
-
-    def cancel(self, frame: SubmittedFrame) -> None:
+    def cancel(self, ticket: Ticket) -> None:
         """Cancel a frame for its caller."""
-        frame.cancel(self._device.cancel)
+        self._device.cancel(ticket)
 
-    def abandon(self, frame: SubmittedFrame) -> bool:
+    def abandon(self, ticket: Ticket) -> bool:
         """The caller stops waiting. Returns whether the answer is there after all."""
-        return frame.abandon(self._device.abandon)
+        return self._device.abandon(ticket)
 
     @property
     def answers_here(self) -> bool:
@@ -437,17 +390,12 @@ class BatchCoordinator:
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
-        return self.between(self._meters[self.id].take)()
-
-    def all_metrics(self) -> dict[str, BatchMetrics]:
-        """The same of each of its processors, by id; those of the second one count parts."""
-        taken = self.between(lambda: {name: meter.take() for name, meter in self._meters.items()})
-        return {name: take() for name, take in taken.items()}
+        return self.between(self._meter.take)()
 
     @property
     def consecutive_errors(self) -> int:
         """Batches in a row without any result, of those whose end was delivered."""
-        return self._meters[self.id].errors_in_a_row
+        return self._meter.errors_in_a_row
 
     def between(self, action: Callable[[], T]) -> T:
         """Deliver every event up to now, then call `action` before the next one. Returns its result."""
@@ -469,15 +417,6 @@ class BatchCoordinator:
         groups: dict[str, Any] = self._device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
-    def relearn(self) -> None:
-        """Its processor takes other times from now on: forget what batches took."""
-
-        def forget(scheduler: Scheduler, _: float) -> None:
-            scheduler.cost_model(self.id).forget()
-            self._owned[self.id].sizes.forget()
-
-        self._device.input(forget)
-
     def _deliver(self) -> None:
         """Deliver the new events and answers, then wake the threads that have theirs."""
         self._delivery.deliver()
@@ -488,9 +427,8 @@ class BatchCoordinator:
     def _prepare(self, ready: Future[None]) -> None:
         """Run `on_start` on the thread that will run everything else."""
         try:
-            for owned in self._owned.values():
-                on_start(owned.processor)
-                owned.started = True
+            on_start(self.processor)
+            self._owned.started = True
         except BaseException as error:
             self.signal()  # frames may wait already, and none may run on a processor that did not start
             ready.set_exception(error)
@@ -499,8 +437,7 @@ class BatchCoordinator:
 
     def _close_behind(self) -> None:
         """After `signal`, before the last batch runs: release the frames that are not in it."""
-        for owned in self._owned.values():
-            owned.before_run = None
+        self._owned.before_run = None
         while self._device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
             pass
 

@@ -53,15 +53,6 @@ class FeedsConfig:
     )
     provider: str = option("cpu", "with --onnx: cpu, cuda, openvino or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
-    then: str = option(
-        "", "a second model in ONNX, such as a classifier: it is asked about what was found, each box as a picture, "
-        "the 16 of a frame with the highest scores",
-        metavar="FILE",
-    )
-    then_classes: tuple[str, ...] = option(
-        (), "with --then: the only classes that it is asked about, by name or number, with commas", metavar="NAME,…",
-        needs="then",
-    )
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
     max_latency_ms: float = option(
         50.0, "longest time that a free processor waits for feeds that are due; it waits only if that pays",
@@ -122,7 +113,7 @@ class FeedsConfig:
         metavar="MODULE:NAME", repeat=True,
     )
     results: str = option(
-        "", "write every result to FILE as a JSON line; - is standard output; FILE.parquet is a folder of Parquet",
+        "", "write every result to FILE as a JSON line; - is standard output",
         metavar="FILE",
         group="results",
     )

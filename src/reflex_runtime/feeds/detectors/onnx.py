@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -151,9 +153,10 @@ class OnnxFrames:
     What the outputs mean is told by what the graph returns for one blank picture; see `detectors.recognise`. A result
     is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
     with `keypoints` or `masks` where the graph finds them; see `result_of`. Outputs [n] or [n, k] without names for the
-    k are passed on: {output: array without batch axis}. Any other graph is refused.
+    k are passed on: {output: array without batch axis}. Any other graph is refused. Each result has `model`: the name
+    of the file and the first 16 digits of its SHA-256.
 
-    limits: by feed, what it wants in place of `score` and `classes`; may change at any time, see `check_limits`.
+    limits: by feed, what it wants in place of `score` and `classes`; see `limit`.
 
     A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, those that only the graph
     can show when `on_start` reads it.
@@ -180,13 +183,17 @@ class OnnxFrames:
         self._provider, self._threads = PROVIDERS.get(provider, provider), threads
         self._warm_up = tuple(warm_up)
         self._loaded: _Loaded | None = None
+        self._name = ""
         self.limits: Mapping[str, FrameLimits] = {}
 
     def on_start(self) -> None:
-        """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError."""
+        """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError,
+        also if it lacks a class that a feed wants."""
         session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
         self._loaded = loaded = self._read(session)
+        self._name = _name_of(self.path)
         log.info("%s: %s", self.path.name, loaded)
+        self.limit(self.limits)
         width, height = loaded.input.size
         for n in self._warm_up:
             loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))] * n)
@@ -205,7 +212,7 @@ class OnnxFrames:
         wanted = [self.limits.get(entry.feed_id) for entry in fine] if self.limits else ()
         pictures = [loaded.fitted(entry.frame, entry.view) for entry in fine]
         answers = iter(loaded.run(pictures, wanted) if fine else ())
-        return [next(answers) if fault is None else fault for fault in results]
+        return [{**next(answers), "model": self._name} if fault is None else fault for fault in results]
 
     def on_stop(self) -> None:
         """Release the graph and its memory."""
@@ -221,17 +228,18 @@ class OnnxFrames:
         """What the outputs mean; None before the start, and for outputs that are passed on."""
         return None if self._loaded is None else self._loaded.dialect
 
-    def check_limits(self, limits: FrameLimits) -> None:
-        """After the start: raises ConfigError for limits of a feed that have no effect, or name unknown classes."""
+    def limit(self, limits: Mapping[str, FrameLimits]) -> None:
+        """After the start: look at feeds with these limits. Raises ConfigError for some that have no effect, or name
+        unknown classes; then nothing has changed."""
         loaded = self._started()
-        if loaded.dialect is None and limits != FrameLimits():
-            raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
-        loaded.limits_of(limits)
-
-    def labels_of(self, classes: Sequence[str | int]) -> frozenset[Any]:
-        """After the start: these classes as results have them. Raises ConfigError for one that the graph lacks."""
-        names = self._started().facts.names
-        return frozenset(names.get(number, number) for number in _numbers(classes, names))
+        for feed, wanted in limits.items():
+            try:
+                if loaded.dialect is None and wanted != FrameLimits():
+                    raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
+                loaded.limits_of(wanted)
+            except ConfigError as error:
+                raise ConfigError(f"{self.path}: feed {feed}: {error.message}") from None
+        self.limits = limits
 
     def _started(self) -> _Loaded:
         if self._loaded is None:
@@ -292,6 +300,16 @@ def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts
         wanted.max_detections or dialect.most,
         _numbers(wanted.classes, facts.names) if wanted.classes else None,
     )
+
+
+def _name_of(path: Path) -> str:
+    """NAME@HASH of a graph: of its file and, if there is one, of the file that holds its weights."""
+    digest = hashlib.sha256()
+    for file in (path, path.with_name(f"{path.name}.data")):
+        with suppress(FileNotFoundError), file.open("rb") as opened:
+            while part := opened.read(1 << 20):
+                digest.update(part)
+    return f"{path.stem}@{digest.hexdigest()[:16]}"
 
 
 def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozenset[int]:

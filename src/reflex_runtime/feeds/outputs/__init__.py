@@ -34,13 +34,9 @@ class ResultFiles:
 
         self._config = config
         self.trace = JournalWriter(config.trace, groups) if config.trace else None
-        self._results: Any = None
+        self._results: JsonLines | None = None
         if config.results == "-":
             self._results = JsonLines(ResultStream(output, gone))  # type: ignore[arg-type]
-        elif is_parquet(config.results):
-            from reflex_runtime.feeds.outputs.parquet import ParquetResults
-
-            self._results = ParquetResults(config.results)
         elif config.results:
             self._results = JsonLines(config.results)
         self._videos: dict[str, Path] = {}
@@ -108,7 +104,7 @@ class ResultStream:
 def check_files(config: FeedsConfig) -> None:
     """That everything can be written."""
     for flag, value in written(config):
-        if Path(value).is_dir() and not is_parquet(value):
+        if Path(value).is_dir():
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
     if config.annotate:
         with _refused("--annotate", config.annotate, "made"):
@@ -117,12 +113,7 @@ def check_files(config: FeedsConfig) -> None:
             raise ConfigError(f"--annotate={one_line(config.annotate)}: cannot be written to")
     for flag, value in written(config):
         with _refused(flag, value, "written"):
-            if flag == "--results" and is_parquet(value):
-                from reflex_runtime.feeds.outputs.parquet import check_parquet
-
-                check_parquet(Path(value))
-            else:
-                files.check(value)
+            files.check(value)
 
 
 @contextmanager
@@ -133,11 +124,6 @@ def _refused(flag: str, value: str, done: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or in_one_line(error)
         raise ConfigError(f"{flag}={one_line(value)}: cannot be {done}: {why}") from None
-
-
-def is_parquet(results: str) -> bool:
-    """Whether results are written as Parquet: by the end of the name."""
-    return results.lower().endswith(".parquet")
 
 
 def written(config: FeedsConfig) -> list[tuple[str, str]]:

@@ -39,8 +39,8 @@ _SHORT = 40  # characters of a text that is kept as drawn
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int = 1) -> NDArray[np.uint8]:
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
-    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them, and
-    what a second model said of them (`then`), keypoints, polygons and masks (see docs/feeds.md), text in the corner.
+    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them,
+    keypoints, polygons and masks (see docs/feeds.md), text in the corner.
     What is missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
     by: how many times smaller the picture is than the one that positions are pixels of.
@@ -52,8 +52,7 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
         _caption(picture, pen, _font(height), caption)
     if isinstance(value, Mapping):
         boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"), by)]
-        more = _followed(value.get("then"))
-        words = [_words(value, i, more.get(i, "")) for i in range(len(boxes))]
+        words = [_words(value, i) for i in range(len(boxes))]
         thick = max(1, min(4, (min(picture.size) + 120) // 180))
         for mask, (_, colour) in zip(_items(value.get("masks")), words, strict=False):
             _tint(picture, mask, colour, by)
@@ -127,23 +126,14 @@ def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int, by
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
 
 
-def _followed(then: Any) -> dict[int, str]:
-    """What a second model said of boxes, by their numbers; see `SecondModel`."""
-    found = {}
-    for one in _items(then):
-        if isinstance(one, Mapping) and isinstance(one.get("box"), int) and one.get("text"):
-            found[one["box"]] = str(one["text"])
-    return found
-
-
-def _words(value: Mapping[Any, Any], i: int, more: str) -> tuple[str, Colour]:
+def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:
     """What stands beside box i, and its colour, which is of the label alone: the same in every run."""
     labels, scores = _items(value.get("labels")), _items(value.get("scores"))
     label = labels[i] if i < len(labels) else None
     score = scores[i] if i < len(scores) else None
     tracks = _items(value.get("tracker_ids"))
     track = "" if i >= len(tracks) or tracks[i] is None else f"#{tracks[i]}"
-    parts = ["" if label is None else str(label), "" if score is None else _number(score), track, more]
+    parts = ["" if label is None else str(label), "" if score is None else _number(score), track]
     words = " ".join(filter(None, parts))
     mixed = zlib.crc32(str(label).encode()) >> 16
     return words, COLOURS[mixed % len(COLOURS)]

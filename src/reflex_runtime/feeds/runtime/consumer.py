@@ -100,11 +100,10 @@ class CurrentFrame:
                 self.frame = self.made = newer
                 self.replaced, self._view = True, None
         max_age = inf if self._feed.config.max_age is None else self._feed.config.max_age
-        deadline = self.frame.captured + max_age
-        if deadline <= self._feed.clock():
+        if self.frame.captured + max_age <= self._feed.clock():
             raise Expired(f"older than max_age={max_age:g} s when its batch began")
         frame = self.made
-        return NewestFrame(self._pipeline.part(frame.image), self.view(), frame.sequence, frame.pts, deadline)
+        return NewestFrame(self._pipeline.part(frame.image), self.view(), frame.sequence, frame.pts)
 
     def leave(self) -> None:
         """It waits no more: from now on it stays the same, also if its batch begins."""

@@ -26,11 +26,9 @@ from reflex_runtime.feeds.runtime.feed import Feed, close_sink
 from reflex_runtime.feeds.runtime.health import Health, HealthEvent, ThreadDetached
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
-from reflex_runtime.observe.batch_metrics import OneGroup
 from reflex_runtime.run.audience import Sink as EventSink
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
-from reflex_runtime.run.submitted_frame import FollowUp
 
 LIMIT = 1024  # events kept for a reader
 
@@ -143,16 +141,14 @@ class Runtime:
         processor: BatchProcessor,
         config: BatchConfig | None = None,
         sinks: Iterable[EventSink] = (),
-        then: FollowUp | None = None,
     ) -> BatchCoordinator:
         """A coordinator that owns this processor; started now if the runtime runs, else by `start`.
 
-        sinks: get its scheduler's events. then: a second processor, see `BatchCoordinator`. Raises ConfigError if the
-        processor's id is taken, ProcessorError if it does not start.
+        sinks: get its scheduler's events. Raises ConfigError if the processor's id is taken, ProcessorError if it does
+        not start.
         """
         health = Health(str(getattr(processor, "id", "")), self._emit)
-        own = health if then is None else OneGroup(health, health.source)  # its counts are of frames
-        coordinator = BatchCoordinator(processor, config, (own, *sinks), then=then)
+        coordinator = BatchCoordinator(processor, config, (health, *sinks))
         try:
             with self._lock:
                 self._check_open()
@@ -389,7 +385,7 @@ class Runtime:
             state=state,
             uptime=time.monotonic() - since if since else 0.0,
             feeds=self.feed_snapshots(),
-            coordinators={name: m for one, _ in coordinators for name, m in one.all_metrics().items()},
+            coordinators={one.id: one.metrics() for one, _ in coordinators},
             outputs=self.output_snapshots(),
         )
 
