@@ -21,7 +21,7 @@ from bench.sim import stages
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.compare import Progress
 from bench.sim.rules import DEVICE
-from reflex_runtime.core import cost, flush, forming, holding, order, request, think_times
+from reflex_runtime.core import cost, flush, forming, holding, order, think_times
 from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ProcessorError
@@ -249,7 +249,7 @@ def rules() -> dict[str, Switch]:
         "a long fixed part": (Planner, "_longest", lambda self, base, a, b: base.max_batch_cost),
         "planned batches": (Planner, "_plan", _no_plan),
         "urgent ones together": (forming.Former, "_for_urgent", lambda self, policy, head: policy),
-        "earliest deadline": (request, "PATIENCE", 0.0),
+        "who cannot wait": (forming, "LATER", -inf),
         "all in one batch": (ThinkTimes, "at_once", lambda self, seconds: False),
         "greedy clients": (flush._Demand, "exceeds", lambda self, fair: False),
         "value of a batch": (forming, "at_risk", lambda *_: False),

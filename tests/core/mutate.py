@@ -85,7 +85,7 @@ MUTANTS = [
         "core/order.py",
         "stale counters in a tier",
         "(place := top[1].place) != top[0]",
-        "(place := top[1].place)[2] != top[0][2]",
+        "(place := top[1].place)[1] != top[0][1]",
     ),
     M(
         "core/order.py",
@@ -386,7 +386,10 @@ MUTANTS = [
         "(chosen.tally.until_boundary if chosen.grants else 0.0)",
         "0.0",
     ),
-    M("core/forming.py", "nothing is ever at risk", "and at_risk(full, self.now):", "and False:"),
+    M("core/forming.py", "nothing is ever at risk", "return at_risk(full, self.now) or", "return"),
+    M("core/forming.py", "who is left out is not at risk", " or bool(self._infeasible(full, []))", ""),
+    M("core/forming.py", "the oldest of equals go first in any case", "itemgetter(0, 1, 2)", "itemgetter(0, 1)"),
+    M("core/forming.py", "who cannot wait goes before its share", "itemgetter(0, 1, 2)", "itemgetter(0, 2)"),
     M(
         "core/forming.py",
         "a request at the budget is over it",

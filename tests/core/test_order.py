@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core import order
 from reflex_runtime.core.batch import Cause, Done, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import ConfigError
@@ -427,21 +426,3 @@ def test_a_weight_so_large_that_its_charge_vanishes_is_served_all_the_same() -> 
         outcomes = [Done() if u >= t.wants else More(None, t.wants - u) for t, u in batch.grants.items()]
         scheduler.complete(batch, outcomes, 0.001, now)
     assert scheduler.idle
-
-
-@pytest.mark.parametrize("shown", [order.SORTED, 0], ids=["sorted", "heaps"])
-def test_of_clients_with_equal_shares_the_earliest_deadline_goes_first(
-    shown: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that come once owe nothing. Who has no deadline is passed for a second; who was served before waits."""
-    monkeypatch.setattr(order, "SORTED", shown)
-    scheduler = scheduler_of(flush=FlushPolicy.by_size(1, 0.0))
-    ask(scheduler, 0.0, id="served", client="served")
-    ask(scheduler, 0.0, id="patient", client="patient")
-    finish(scheduler, take(scheduler, 0.0), 0.010)
-    ask(scheduler, 0.010, id="served again", client="served", time_limit=0.1)
-    for name, limit in (("late", 0.5), ("soon", 0.2), ("very late", 5.0)):
-        ask(scheduler, 0.020, id=name, client=name, time_limit=limit)
-    went = [batch for _, batch in serve(scheduler, lambda batch: 0.001, now=0.020)]
-    expected = ["soon", "late", "patient", "very late", "served again"]
-    assert [ticket.id for batch in went for ticket in batch.grants] == expected

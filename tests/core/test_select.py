@@ -263,3 +263,30 @@ def test_conservation_holds_when_shedding() -> None:
                 finish(scheduler, batch, now, A + B * len(batch))
         serve(scheduler, lambda batch: A + B * len(batch), now)
         assert sorted(t.seq for t in settled(scheduler)) == [t.seq for t in tickets]
+
+
+def test_of_equals_who_could_not_wait_for_another_batch_goes_first() -> None:
+    """Batches of 4 take 60 ms: who has 70 ms could not wait for one, who has 150 could."""
+    scheduler = window_scheduler(4)
+    patient = [ask(scheduler, client=f"patient {i}", time_limit=limit) for i, limit in enumerate((0.9, 0.150, None))]
+    tight = [ask(scheduler, client=f"tight {i}", time_limit=0.070) for i in range(3)]
+    went = [list(batch.grants) for _, batch in serve(scheduler, lambda batch: A + B * len(batch))]
+    assert went == [[*tight, patient[0]], patient[1:]]
+    assert [outcome_of(t) for t in (*patient, *tight)] == ["ok"] * 6
+
+
+def test_the_oldest_of_equals_go_first_where_all_can_wait() -> None:
+    scheduler = window_scheduler(4)
+    first = [ask(scheduler, client=f"first {i}") for i in range(4)]
+    ask(scheduler, client="later", time_limit=0.200)
+    assert list(take(scheduler, 0.0).grants) == first
+
+
+def test_who_was_served_already_gives_way_however_little_time_is_left() -> None:
+    scheduler = window_scheduler(2)
+    others = [ask(scheduler, client=name) for name in ("served", "beside", "left")]
+    finish(scheduler, take(scheduler, 0.0), 0.040)
+    again = ask(scheduler, 0.040, client="served", time_limit=0.055)
+    new = [others[2], ask(scheduler, 0.040, client="new")]
+    assert list(take(scheduler, 0.040).grants) == new
+    assert outcome_of(again) == "deadline_unreachable"

@@ -42,6 +42,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from math import ceil, inf
+from operator import itemgetter
 
 from reflex_runtime.core.admission import StagedRequest, gain_over_loss, price, too_late
 from reflex_runtime.core.batch import Batch, Cause, Part
@@ -54,6 +55,7 @@ from reflex_runtime.core.request import BACKGROUND, RESIDENT, RUNNING, URGENT, W
 
 _ANY = 1 << 30  # places, where another rule counts them
 KEPT = 64  # of so many places one is kept for a client that has none
+LATER = 1.25  # batches after which a ticket must still be in time, or it goes before its equals
 BESIDE = 1.0  # seconds for which a client that left counts as there
 
 
@@ -484,7 +486,7 @@ class Former:
         """
         filled = Filling(self.group, self.partition, self.policy, self.now).fill()
         full = filled.grants and (filled.size_reached or filled.passed_over)
-        if not full or (self.policy.shed and at_risk(filled, self.now)):
+        if not full or (self.policy.shed and self._at_risk(filled)):
             return None
         return self._finish({}, filled)
 
@@ -570,8 +572,8 @@ class Former:
         """The batch of largest expected value when deadlines are at risk, and the tickets that are shed."""
         chosen = full
         shed: list[Ticket] = []
-        if full.grants and full.tally.seconds > 0.0 and at_risk(full, self.now):
-            candidates, hopeless = self._candidates()
+        if self._at_risk(full):
+            candidates, hopeless = self._candidates(full.tally.seconds)
             chosen = Filled({}, full.tally)
             probe = next((t for t in hopeless if not self.group.evidence.refuses(t, self.now)), None)
             if probe is not None:
@@ -587,21 +589,31 @@ class Former:
             shed = list(dict.fromkeys((*hopeless, *self._overtaken(chosen))))
         return chosen, shed + self._infeasible(chosen, shed)
 
-    def _candidates(self) -> tuple[list[Ticket], list[Ticket]]:
+    def _at_risk(self, full: Filled) -> bool:
+        """Whether a member of the batch is likely to miss its deadline by it, or one that is left out by waiting."""
+        if not full.grants or full.tally.seconds <= 0.0:
+            return False
+        return at_risk(full, self.now) or bool(self._infeasible(full, []))
+
+    def _candidates(self, seconds: float) -> tuple[list[Ticket], list[Ticket]]:
         """The waiting tickets, in serving order, that can be answered in time, and those that cannot even if run alone.
 
-        Looks at 4 × the size cap.
+        Of equal tier and share those go first that could not wait for a batch of so many seconds. Looks at 4 × the size
+        cap.
         """
         cost, now, most = self.group.cost, self.now, 4 * self.policy.max_batch_size
         cursor = Cursor(self.partition)
-        found, hopeless = [], []
+        found: list[tuple[Priority, float, bool, Ticket]] = []
+        hopeless = []
         for ticket in islice(iter(cursor.next, None), most):
+            share, end = cursor.counter, now + cost.remaining(ticket)
             cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
-            if now + cost.remaining(ticket) > ticket.deadline:
+            if end > ticket.deadline:
                 hopeless.append(ticket)
             elif not ticket.held:
-                found.append(ticket)
-        return found, hopeless
+                found.append((ticket.tier, share, end + LATER * seconds <= ticket.deadline, ticket))
+        found.sort(key=itemgetter(0, 1, 2))
+        return [ticket for *_, ticket in found], hopeless
 
     def _alike(self, candidates: Sequence[Ticket]) -> bool:
         """Whether all cost the same."""

@@ -1,9 +1,8 @@
 """Who goes first: partitions, priority tiers, fair shares between clients.
 
 A group has clients (their counters run across all its partitions) and partitions; a partition has three tiers; a tier
-has one first-in-first-out queue per client and serves the client with the smallest counter. Clients that come once have
-equal ones, and owe nothing: of equals the earliest deadline goes first (`Ticket.due`), then the oldest. With limits of
-60, 100 and 300 ms in bursts it brings 7 % of the answers on time, with limits for every second request 4 %.
+has one first-in-first-out queue per client and serves the client with the smallest counter, of equals the oldest.
+Clients that come once are equals.
 
 Shares. Clients share a device fairly, and so do partitions, groups and tenants. Each member has a counter: the device
 time or cost it was charged, over its weight. The smallest counter is next. A member that becomes active starts at the
@@ -39,8 +38,8 @@ from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, URGENT, Priority, Ticket
 
 T = TypeVar("T", bound=Hashable)
-Place = tuple[float, float, int]
-K = TypeVar("K", float, tuple[float, int], Place)
+Place = tuple[float, int]
+K = TypeVar("K", float, Place)
 
 FEW = 8  # dead entries that may stay however few live
 SORTED = 256  # entries that are sorted; of more only as many as are asked for come off the heap in order
@@ -271,9 +270,8 @@ class ClientQueue:
 
     @property
     def place(self) -> Place:
-        """Where it stands in its tier: its client's counter, then when its first ticket is due and came."""
-        head = next(iter(self.tickets))
-        return self.client.counter, head.due, head.seq
+        """Where it stands in its tier: its client's counter, then when its first ticket came."""
+        return self.client.counter, next(iter(self.tickets)).seq
 
 
 class Tier:
@@ -312,6 +310,7 @@ class Cursor:
         self._charged: dict[ClientShare, float] = {}
         self._blocked: set[ClientShare] = set()
         self._current: tuple[Ticket, ClientQueue, Iterator[Ticket]] | None = None
+        self.counter = 0.0  # of the client of the ticket returned last
         self.last_of_client = False  # the ticket returned last has no other of its client behind it: `take` may be left
 
     def next(self) -> Ticket | None:
@@ -336,10 +335,10 @@ class Cursor:
             if client in self._blocked:
                 continue
             counter = client.counter + charged[client] if client in charged else client.counter
-            if place[0] < counter or place[2] < ticket.seq:  # it was charged, or its first ticket left: it comes later
-                heappush(ahead, ((counter, ticket.due, ticket.seq), ticket, queue, rest))
+            if place[0] < counter or place[1] < ticket.seq:  # it was charged, or its first ticket left: it comes later
+                heappush(ahead, ((counter, ticket.seq), ticket, queue, rest))
                 continue
-            self._current = ticket, queue, rest
+            self._current, self.counter = (ticket, queue, rest), counter
             self.last_of_client = len(queue.tickets) == 1 == len(client.queues)
             return ticket
 
@@ -351,7 +350,7 @@ class Cursor:
         charged = self._charged[client] = self._charged.get(client, 0.0) + charge
         follower = next(rest, None)
         if follower is not None:
-            heappush(self._ahead, ((client.counter + charged, follower.due, follower.seq), follower, queue, rest))
+            heappush(self._ahead, ((client.counter + charged, follower.seq), follower, queue, rest))
 
     def skip(self) -> None:
         """Skip the ticket returned last, and its client's later tickets, which must not overtake it."""
@@ -414,7 +413,7 @@ class Partition(ShareHolder):
             queue.tickets.add(ticket)
         ticket.queue = queue
         if next(iter(queue.tickets)) is ticket:
-            tier.queues.push((client.counter, ticket.due, ticket.seq), queue)
+            tier.queues.push((client.counter, ticket.seq), queue)
 
     def requeue(self, ticket: Ticket) -> None:
         """A preempted ticket goes to the front of its queue."""
@@ -430,8 +429,6 @@ class Partition(ShareHolder):
             if not waiting:
                 tier.queues.discard(queue)
                 del queue.client.queues[(tier, ticket.request.priority)]
-            elif next(iter(waiting)).due < ticket.due:  # if it was the first, the place in the heap may be too large
-                tier.queues.push(queue.place, queue)
             if ticket.tier is BACKGROUND:
                 self.promotions.discard(ticket)
 

@@ -51,8 +51,6 @@ class TicketState(Enum):
 PREPARING, WAITING, RUNNING, RESIDENT, SETTLED = TicketState
 URGENT, DEFAULT, BACKGROUND = Priority
 
-PATIENCE: Final = 1.0  # seconds for which requests with sooner deadlines go before one without
-
 
 TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
     PREPARING: frozenset({WAITING, SETTLED}),
@@ -136,7 +134,6 @@ class Ticket:
     """The scheduler's record of one request. Only `core/` writes to it, apart from `waiter`.
 
     seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
-    due: the deadline, or `PATIENCE` after its arrival where that is sooner: the order of clients with equal shares.
     ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew, and
     `admitted` stays.
     tier: the tier it is served in; differs from the request's priority once aged.
@@ -162,7 +159,6 @@ class Ticket:
         "cancel_requested",
         "computed",
         "deadline",
-        "due",
         "extra",
         "granted",
         "held",
@@ -189,7 +185,6 @@ class Ticket:
         self.seq = seq
         self.admitted = self.arrived = self.ready_at = now
         self.deadline = inf if request.time_limit is None else now + request.time_limit
-        self.due = min(self.deadline, now + PATIENCE)
         self.state = WAITING
         self.tier: Priority = request.priority
         self.stage = request.stage

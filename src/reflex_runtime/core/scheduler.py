@@ -23,8 +23,9 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
  5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share,
-    of equals the earliest deadline (`Filling.fill`, `Cursor`). If deadlines are at risk, the set of largest value is
-    chosen instead, and tickets that can no longer meet theirs are shed (`Former._select_for_deadlines`).
+    of equals the oldest (`Filling.fill`, `Cursor`). If deadlines are at risk, the set of largest value is chosen
+    instead, of equals those first that could not wait, and tickets that can no longer meet theirs are shed
+    (`Former._select_for_deadlines`).
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
     for the due clients would cost more than it saves (`think_times`). `wake_at` says until when.
  8. New requests enter a running batch with stages only if they gain more than the residents lose
@@ -78,7 +79,6 @@ from reflex_runtime.core.group import Group, GroupConfig, tenants_of, turns_of
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.request import (
-    PATIENCE,
     PREPARING,
     RESIDENT,
     RUNNING,
@@ -180,7 +180,6 @@ class Transitions:
         self.events.append(_event(RequestProgressed, (now, ticket, value)))
         if value is not None and ticket.request.streams:
             ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
-            ticket.due = ticket.arrived + PATIENCE
         return self._reside(partition, ticket, now)
 
     def _publish(self, ticket: Ticket, earlier: tuple[Any, ...], now: float) -> None:
@@ -378,7 +377,6 @@ class Scheduler:
             return
         self._moves.move(ticket, WAITING)
         ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
-        ticket.due = min(ticket.deadline, now + PATIENCE)
         self._tickets += 1
         self._enter(group, ticket, now)
         self._holding.arrived(group, ticket, now)

@@ -61,7 +61,7 @@ class Order(Views):
         self, w: World, waiting: list[Seen], blocked: set[Hashable], charged: dict[Hashable, float]
     ) -> Seen | None:
         """Of these, the one to look at next: lowest tier; there, of each client's first of each priority, the client
-        with the least virtual time; if equal the one due first, within a second of its arrival; then the older one."""
+        with the least virtual time, then the older one."""
         open_ = [t for t in waiting if t.client not in blocked]
         if not open_:
             return None
@@ -70,7 +70,4 @@ class Order(Views):
         for ticket in sorted((t for t in open_ if t.tier is tier), key=lambda t: t.seq):
             firsts.setdefault((ticket.client, ticket.request.priority), ticket)
 
-        def place(t: Seen) -> tuple[float, float, int]:
-            return w.counters[t.client] + charged.get(t.client, 0.0), min(t.deadline, t.arrived + 1.0), t.seq
-
-        return min(firsts.values(), key=place)
+        return min(firsts.values(), key=lambda t: (w.counters[t.client] + charged.get(t.client, 0.0), t.seq))
