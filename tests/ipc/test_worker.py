@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import (
     QueueFull,
     ReflexError,
 )
-from reflex_runtime.ipc import outlet, worker
+from reflex_runtime.ipc import messages, outlet, worker
 from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, ProtocolError
 from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, ScoredToken, Started
 from reflex_runtime.version import __version__
@@ -548,7 +548,7 @@ def test_g8_a_stream_that_its_engine_gave_up_for_its_reader_is_a_slow_consumer()
     play(main())
 
 
-@pytest.mark.parametrize("tokens", [0, -1, outlet.MOST_CREDITS + 1, "many"])
+@pytest.mark.parametrize("tokens", [0, -1, messages.MOST_CREDITS + 1, "many"])
 def test_g8_credits_are_bounded(tokens: Any) -> None:
     async def main() -> None:
         async with ends() as both:

@@ -9,19 +9,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from reflex_runtime.ipc.messages import (
-    CheckDraft,
-    CheckedDraft,
-    GenerateParams,
-    LoadModel,
-    ScoredToken,
-    Tokenize,
-    TokenOutput,
-)
+from reflex_runtime.ipc import messages as wire
 from reflex_runtime.run.dispatcher import Stream
 
 
-class OutputStream(Stream[TokenOutput]):
+class OutputStream(Stream[wire.TokenOutput]):
     """One request's tokens, made in this process or in another.
 
     prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
@@ -34,7 +26,7 @@ class OutputStream(Stream[TokenOutput]):
     def __init__(self, bell: asyncio.Event | None, prompt_tokens: int = 0) -> None:
         super().__init__(bell)
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
-        self.prompt_scores: list[ScoredToken] = []
+        self.prompt_scores: list[wire.ScoredToken] = []
         self.held = False
 
 
@@ -44,7 +36,7 @@ class Engine(Protocol):
     def info(self) -> dict[str, Any]:
         """What `load_model` answers; JSON-safe."""
 
-    async def tokenize(self, params: Tokenize) -> list[int]:
+    async def tokenize(self, params: wire.Tokenize) -> list[int]:
         """Token ids of a text or a conversation. Raises ConfigError."""
 
     async def close(self, drain: bool, timeout: float) -> bool:
@@ -62,12 +54,12 @@ class Engine(Protocol):
         """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
         return None
 
-    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+    async def check_draft(self, params: wire.CheckDraft) -> wire.CheckedDraft:
         """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
 
-    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
+    async def submit(self, params: wire.GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
         """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
         same prompt and no output yet. Raises ReflexError."""
 
 
-Load = Callable[[LoadModel], Awaitable[Engine]]
+Load = Callable[[wire.LoadModel], Awaitable[Engine]]

@@ -13,24 +13,9 @@ import logging
 from collections.abc import Callable
 
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull, ReflexError
+from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.frames import INVALID_PARAMS, ProtocolError, error_of
-from reflex_runtime.ipc.messages import (
-    CHUNK,
-    EVENT,
-    LONGEST_ID,
-    MOST_CREDITS,
-    PROMPT,
-    STATS,
-    Credit,
-    EventName,
-    GenerateParams,
-    StreamChunk,
-    StreamEvent,
-    StreamPrompt,
-    StreamStats,
-    is_id,
-)
 from reflex_runtime.ipc.peer import Peer
 
 log = logging.getLogger("reflex.ipc")
@@ -53,7 +38,7 @@ class Outlet:
     )  # fmt: skip
 
     def __init__(
-        self, params: GenerateParams, leader: Outlet | None, arrived: float, rang: Callable[[Outlet], None]
+        self, params: wire.GenerateParams, leader: Outlet | None, arrived: float, rang: Callable[[Outlet], None]
     ) -> None:
         self.id, self.credits, self.leader, self.arrived = params.stream_id, params.credits, leader, arrived
         self.bell = _Bell(self, rang)
@@ -95,11 +80,11 @@ class Outlets:
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
-    def add(self, params: GenerateParams) -> Outlet:
+    def add(self, params: wire.GenerateParams) -> Outlet:
         """A stream was asked for. Raises ProtocolError (−32602) for an id that cannot be or is live, QueueFull."""
         id = params.stream_id
-        if not is_id(id):
-            rule = f"must be 1 to {LONGEST_ID} printable characters"
+        if not wire.is_id(id):
+            rule = f"must be 1 to {wire.LONGEST_ID} printable characters"
             raise ProtocolError(f"stream_id={id[:50]!r}: {rule}", INVALID_PARAMS)
         if id in self.live:
             raise ProtocolError(f"stream_id={id!r}: a stream of that name has not ended", INVALID_PARAMS)
@@ -126,10 +111,10 @@ class Outlets:
 
     # -- the reader's --------------------------------------------------------------------------------------------------
 
-    def credit(self, given: Credit) -> None:
+    def credit(self, given: wire.Credit) -> None:
         """So many more tokens may be sent. Ignored for a stream that has ended."""
-        if not 1 <= given.tokens <= MOST_CREDITS:
-            raise ProtocolError(f"tokens={given.tokens}: must be in [1, {MOST_CREDITS}]", INVALID_PARAMS)
+        if not 1 <= given.tokens <= wire.MOST_CREDITS:
+            raise ProtocolError(f"tokens={given.tokens}: must be in [1, {wire.MOST_CREDITS}]", INVALID_PARAMS)
         outlet = self.live.get(given.stream_id)
         if outlet is not None:
             outlet.credits += given.tokens
@@ -199,20 +184,20 @@ class Outlets:
             if outlet.first is None:
                 outlet.first = self._clock()
             outlet.final = outputs[-1].finish is not None
-            peer.notify(CHUNK, StreamChunk(outlet.id, outputs, outlet.final))
+            peer.notify(wire.CHUNK, wire.StreamChunk(outlet.id, outputs, outlet.final))
             unread = stream.unread
         if not unread:
             outlet.stalled = False
             if stream.ended:
                 stream.take(1)  # raises the error that it ended with
                 if not outlet.final:
-                    peer.notify(CHUNK, StreamChunk(outlet.id, [], True))
+                    peer.notify(wire.CHUNK, wire.StreamChunk(outlet.id, [], True))
                 self._end(outlet, "completed")
         elif not stream.held:
             outlet.stalled = False
         elif not outlet.stalled:  # it has no credits; one event for each time that its engine holds it
             outlet.stalled = True
-            peer.notify(EVENT, StreamEvent(outlet.id, "backpressure"))
+            peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, "backpressure"))
 
     def _told(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> bool:
         """Tell of its prompt, as much as this turn has room for. Whether its tokens may be sent: all was told, also by
@@ -224,7 +209,7 @@ class Outlets:
                 self._scores -= 1 + len(scores[end].top)
                 end += 1
             if end > begin:
-                peer.notify(PROMPT, StreamPrompt(outlet.id, scores[begin:end]))
+                peer.notify(wire.PROMPT, wire.StreamPrompt(outlet.id, scores[begin:end]))
             outlet.told = end
             if end < len(scores):
                 self._rang(outlet)  # the rest in the next turn
@@ -242,10 +227,10 @@ class Outlets:
 
     def _failed(self, peer: Peer, outlet: Outlet, error: ReflexError) -> None:
         if isinstance(error, Cancelled):  # by its engine, which has held it too long
-            peer.notify(EVENT, StreamEvent(outlet.id, "slowConsumer"))
+            peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, "slowConsumer"))
         self._end(outlet, "error", error)
 
-    def _end(self, outlet: Outlet, event: EventName, error: ReflexError | None = None) -> None:
+    def _end(self, outlet: Outlet, event: wire.EventName, error: ReflexError | None = None) -> None:
         """Send the last messages of a stream."""
         stream, outlet.stream = outlet.stream, None
         self._forget(outlet)
@@ -258,8 +243,8 @@ class Outlets:
         ttft = None if outlet.first is None else (outlet.first - outlet.arrived) * 1e3
         took = (self._clock() - outlet.arrived) * 1e3
         prompt, output, cached = stream.prompt_tokens, stream.completion_tokens, stream.cached_tokens
-        self.peer.notify(STATS, StreamStats(outlet.id, prompt, output, ttft, took, cached))
-        self.peer.notify(EVENT, StreamEvent(outlet.id, event, None if error is None else error_of(error)))
+        self.peer.notify(wire.STATS, wire.StreamStats(outlet.id, prompt, output, ttft, took, cached))
+        self.peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, event, None if error is None else error_of(error)))
 
     def _forget(self, outlet: Outlet) -> None:
         self.live.pop(outlet.id, None)

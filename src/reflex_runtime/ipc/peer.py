@@ -15,21 +15,7 @@ from typing import Any, Protocol
 from msgspec import Raw
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.frames import (
-    INTERNAL_ERROR,
-    MAX_FRAME,
-    ErrorResponse,
-    FrameDecoder,
-    Message,
-    Notification,
-    ProtocolError,
-    Response,
-    RpcError,
-    RpcRequest,
-    encode,
-    error_of,
-    raised,
-)
+from reflex_runtime.ipc import frames
 
 log = logging.getLogger("reflex.ipc")
 
@@ -37,10 +23,10 @@ log = logging.getLogger("reflex.ipc")
 class Handler(Protocol):
     """Receives a peer's messages, on the loop. An exception of its methods is logged and, for a call, answered."""
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: frames.RpcRequest) -> None:
         """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: frames.Notification) -> None:
         """A notification came."""
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
@@ -67,7 +53,7 @@ class Peer(asyncio.Protocol):
     other end does not read; hold back what can wait until `on_relief` is called.
     """
 
-    def __init__(self, handler: Handler, most: int = MAX_FRAME) -> None:
+    def __init__(self, handler: Handler, most: int = frames.MAX_FRAME) -> None:
         self.most = most
         self.calls: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
@@ -75,10 +61,10 @@ class Peer(asyncio.Protocol):
         self.congested = False
         self.on_relief: Callable[[], None] | None = None
         self._handler = handler
-        self._decoder = FrameDecoder(most)
+        self._decoder = frames.FrameDecoder(most)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._out: list[Message] = []
+        self._out: list[frames.Message] = []
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Raw]] = {}
         self._over = False
@@ -98,21 +84,22 @@ class Peer(asyncio.Protocol):
         self._waiting[number] = waiting
         self.calls[method] += 1
         waiting.add_done_callback(lambda _: self._waiting.pop(number, None))
-        self._say(RpcRequest(number, method, params))
+        self._say(frames.RpcRequest(number, method, params))
         return waiting
 
     def notify(self, method: str, params: Any) -> None:
         """Send a notification; nothing happens when the connection has ended."""
         self.notes[method] += 1
-        self._say(Notification(method, params))
+        self._say(frames.Notification(method, params))
 
-    def respond(self, request: RpcRequest, result: Any) -> None:
+    def respond(self, request: frames.RpcRequest, result: Any) -> None:
         """Answer a call."""
-        self._say(Response(request.id, result))
+        self._say(frames.Response(request.id, result))
 
-    def refuse(self, request: RpcRequest, error: ReflexError | RpcError) -> None:
+    def refuse(self, request: frames.RpcRequest, error: ReflexError | frames.RpcError) -> None:
         """Answer a call with an error."""
-        self._say(ErrorResponse(request.id, error if isinstance(error, RpcError) else error_of(error)))
+        told = error if isinstance(error, frames.RpcError) else frames.error_of(error)
+        self._say(frames.ErrorResponse(request.id, told))
 
     def flush(self) -> None:
         """Write the messages of this turn now."""
@@ -164,30 +151,31 @@ class Peer(asyncio.Protocol):
                     if self._over:
                         return
                     self._receive(message)
-        except ProtocolError as error:
+        except frames.ProtocolError as error:
             log.warning("the other end does not keep to the protocol: %s", error.message[:1000])
-            self._say(ErrorResponse(None, RpcError(error.rpc_code, error.message)))
+            self._say(frames.ErrorResponse(None, frames.RpcError(error.rpc_code, error.message)))
             self.close(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None and self._decoder.pending and not self._over:
-            exc = ProtocolError(f"the connection ended inside a frame, {self._decoder.pending} bytes after its begin")
+            after = f"{self._decoder.pending} bytes after its begin"
+            exc = frames.ProtocolError(f"the connection ended inside a frame, {after}")
         self._end(exc)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: frames.Message) -> None:
         if self._over:
             return
         if not self._out:
             self._loop.call_soon(self.flush)
         self._out.append(message)
 
-    def _write(self, messages: list[Message]) -> None:
+    def _write(self, messages: list[frames.Message]) -> None:
         assert self._transport is not None
         try:
-            data = encode(messages, self.most)
-        except ProtocolError as error:
+            data = frames.encode(messages, self.most)
+        except frames.ProtocolError as error:
             if len(messages) == 1:
                 self._unsent(messages[0], error)
                 return
@@ -197,42 +185,44 @@ class Peer(asyncio.Protocol):
         self._transport.write(data)
         self.frames += 1
 
-    def _unsent(self, message: Message, error: ProtocolError) -> None:
+    def _unsent(self, message: frames.Message, error: frames.ProtocolError) -> None:
         log.error("a message was not sent: %s", error.message)
-        if isinstance(message, RpcRequest):
+        if isinstance(message, frames.RpcRequest):
             waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-        elif isinstance(message, Response):
-            self._write([ErrorResponse(message.id, RpcError(INTERNAL_ERROR, f"the answer was not sent: {error}"))])
-        elif isinstance(message, ErrorResponse) and message.error.data is not None:
-            self._write([ErrorResponse(message.id, RpcError(message.error.code, "an error that cannot be written"))])
+        elif isinstance(message, frames.Response):
+            told = frames.RpcError(frames.INTERNAL_ERROR, f"the answer was not sent: {error}")
+            self._write([frames.ErrorResponse(message.id, told)])
+        elif isinstance(message, frames.ErrorResponse) and message.error.data is not None:
+            told = frames.RpcError(message.error.code, "an error that cannot be written")
+            self._write([frames.ErrorResponse(message.id, told)])
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: frames.Message) -> None:
         try:
-            if isinstance(message, Notification):
+            if isinstance(message, frames.Notification):
                 self._handler.notified(self, message)
-            elif isinstance(message, RpcRequest):
+            elif isinstance(message, frames.RpcRequest):
                 self._handler.called(self, message)
             else:
                 self._answered(message)
         except ReflexError as error:
-            if isinstance(message, RpcRequest):
+            if isinstance(message, frames.RpcRequest):
                 self.refuse(message, error)
             else:
                 log.warning("a message could not be handled: %s", error.message[:1000])
         except Exception:
             log.exception("a message could not be handled")
-            if isinstance(message, RpcRequest):
+            if isinstance(message, frames.RpcRequest):
                 self.refuse(message, ReflexError("internal error; the log has the details"))
 
-    def _answered(self, message: Response | ErrorResponse) -> None:
+    def _answered(self, message: frames.Response | frames.ErrorResponse) -> None:
         waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
-        if isinstance(message, ErrorResponse):
+        if isinstance(message, frames.ErrorResponse):
             if waiting is None:
                 log.warning("the other end could not read a message: %s", message.error.message[:1000])
             elif not waiting.done():
-                waiting.set_exception(raised(message.error))
+                waiting.set_exception(frames.raised(message.error))
         elif waiting is not None and not waiting.done():
             waiting.set_result(message.result)
 
@@ -242,7 +232,7 @@ class Peer(asyncio.Protocol):
         self._over = True
         if self._transport is not None:
             self._transport.close()
-        unsaid = {message.id for message in self._out if isinstance(message, RpcRequest)}
+        unsaid = {message.id for message in self._out if isinstance(message, frames.RpcRequest)}
         self._out.clear()
         told = "the connection was lost" if error is None else f"the connection was lost: {error}"
         for number, waiting in list(self._waiting.items()):

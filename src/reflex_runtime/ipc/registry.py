@@ -16,27 +16,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, ReflexError
+from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.frames import INVALID_REQUEST, Notification, ProtocolError, Reader, raised
-from reflex_runtime.ipc.messages import (
-    CANCEL,
-    CHUNK,
-    CREDIT,
-    EVENT,
-    LONGEST_ID,
-    MOST_SCORES,
-    PROMPT,
-    STATS,
-    TERMINAL,
-    WINDOW,
-    Credit,
-    StreamChunk,
-    StreamEvent,
-    StreamId,
-    StreamPrompt,
-    StreamStats,
-    is_id,
-)
 from reflex_runtime.run.audience import Idle
 
 log = logging.getLogger("reflex.ipc")
@@ -78,7 +60,7 @@ class StreamHandle(OutputStream):
     def _taken(self, n: int) -> None:
         self._owed += n
         if 2 * self._owed >= self.window and self.reserved and not self.ended:
-            self._registry.say(CREDIT, Credit(self.id, self._owed))
+            self._registry.say(wire.CREDIT, wire.Credit(self.id, self._owed))
             self._owed = 0
 
     def _left(self) -> None:
@@ -95,7 +77,7 @@ class StreamRegistry:
     stray: notifications that were dropped, by reason: unknown or ended streams, unknown methods, malformed ones.
     """
 
-    def __init__(self, limit: int = 64, window: int = WINDOW) -> None:
+    def __init__(self, limit: int = 64, window: int = wire.WINDOW) -> None:
         if not 1 <= limit <= 1_000_000:
             raise ConfigError(f"StreamRegistry.limit={limit!r}: must be in [1, 1000000] streams")
         if not 1 <= window <= 1_000_000:
@@ -112,8 +94,8 @@ class StreamRegistry:
         self._idle = Idle(lambda: not self._holders)
         self._prefix, self._number = secrets.token_hex(4), 0
         self._notes: dict[str, tuple[Reader, Callable[[StreamHandle, Any], None]]] = {
-            CHUNK: (Reader(StreamChunk), self._chunk), PROMPT: (Reader(StreamPrompt), self._prompt),
-            STATS: (Reader(StreamStats), self._stats), EVENT: (Reader(StreamEvent), self._event),
+            wire.CHUNK: (Reader(wire.StreamChunk), self._chunk), wire.PROMPT: (Reader(wire.StreamPrompt), self._prompt),
+            wire.STATS: (Reader(wire.StreamStats), self._stats), wire.EVENT: (Reader(wire.StreamEvent), self._event),
         }  # fmt: skip
 
     # -- for the batcher -----------------------------------------------------------------------------------------------
@@ -128,8 +110,8 @@ class StreamRegistry:
         if stream_id is None:
             self._number += 1
             stream_id = f"{self._prefix}-{self._number}"
-        elif not is_id(stream_id):
-            raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {LONGEST_ID} printable characters")
+        elif not wire.is_id(stream_id):
+            raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {wire.LONGEST_ID} printable characters")
         if stream_id in self._streams:
             raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
         handle = self._streams[stream_id] = StreamHandle(self, stream_id, partition, bell)
@@ -172,7 +154,7 @@ class StreamRegistry:
     def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
         """It is not known whether the runtime has it: it is cancelled there, and its place is free at once."""
         if handle.reserved:
-            self.say(CANCEL, StreamId(handle.id))
+            self.say(wire.CANCEL, wire.StreamId(handle.id))
         self.release(handle, error)
 
     def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
@@ -181,7 +163,7 @@ class StreamRegistry:
         if handle.ended or self._streams.get(handle.id) is not handle:
             return
         if not handle.closed:
-            self.say(CANCEL, StreamId(handle.id))
+            self.say(wire.CANCEL, wire.StreamId(handle.id))
         handle.end(error)
         self._ended(handle)
 
@@ -220,7 +202,7 @@ class StreamRegistry:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _chunk(self, handle: StreamHandle, chunk: StreamChunk) -> None:
+    def _chunk(self, handle: StreamHandle, chunk: wire.StreamChunk) -> None:
         if handle.ended:
             self.stray["after_the_end"] += 1
             return
@@ -231,23 +213,24 @@ class StreamRegistry:
         elif chunk.tokens:
             handle.push(chunk.tokens)
 
-    def _prompt(self, handle: StreamHandle, said: StreamPrompt) -> None:
+    def _prompt(self, handle: StreamHandle, said: wire.StreamPrompt) -> None:
         handle.scores_left -= sum(1 + len(token.top) for token in said.tokens)
         if handle.ended:
             self.stray["after_the_end"] += 1
         elif handle.scores_left < 0:
-            self.give_up(handle, ProtocolError(f"{PROMPT}: not asked for, or more than {MOST_SCORES} numbers"))
+            told = f"not asked for, or more than {wire.MOST_SCORES} numbers"
+            self.give_up(handle, ProtocolError(f"{wire.PROMPT}: {told}"))
         else:
             handle.prompt_scores += said.tokens
 
-    def _stats(self, handle: StreamHandle, stats: StreamStats) -> None:
+    def _stats(self, handle: StreamHandle, stats: wire.StreamStats) -> None:
         handle.prompt_tokens, handle.cached_tokens = stats.prompt_tokens, stats.cached_tokens
         handle.completion_tokens, handle.ttft_ms = stats.output_tokens, stats.ttft_ms
         if stats.ttft_ms is not None and stats.output_tokens > 1:
             handle.token_s = (stats.duration_ms - stats.ttft_ms) / (stats.output_tokens - 1) / 1000.0
 
-    def _event(self, handle: StreamHandle, said: StreamEvent) -> None:
-        if said.event not in TERMINAL:
+    def _event(self, handle: StreamHandle, said: wire.StreamEvent) -> None:
+        if said.event not in wire.TERMINAL:
             self.on_event(handle, said.event)
         elif said.event == "completed":
             if not handle.ended:
@@ -275,7 +258,7 @@ class StreamRegistry:
     def _left(self, handle: StreamHandle) -> None:
         """Its reader closed it before it ended."""
         if handle.reserved:
-            self.say(CANCEL, StreamId(handle.id))
+            self.say(wire.CANCEL, wire.StreamId(handle.id))
         if handle.on_left is not None:
             handle.on_left()
         elif not handle.reserved:
@@ -300,7 +283,7 @@ class StreamRegistry:
             on_end()
 
 
-_ID = Reader(StreamId)
+_ID = Reader(wire.StreamId)
 
 
 def _dropped(*told: object) -> None:

@@ -20,49 +20,9 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError
+from reflex_runtime.ipc import frames
+from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.engine import Engine, Load
-from reflex_runtime.ipc.frames import (
-    INVALID_PARAMS,
-    METHOD_NOT_FOUND,
-    Notification,
-    ProtocolError,
-    Reader,
-    RpcError,
-    RpcRequest,
-    error_of,
-)
-from reflex_runtime.ipc.messages import (
-    BATCH_GENERATE,
-    CANCEL,
-    CHECK_DRAFT,
-    CREDIT,
-    DRAFT,
-    GENERATE,
-    GUIDANCE,
-    INFO,
-    LIVE,
-    LOAD,
-    LONGEST_ID,
-    METRICS,
-    PROTOCOL,
-    SHUTDOWN,
-    STATE,
-    TOKENIZE,
-    BatchGenerate,
-    BatchResult,
-    CheckDraft,
-    CheckedDraft,
-    Credit,
-    GenerateParams,
-    Info,
-    Item,
-    LoadModel,
-    Shutdown,
-    Started,
-    StreamId,
-    Tokenize,
-    is_id,
-)
 from reflex_runtime.ipc.outlet import Outlet, Outlets
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.run.wall import ASYNC_WALL
@@ -75,11 +35,12 @@ LONGEST_DRAIN = 3600  # seconds
 GRACE = 5.0  # seconds that work may take beyond its time limit
 
 _KINDS = {
-    LOAD: LoadModel, TOKENIZE: Tokenize, GENERATE: GenerateParams, BATCH_GENERATE: BatchGenerate, CANCEL: StreamId,
-    CREDIT: Credit, SHUTDOWN: Shutdown, CHECK_DRAFT: CheckDraft,
+    wire.LOAD: wire.LoadModel, wire.TOKENIZE: wire.Tokenize, wire.CHECK_DRAFT: wire.CheckDraft,
+    wire.GENERATE: wire.GenerateParams, wire.BATCH_GENERATE: wire.BatchGenerate, wire.CREDIT: wire.Credit,
+    wire.CANCEL: wire.StreamId, wire.SHUTDOWN: wire.Shutdown,
 }  # fmt: skip
-_READERS = {method: Reader(kind) for method, kind in _KINDS.items()}  # of params; other methods have none
-_Accepted = tuple[GenerateParams, Engine, Outlet]
+_READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # of params; other methods have none
+_Accepted = tuple[wire.GenerateParams, Engine, Outlet]
 
 
 class Worker:
@@ -93,7 +54,7 @@ class Worker:
         self,
         load: Load,
         *,
-        capabilities: Collection[str] = (BATCH_GENERATE,),
+        capabilities: Collection[str] = (wire.BATCH_GENERATE,),
         grace: float = GRACE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,17 +66,17 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[bool] | None = None
         self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
-        self._batches, self._batched, self._last = 0, 0, BatchResult([])
+        self._batches, self._batched, self._last = 0, 0, wire.BatchResult([])
         self._methods: dict[str, Callable[..., Any]] = {
-            INFO: self._info, STATE: self._state, METRICS: self._metrics, LIVE: self._live, LOAD: self._load,
-            TOKENIZE: self._tokenize, GENERATE: self._generate, CANCEL: self._cancel,
-            SHUTDOWN: self._shutdown, CHECK_DRAFT: self._check_draft,
+            wire.INFO: self._info, wire.STATE: self._state, wire.METRICS: self._metrics, wire.LIVE: self._live,
+            wire.LOAD: self._load, wire.TOKENIZE: self._tokenize, wire.CHECK_DRAFT: self._check_draft,
+            wire.GENERATE: self._generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
         }  # fmt: skip
         self._notes: dict[str, Callable[[Any], object]] = {
-            CREDIT: self._outlets.credit, CANCEL: self._cancel, SHUTDOWN: self._told_to_stop,
+            wire.CREDIT: self._outlets.credit, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._told_to_stop,
         }  # fmt: skip
-        if BATCH_GENERATE in self.capabilities:
-            self._methods[BATCH_GENERATE] = self._batch_generate
+        if wire.BATCH_GENERATE in self.capabilities:
+            self._methods[wire.BATCH_GENERATE] = self._batch_generate
 
     async def run(self, peer: Peer) -> bool:
         """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns;
@@ -137,12 +98,13 @@ class Worker:
 
     # -- handler -------------------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: frames.RpcRequest) -> None:
         """A call came: answer at once, or when its coroutine is done."""
         self._meet(peer)
         method, reader = self._methods.get(request.method), _READERS.get(request.method)
         if method is None:
-            peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method[:100]!r}: there is no such method"))
+            told = f"{request.method[:100]!r}: there is no such method"
+            peer.refuse(request, frames.RpcError(frames.METHOD_NOT_FOUND, told))
             return
         result = method() if reader is None else method(reader.read(request.params))
         if not isinstance(result, Coroutine):
@@ -152,7 +114,7 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: frames.Notification) -> None:
         self._meet(peer)
         if act := self._notes.get(note.method):
             act(_READERS[note.method].read(note.params))
@@ -175,9 +137,9 @@ class Worker:
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
-    def _info(self) -> Info:
+    def _info(self) -> wire.Info:
         models = {} if self._engine is None else {self._model_id: self._engine.info()}
-        return Info("reflex", __version__, PROTOCOL, os.getpid(), sorted(self.capabilities), models)
+        return wire.Info("reflex", __version__, wire.PROTOCOL, os.getpid(), sorted(self.capabilities), models)
 
     def _state(self) -> dict[str, Any]:
         live, last = self._outlets.live.values(), self._last
@@ -199,10 +161,10 @@ class Worker:
     def _live(self) -> Any:
         return None if self._engine is None else self._engine.live()
 
-    def _shutdown(self, asked: Shutdown) -> Coroutine[Any, Any, dict[str, bool]]:
+    def _shutdown(self, asked: wire.Shutdown) -> Coroutine[Any, Any, dict[str, bool]]:
         return _clean(self._told_to_stop(asked))
 
-    def _told_to_stop(self, asked: Shutdown) -> asyncio.Task[bool]:
+    def _told_to_stop(self, asked: wire.Shutdown) -> asyncio.Task[bool]:
         """The first call decides; later ones are answered when it is done."""
         if not (isfinite(asked.timeout_s) and 0 <= asked.timeout_s <= LONGEST_DRAIN):
             raise ConfigError(f"shutdown: timeout_s={asked.timeout_s}: must be in [0, {LONGEST_DRAIN}] seconds")
@@ -235,18 +197,18 @@ class Worker:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def _load(self, asked: LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
+    def _load(self, asked: wire.LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
         """Checked at once; the loading takes time."""
         where = f"load_model: model_id={asked.model_id[:50]!r}"
-        if not is_id(asked.model_id):
-            raise ConfigError(f"{where}: must be 1 to {LONGEST_ID} printable characters")
+        if not wire.is_id(asked.model_id):
+            raise ConfigError(f"{where}: must be 1 to {wire.LONGEST_ID} printable characters")
         self._check_open()
         if self._engine is not None or self._loading:
             raise ConfigError(f"{where}: a process has one model, and {self._model_id!r} is loaded")
         self._model_id, self._loading = asked.model_id, True
         return self._loaded(asked)
 
-    async def _loaded(self, asked: LoadModel) -> dict[str, Any]:
+    async def _loaded(self, asked: wire.LoadModel) -> dict[str, Any]:
         try:
             engine = await self._make(asked)
         except Exception:
@@ -279,38 +241,40 @@ class Worker:
             raise ConfigError(f"model_id={id[:220]!r}: is not loaded here; {there} is")
         return self._engine
 
-    async def _tokenize(self, asked: Tokenize) -> dict[str, list[int]]:
+    async def _tokenize(self, asked: wire.Tokenize) -> dict[str, list[int]]:
         if (asked.text is None) == (asked.messages is None):
             raise ConfigError("tokenize: needs either text or messages")
         return {"token_ids": await self._model(asked.model_id).tokenize(asked)}
 
-    def _check_draft(self, asked: CheckDraft) -> Coroutine[Any, Any, CheckedDraft]:
-        if DRAFT not in self.capabilities:
-            raise ProtocolError("check_draft: this runtime has no drafts", INVALID_PARAMS)
+    def _check_draft(self, asked: wire.CheckDraft) -> Coroutine[Any, Any, wire.CheckedDraft]:
+        if wire.DRAFT not in self.capabilities:
+            raise frames.ProtocolError("check_draft: this runtime has no drafts", frames.INVALID_PARAMS)
         return self._model(asked.model_id).check_draft(asked)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
-    def _cancel(self, asked: StreamId) -> dict[str, bool]:
+    def _cancel(self, asked: wire.StreamId) -> dict[str, bool]:
         return {"cancelled": self._outlets.cancel(asked.stream_id)}
 
-    def _generate(self, asked: GenerateParams) -> Coroutine[Any, Any, Started]:
+    def _generate(self, asked: wire.GenerateParams) -> Coroutine[Any, Any, wire.Started]:
         return self._begin(*self._accept(asked))
 
-    def _batch_generate(self, asked: BatchGenerate) -> Coroutine[Any, Any, BatchResult]:
+    def _batch_generate(self, asked: wire.BatchGenerate) -> Coroutine[Any, Any, wire.BatchResult]:
         """All requests are accepted here, in order; the task starts them."""
         arrived, requests = self._clock(), asked.requests
         if len(requests) > MOST_REQUESTS:
-            raise ProtocolError(f"requests: {len(requests)} of them; at most {MOST_REQUESTS}", INVALID_PARAMS)
+            told = f"requests: {len(requests)} of them; at most {MOST_REQUESTS}"
+            raise frames.ProtocolError(told, frames.INVALID_PARAMS)
         groups: Counter[str] = Counter()
         seen: set[str] = set()
         accepted: list[_Accepted | ReflexError] = []
         for raw in requests:
             try:
-                one: GenerateParams = _READERS[GENERATE].read(raw)
+                one: wire.GenerateParams = _READERS[wire.GENERATE].read(raw)
                 groups["+".join(filter(None, (one.model_id, one.draft_model)))] += 1
                 if one.stream_id in seen:
-                    raise ProtocolError(f"stream_id={one.stream_id[:200]!r}: twice in a batch", INVALID_PARAMS)
+                    told = f"stream_id={one.stream_id[:200]!r}: twice in a batch"
+                    raise frames.ProtocolError(told, frames.INVALID_PARAMS)
                 seen.add(one.stream_id)
                 accepted.append(self._accept(one))
             except ReflexError as error:
@@ -319,31 +283,31 @@ class Worker:
 
     async def _begin_all(
         self, accepted: list[_Accepted | ReflexError], groups: dict[str, int], arrived: float
-    ) -> BatchResult:
+    ) -> wire.BatchResult:
         items = await asyncio.gather(*(self._item(one) for one in accepted))
         self._batches, self._batched = self._batches + 1, self._batched + len(items)
-        result = BatchResult(list(items), len(items), groups, (self._clock() - arrived) * 1e3)
+        result = wire.BatchResult(list(items), len(items), groups, (self._clock() - arrived) * 1e3)
         self._last = msgspec.structs.replace(result, results=[])
         return result
 
-    async def _item(self, asked: _Accepted | ReflexError) -> Item:
+    async def _item(self, asked: _Accepted | ReflexError) -> wire.Item:
         try:
             if isinstance(asked, ReflexError):
                 raise asked
-            return Item(True, await self._begin(*asked))
+            return wire.Item(True, await self._begin(*asked))
         except ReflexError as error:
-            return Item(False, error=error_of(error))
+            return wire.Item(False, error=frames.error_of(error))
 
-    def _accept(self, params: GenerateParams) -> _Accepted:
+    def _accept(self, params: wire.GenerateParams) -> _Accepted:
         """Check what needs no engine. After this its stream is live and can be cancelled."""
         draft = params.draft_token_ids if params.draft_model is None else params.draft_model
-        wants = {DRAFT: draft, GUIDANCE: params.guidance}
+        wants = {wire.DRAFT: draft, wire.GUIDANCE: params.guidance}
         for name in wants.keys() - self.capabilities:
             if wants[name] is not None:
-                raise ProtocolError(f"this runtime does not advertise {name!r}", INVALID_PARAMS)
+                raise frames.ProtocolError(f"this runtime does not advertise {name!r}", frames.INVALID_PARAMS)
         return params, self._model(params.model_id), self._outlets.add(params)
 
-    async def _begin(self, params: GenerateParams, engine: Engine, outlet: Outlet) -> Started:
+    async def _begin(self, params: wire.GenerateParams, engine: Engine, outlet: Outlet) -> wire.Started:
         leader, outlet.leader = outlet.leader, None
         try:
             if leader is not None:
@@ -361,7 +325,7 @@ class Worker:
                 raise
             log.exception("stream %r could not begin", outlet.id)
             raise ProcessorError(f"{type(error).__name__}: {error}") from error
-        return Started(outlet.id, stream.prompt_tokens)
+        return wire.Started(outlet.id, stream.prompt_tokens)
 
 
 async def serve(load: Load) -> tuple[int, bool]:
@@ -370,7 +334,7 @@ async def serve(load: Load) -> tuple[int, bool]:
     Returns the exit status (0: told to shut down; 1: the connection ended) and whether no thread is at work any more;
     else the process has to leave by `os._exit`.
     """
-    worker = Worker(load, capabilities=(BATCH_GENERATE, DRAFT, GUIDANCE))
+    worker = Worker(load, capabilities=(wire.BATCH_GENERATE, wire.DRAFT, wire.GUIDANCE))
     _, peer = await asyncio.get_running_loop().connect_accepted_socket(lambda: Peer(worker), inherited())
     clean = await worker.run(peer)
     return 0 if worker.told_to_stop else 1, clean
@@ -388,7 +352,7 @@ def inherited() -> socket.socket:
     return sock
 
 
-async def _answer(peer: Peer, request: RpcRequest, work: Coroutine[Any, Any, Any]) -> None:
+async def _answer(peer: Peer, request: frames.RpcRequest, work: Coroutine[Any, Any, Any]) -> None:
     """Answer a call with its result or its error."""
     try:
         with ASYNC_WALL:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
+from reflex_runtime.ipc import messages
 from reflex_runtime.ipc.messages import CheckDraft, Constraint, GenerateParams, LoadModel, guided
-from reflex_runtime.llm.server import worker_engine
 from reflex_runtime.llm.server.worker_engine import WorkerEngine, loading
 
 from .toy_worker import make
@@ -41,7 +41,7 @@ def play(work: Callable[[WorkerEngine], Awaitable[None]]) -> None:
 
 
 def test_l9_a_runtime_process_tells_no_more_of_a_prompt_than_a_front_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_engine, "MOST_SCORES", 6)
+    monkeypatch.setattr(messages, "MOST_SCORES", 6)
 
     async def work(engine: WorkerEngine) -> None:
         with pytest.raises(ConfigError, match=r"prompt_logprobs: 8 numbers of the prompt would be told, at most 6 are"):

@@ -14,37 +14,11 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.api import fields as wire
+from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.decode import decode, functions_of
 from reflex_runtime.llm.api.errors import BadRequest, error_form, renamed, told
-from reflex_runtime.llm.api.fields import (
-    AskedTools,
-    ChosenFunction,
-    CommonFields,
-    FieldTable,
-    JsonSchemaFormat,
-    MessagePart,
-    MoreFields,
-    ResponseFormat,
-    ToolFunction,
-    Values,
-    said_as,
-    tools_of,
-)
 from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
-from reflex_runtime.llm.api.requests import (
-    CompletionRequest,
-    DefaultsOf,
-    check_arguments,
-    check_length,
-    conversing,
-    effort_of,
-    no_defaults,
-    output_of,
-    parts_of,
-    sent_call,
-    template_variables,
-    texts_of,
-)
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.engine.tool_calls import ToolCall
 from reflex_runtime.web.fields import Whole, encode
@@ -54,7 +28,7 @@ _BILLING: Final = "x-anthropic-billing-header:"
 _DELTAS: Final = {"thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 
 
-class Block(MessagePart):
+class Block(wire.MessagePart):
     """A block of a message. What else it says is of a type that is not taken, or has no effect (`cache_control`)."""
 
     thinking: str | None = None
@@ -73,7 +47,7 @@ class Turn(msgspec.Struct):
     content: str | list[Block]
 
 
-class NamedTool(ToolFunction, kw_only=True):
+class NamedTool(wire.ToolFunction, kw_only=True):
     """The same, as this API has it."""
 
     parameters: dict[str, Any] | None = msgspec.field(name="input_schema")
@@ -116,7 +90,7 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class TalkFields(MoreFields, kw_only=True):
+class TalkFields(wire.MoreFields, kw_only=True):
     """A conversation, as both endpoints get it."""
 
     model: str
@@ -146,31 +120,31 @@ class InputTokens(msgspec.Struct):
     input_tokens: int
 
 
-_WISHES: Final[Values] = {
+_WISHES: Final[wire.Values] = {
     "include_stop_str_in_output": (False,), "thinking.type": ("adaptive", "enabled", "disabled"),
 }  # fmt: skip
-_HINTS: Final[Values] = {
+_HINTS: Final[wire.Values] = {
     "context_management": (), "mcp_servers": (), "output_config.effort": ("high",), "speed": ("standard",),
     "thinking.budget_tokens": (), "thinking.display": ("summarized",),
 }  # fmt: skip
-_OF_ANSWERS: Final[Values] = {
+_OF_ANSWERS: Final[wire.Values] = {
     "container": (), "diagnostics": (), "inference_geo": (), "service_tier": ("auto", "standard_only"),
     "user_profile_id": (), "workspace_id": (),
 }  # fmt: skip
-TALK: Final = FieldTable(TalkFields, _WISHES, _HINTS, ("cache_control",))
-MESSAGE: Final = FieldTable(MessageFields, _WISHES, {**_HINTS, **_OF_ANSWERS}, ("cache_control",))
-TOOL: Final = FieldTable(
+TALK: Final = wire.FieldTable(TalkFields, _WISHES, _HINTS, ("cache_control",))
+MESSAGE: Final = wire.FieldTable(MessageFields, _WISHES, {**_HINTS, **_OF_ANSWERS}, ("cache_control",))
+TOOL: Final = wire.FieldTable(
     NamedTool,
     hints={"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ()},
     granted=("cache_control", "eager_input_streaming"),
 )
 
 
-def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+def message(body: bytes, defaults: requests.DefaultsOf = requests.no_defaults) -> requests.CompletionRequest:
     """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     fields, hints = decode(MESSAGE, body)
     conversation, tools, more = _conversation(fields)
-    common = CommonFields(
+    common = wire.CommonFields(
         model=fields.model,
         stop=fields.stop_sequences,
         temperature=fields.temperature,
@@ -178,7 +152,7 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
         stream=fields.stream,
         user=None if fields.metadata is None else fields.metadata.user_id,
         response_format=_form(fields.output_config),
-        **said_as(MoreFields, fields),
+        **wire.said_as(wire.MoreFields, fields),
     )
     names = {
         "stop": "stop_sequences",
@@ -187,7 +161,7 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
         "response_format": "output_config.format",
     }
     with renamed(names):
-        asked = conversing(common, conversation, fields.max_tokens, "max_tokens", defaults, tools)
+        asked = requests.conversing(common, conversation, fields.max_tokens, "max_tokens", defaults, tools)
     params = changed(asked.params, include_stop=True)
     return replace(asked, params=params, form_field="output_config.format", cut=True, ignored=[*hints, *more])
 
@@ -195,7 +169,7 @@ def message(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReques
 def counted(body: bytes) -> tuple[str, Conversation, list[str]]:
     """POST /v1/messages/count_tokens: the model, what it would be asked, and the places of hints; or the BadRequest."""
     fields, hints = decode(TALK, body)
-    for name, value in said_as(MoreFields, fields).items():
+    for name, value in wire.said_as(wire.MoreFields, fields).items():
         if value is not None:
             raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
     _form(fields.output_config)
@@ -203,55 +177,55 @@ def counted(body: bytes) -> tuple[str, Conversation, list[str]]:
     return fields.model, conversation, [*hints, *more]
 
 
-def _form(config: OutputConfig | None) -> ResponseFormat | None:
+def _form(config: OutputConfig | None) -> wire.ResponseFormat | None:
     if config is None or config.format is None:
         return None
-    return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
+    return wire.ResponseFormat("json_schema", wire.JsonSchemaFormat("answer", config.format.schema))
 
 
-def _conversation(fields: TalkFields) -> tuple[Conversation, AskedTools, list[str]]:
+def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, list[str]]:
     """What is said, the tools, and the places of hints among them."""
     turns = fields.messages
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
-    check_length("messages", len(turns), blocks)
+    requests.check_length("messages", len(turns), blocks)
     if turns[-1].role == "assistant":
         raise BadRequest("messages: ends with the assistant's; to go on in one is not supported here", "messages")
     inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
-    check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
+    requests.check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
     if system := _instructions(fields.system):
         messages.append({"role": "system", "content": system})
     for i, turn in enumerate(turns):
         messages += _turn(f"messages[{i}]", turn)
     tools, shown, hints = _tools(fields)
-    more = effort_of(None if fields.output_config is None else fields.output_config.effort)
+    more = requests.effort_of(None if fields.output_config is None else fields.output_config.effort)
     if fields.thinking is not None:
         more["enable_thinking"] = fields.thinking.type != "disabled"
-    more |= template_variables(fields.chat_template_kwargs)
+    more |= requests.template_variables(fields.chat_template_kwargs)
     return Conversation(messages, shown, more), tools, hints
 
 
 def _instructions(system: str | list[Block] | None) -> Any:
     """Without the line of billing that some agents send first. Its value differs in every request, so no prompt would
     begin like an earlier one."""
-    texts = [system or ""] if not isinstance(system, list) else texts_of("system", system, "text")
+    texts = [system or ""] if not isinstance(system, list) else requests.texts_of("system", system, "text")
     if texts and texts[0].startswith(_BILLING):
         texts[:1] = filter(None, (texts[0].partition("\n")[2],))
-    return parts_of(texts)
+    return requests.parts_of(texts)
 
 
-def _tools(fields: TalkFields) -> tuple[AskedTools, list[dict[str, Any]], list[str]]:
+def _tools(fields: TalkFields) -> tuple[wire.AskedTools, list[dict[str, Any]], list[str]]:
     sent, hints = functions_of(fields.tools, TOOL, "custom")
-    named: str | ChosenFunction | None = None
+    named: str | wire.ChosenFunction | None = None
     parallel = True
     if (choice := fields.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):
             raise BadRequest("tool_choice.name: goes with type tool, and with no other", "tool_choice.name")
         named = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
         if choice.name is not None:
-            named = ChosenFunction(choice.name)
+            named = wire.ChosenFunction(choice.name)
         parallel = not choice.disable_parallel_tool_use
-    return *tools_of(sent, named, parallel), hints
+    return *wire.tools_of(sent, named, parallel), hints
 
 
 def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
@@ -265,7 +239,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
         elif block.type == "tool_result" and turn.role == "user":
             yield _result(name, block)
         elif block.type == "tool_use" and turn.role == "assistant" and block.id is not None and block.name is not None:
-            calls.append(sent_call(f"{name}.input", block.id, block.name, bytes(block.input).decode()))
+            calls.append(requests.sent_call(f"{name}.input", block.id, block.name, bytes(block.input).decode()))
         elif block.type == "thinking" and turn.role == "assistant" and block.thinking is not None:
             thoughts.append(block.thinking)
         elif turn.role != "assistant" or block.type in ("text", "tool_use", "thinking"):
@@ -275,7 +249,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
         if any(block.type == "tool_result" for block in blocks):
             return
         raise BadRequest(f"{where}.content: is empty", f"{where}.content")
-    found: dict[str, Any] = {"role": turn.role, "content": parts_of(texts)}
+    found: dict[str, Any] = {"role": turn.role, "content": requests.parts_of(texts)}
     if calls:
         found["tool_calls"] = calls
     if thoughts:
@@ -286,7 +260,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
 def _result(where: str, block: Block) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id: is missing", f"{where}.tool_use_id")
-    text = output_of(f"{where}.content", block.content or "", "text")
+    text = requests.output_of(f"{where}.content", block.content or "", "text")
     if block.is_error:
         text = f"Error: {text}"  # templates know no other way to say so
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

@@ -17,23 +17,9 @@ from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams
+from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.api.fields import (
-    CHAT,
-    MOST_CHOICES,
-    NO_TOOLS,
-    TEXT,
-    TOOL,
-    AskedTools,
-    ChatFields,
-    ChosenTool,
-    CommonFields,
-    Message,
-    MessagePart,
-    constraint_of,
-    tools_of,
-)
 from reflex_runtime.llm.engine.limits import SamplingDefaults
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
@@ -75,7 +61,7 @@ class CompletionRequest:
     prompt_only: bool = False
     told_of_prompt: int | None = None
     form_field: str = "response_format"
-    tools: AskedTools = NO_TOOLS
+    tools: wire.AskedTools = wire.NO_TOOLS
     prompt_field: str = ""
     said: dict[str, Any] = field(default_factory=dict)
     cut: bool = False
@@ -109,7 +95,7 @@ def no_defaults(model: str) -> SamplingDefaults:
 
 def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields, hints = decode(TEXT, body)
+    fields, hints = decode(wire.TEXT, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     most = 16 if fields.max_tokens is None else fields.max_tokens
@@ -126,12 +112,12 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
-    fields, hints = decode(CHAT, body)
+    fields, hints = decode(wire.CHAT, body)
     asked = chat_request(fields, defaults)
     return replace(asked, ignored=[*hints, *asked.ignored])
 
 
-def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+def chat_request(fields: wire.ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
     """What these fields ask for, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     check_length("messages", len(fields.messages))
     calls = (call for message in fields.messages for call in message.tool_calls or ())
@@ -147,10 +133,10 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
     if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    choice = fields.tool_choice.function if isinstance(fields.tool_choice, ChosenTool) else fields.tool_choice
-    found, hints = functions_of(fields.tools, TOOL)
+    choice = fields.tool_choice.function if isinstance(fields.tool_choice, wire.ChosenTool) else fields.tool_choice
+    found, hints = functions_of(fields.tools, wire.TOOL)
     functions = {f"{where}.function": tool.function for where, tool in found.items()}
-    tools, shown = tools_of(functions, choice, fields.parallel_tool_calls)
+    tools, shown = wire.tools_of(functions, choice, fields.parallel_tool_calls)
     variables = effort_of(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
     conversation = Conversation(messages, shown, variables)
     asked = conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
@@ -158,12 +144,12 @@ def chat_request(fields: ChatFields, defaults: DefaultsOf = no_defaults) -> Comp
 
 
 def conversing(
-    fields: CommonFields,
+    fields: wire.CommonFields,
     conversation: Conversation,
     max_tokens: int | None,
     limit_name: str,
     defaults: DefaultsOf,
-    tools: AskedTools,
+    tools: wire.AskedTools,
     logprobs: int | None = None,
 ) -> CompletionRequest:
     """A request of any API that takes conversations. limit_name: of the field that says max_tokens."""
@@ -174,7 +160,7 @@ def conversing(
 
 
 def _asked(
-    fields: CommonFields,
+    fields: wire.CommonFields,
     prompts: list[str | list[int]],
     conversation: Conversation | None,
     max_tokens: int | None,
@@ -183,8 +169,8 @@ def _asked(
     defaults: DefaultsOf,
 ) -> CompletionRequest:
     n = 1 if fields.n is None else fields.n
-    if not 1 <= n <= MOST_CHOICES:
-        raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
+    if not 1 <= n <= wire.MOST_CHOICES:
+        raise BadRequest(f"n={n}: must be in [1, {wire.MOST_CHOICES}]", "n")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
     if fields.prompt_logprobs is not None and fields.stream:
@@ -206,7 +192,7 @@ def _asked(
 
 
 def _params(
-    fields: CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
+    fields: wire.CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
 ) -> GenerateParams:
     said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
     if said["top_k"] == -1:  # of all tokens, as other servers write it
@@ -228,7 +214,7 @@ def _params(
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=tuple(_bias(fields.logit_bias)),
-            constraint=constraint_of(fields.response_format, fields.structured_outputs),
+            constraint=wire.constraint_of(fields.response_format, fields.structured_outputs),
             client=next(filter(None, clients), ""),
             timeout_ms=time_limit_of(fields.deadline_ms),
             max_gap_ms=fields.max_gap_ms,
@@ -250,7 +236,7 @@ def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
         yield int(key), by
 
 
-def _message(place: int, message: Message) -> dict[str, Any]:
+def _message(place: int, message: wire.Message) -> dict[str, Any]:
     """As templates know it: what clients send, with the arguments of calls as objects."""
     where, history = f"messages[{place}]", message.role in ("assistant", "tool")
     if message.content is None and not history:
@@ -316,7 +302,7 @@ def check_arguments(where: str, what: str, texts: Iterable[str]) -> None:
         raise BadRequest(f"{where}: the {what} hold more than {MOST_VALUES} values", where)
 
 
-def content_of(where: str, content: str | Sequence[MessagePart], *kinds: str, answered: bool = False) -> Any:
+def content_of(where: str, content: str | Sequence[wire.MessagePart], *kinds: str, answered: bool = False) -> Any:
     """A content as templates know it: a text, or parts of several. kinds: the types that its parts may have. answered:
     it is an answer's, of which other parts are left out."""
     return content if isinstance(content, str) else parts_of(texts_of(where, content, *kinds, answered=answered))
@@ -327,7 +313,7 @@ def parts_of(texts: Sequence[str]) -> Any:
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
-def text_of(where: str, content: str | Sequence[MessagePart], *kinds: str) -> str:
+def text_of(where: str, content: str | Sequence[wire.MessagePart], *kinds: str) -> str:
     """The same as one text."""
     return content if isinstance(content, str) else "\n".join(texts_of(where, content, *kinds))
 
@@ -335,7 +321,7 @@ def text_of(where: str, content: str | Sequence[MessagePart], *kinds: str) -> st
 def output_of(where: str, said: Any, *kinds: str) -> str:
     """The text of what a tool returned; names of tools that it makes known are no text."""
     try:
-        content = msgspec.convert(said, str | list[MessagePart])
+        content = msgspec.convert(said, str | list[wire.MessagePart])
     except msgspec.ValidationError:
         raise BadRequest(f"{where}: must be a text, or a list of texts", where) from None
     if isinstance(content, list):
@@ -343,7 +329,7 @@ def output_of(where: str, said: Any, *kinds: str) -> str:
     return text_of(where, content, *kinds)
 
 
-def texts_of(where: str, parts: Sequence[MessagePart], *kinds: str, answered: bool = False) -> list[str]:
+def texts_of(where: str, parts: Sequence[wire.MessagePart], *kinds: str, answered: bool = False) -> list[str]:
     """The texts of parts; see `content_of`."""
     found = []
     for i, part in enumerate(parts):

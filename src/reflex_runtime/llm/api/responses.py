@@ -14,38 +14,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.llm.api import fields as wire
+from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.decode import decode, functions_of
 from reflex_runtime.llm.api.errors import BadRequest, renamed, told
-from reflex_runtime.llm.api.fields import (
-    PROMPT_CACHE,
-    AskedTools,
-    ChatFields,
-    ChosenFunction,
-    FieldTable,
-    JsonSchemaFormat,
-    MessagePart,
-    ResponseFormat,
-    SampledFields,
-    ToolFunction,
-    said_as,
-    tools_of,
-)
 from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
-from reflex_runtime.llm.api.requests import (
-    CompletionRequest,
-    DefaultsOf,
-    check_arguments,
-    check_length,
-    content_of,
-    conversing,
-    effort_of,
-    no_defaults,
-    output_of,
-    role_of,
-    sent_call,
-    template_variables,
-    text_of,
-)
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.engine.tool_calls import ToolCall
 from reflex_runtime.web.fields import Whole, encode
@@ -61,14 +34,14 @@ class InputItem(msgspec.Struct):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[MessagePart] | None = None
+    content: str | list[wire.MessagePart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: Any = None
     output: Any = None
 
 
-class FlatTool(ToolFunction, kw_only=True):
+class FlatTool(wire.ToolFunction, kw_only=True):
     """The same, as this API has it."""
 
     type: Literal["function"]
@@ -104,7 +77,7 @@ class Padding(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseFields(SampledFields, kw_only=True):
+class ResponseFields(wire.SampledFields, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: str | list[InputItem]
@@ -121,7 +94,7 @@ class ResponseFields(SampledFields, kw_only=True):
     reasoning: Any = None
 
 
-RESPONSE: Final = FieldTable(
+RESPONSE: Final = wire.FieldTable(
     ResponseFields,
     wishes={
         "access_programs": (), "background": (False,), "background_options": (), "conversation": (), "image": (),
@@ -133,29 +106,29 @@ RESPONSE: Final = FieldTable(
         "service_tier": ("auto", "default"), "store": (False,), "text.verbosity": ("medium",),
         "truncation": ("disabled",),
     },
-    granted=PROMPT_CACHE,
+    granted=wire.PROMPT_CACHE,
 )  # fmt: skip
-TOOL: Final = FieldTable(FlatTool)
+TOOL: Final = wire.FieldTable(FlatTool)
 _TAKEN: Final = ("message", "function_call", "function_call_output", "reasoning")
 _TEXTS: Final = ("input_text", "output_text", "text")
 _HISTORY: Final = re.compile(r"\w+_(call|output|call_output|list_tools|approval_(request|response))|compaction\w*")
 
 
-def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
+def response(body: bytes, defaults: requests.DefaultsOf = requests.no_defaults) -> requests.CompletionRequest:
     """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
     fields, hints = decode(RESPONSE, body)
     tools, shown, more = _tools(fields)
     thinks = dict(fields.reasoning) if isinstance(fields.reasoning, dict) else {"": fields.reasoning}
-    variables = effort_of(thinks.pop("effort", None))
+    variables = requests.effort_of(thinks.pop("effort", None))
     if not any(thinks.values()):
         hints = [f"{name}.effort" if name == "reasoning" else name for name in hints]
-    variables |= template_variables(fields.chat_template_kwargs)
+    variables |= requests.template_variables(fields.chat_template_kwargs)
     conversation = Conversation(_messages(fields), shown, variables)
-    common = ChatFields(
+    common = wire.ChatFields(
         messages=[],
         safety_identifier=fields.safety_identifier,
         response_format=_form(fields.text),
-        **said_as(SampledFields, fields),
+        **wire.said_as(wire.SampledFields, fields),
     )
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
@@ -163,7 +136,7 @@ def response(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReque
     names = {"response_format.json_schema": "text.format", "response_format": "text.format"}
     with renamed(names):
         limit = fields.max_output_tokens
-        asked = conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
+        asked = requests.conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
     said = _said(fields, asked)
     return replace(asked, form_field="text.format", prompt_field="input", said=said, ignored=[*hints, *more])
 
@@ -177,14 +150,14 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         raise BadRequest(f"metadata: {told}", "metadata")
 
 
-def _form(text: TextConfig | None) -> ResponseFormat | None:
+def _form(text: TextConfig | None) -> wire.ResponseFormat | None:
     if text is None or text.format is None:
         return None
     of = text.format
-    return ResponseFormat(of.type, JsonSchemaFormat(of.name or "answer", of.schema))
+    return wire.ResponseFormat(of.type, wire.JsonSchemaFormat(of.name or "answer", of.schema))
 
 
-def _said(fields: ResponseFields, asked: CompletionRequest) -> dict[str, Any]:
+def _said(fields: ResponseFields, asked: requests.CompletionRequest) -> dict[str, Any]:
     """What an answer repeats of its request."""
     return {
         "instructions": fields.instructions,
@@ -212,11 +185,11 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
     return found | ({"schema": msgspec.Raw(schema)} if schema else {})
 
 
-def _tools(fields: ResponseFields) -> tuple[AskedTools, list[dict[str, Any]], list[str]]:
+def _tools(fields: ResponseFields) -> tuple[wire.AskedTools, list[dict[str, Any]], list[str]]:
     sent, hints = functions_of(fields.tools, TOOL)
     choice = fields.tool_choice
-    chosen = ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
-    return *tools_of(sent, chosen, fields.parallel_tool_calls), hints
+    chosen = wire.ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
+    return *wire.tools_of(sent, chosen, fields.parallel_tool_calls), hints
 
 
 # -- the conversation --------------------------------------------------------------------------------------------------
@@ -230,8 +203,9 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
     if isinstance(fields.input, str):
         return [*found, {"role": "user", "content": fields.input}]
     items = fields.input
-    check_length("input", len(items), sum(len(item.content) for item in items if isinstance(item.content, list)))
-    check_arguments("input", "arguments of its function_calls", map(_arguments, items))
+    parts = sum(len(item.content) for item in items if isinstance(item.content, list))
+    requests.check_length("input", len(items), parts)
+    requests.check_arguments("input", "arguments of its function_calls", map(_arguments, items))
     thought = ""
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -255,12 +229,12 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
 
 def _item(where: str, item: InputItem) -> dict[str, Any]:
     if item.type == "message" and item.role is not None:
-        return {"role": role_of(item.role), "content": _content(f"{where}.content", item.content, item.role)}
+        return {"role": requests.role_of(item.role), "content": _content(f"{where}.content", item.content, item.role)}
     if item.type == "function_call" and item.call_id is not None and item.name is not None:
-        call = sent_call(f"{where}.arguments", item.call_id, item.name, _arguments(item))
+        call = requests.sent_call(f"{where}.arguments", item.call_id, item.name, _arguments(item))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if item.type == "function_call_output" and item.call_id is not None:
-        text = output_of(f"{where}.output", item.output, *_TEXTS)
+        text = requests.output_of(f"{where}.output", item.output, *_TEXTS)
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     told = "only message, function_call, function_call_output and reasoning, each whole, are taken"
     raise BadRequest(f"{where}: has type {item.type[:50]!r}; {told}", where)
@@ -271,13 +245,13 @@ def _arguments(item: InputItem) -> str:
 
 
 def _thought(where: str, item: InputItem) -> str:
-    return "" if item.content is None else text_of(f"{where}.content", item.content, "reasoning_text")
+    return "" if item.content is None else requests.text_of(f"{where}.content", item.content, "reasoning_text")
 
 
-def _content(where: str, content: str | list[MessagePart] | None, role: str) -> Any:
+def _content(where: str, content: str | list[wire.MessagePart] | None, role: str) -> Any:
     if content is None and role != "assistant":
         raise BadRequest(f"{where}: is missing", where)
-    return content_of(where, content or "", *_TEXTS, answered=role == "assistant")
+    return requests.content_of(where, content or "", *_TEXTS, answered=role == "assistant")
 
 
 class ResponseAnswer(PartWriter):

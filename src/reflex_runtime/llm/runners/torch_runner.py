@@ -17,18 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runners import runner
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
-from reflex_runtime.llm.runners.runner import (
-    BLOCK_SIZES,
-    GIB,
-    PROBE,
-    Step,
-    blocks_in,
-    change_by_paging,
-    free_bytes,
-    probe,
-)
 from reflex_runtime.llm.runners.torch_model import Decoder, Tensor, functional, torch
 from reflex_runtime.run.processor import Record, recorder
 
@@ -98,9 +89,9 @@ class TorchRunner:
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        block_size: int = BLOCK_SIZES["torch"],
+        block_size: int = runner.BLOCK_SIZES["torch"],
         num_blocks: int | None = None,
-        kv_cache_bytes: int = GIB,
+        kv_cache_bytes: int = runner.GIB,
         max_model_len: int | None = None,
         threads: int | None = None,
         cuda_graphs: bool = True,
@@ -139,7 +130,7 @@ class TorchRunner:
             self._caps = (None,) * checkpoint.config.num_layers
             sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
         block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
-        self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
+        self.num_blocks = runner.blocks_in(kv_cache_bytes, block, runner.free_bytes(device), num_blocks)
         # One more block than sequences get: padding reads and writes there. It is zeroed, because a row that was never
         # written is multiplied with a weight of zero, and NaN times zero is NaN.
         shape = (self.num_blocks + 1, block_size)
@@ -155,13 +146,13 @@ class TorchRunner:
 
     def _compare(self, decoder: AnyDecoder, root: Path, most: float) -> None:
         """Refuse a model whose logits change with our attention. most: share of their spread."""
-        if self.num_blocks * self.block_size >= PROBE:
-            off = change_by_paging(self, decoder.expected(probe(self.vocab_size).tolist()).cpu().numpy())
+        if self.num_blocks * self.block_size >= runner.PROBE:
+            off = runner.change_by_paging(self, decoder.expected(runner.probe(self.vocab_size).tolist()).cpu().numpy())
             if not off <= most:
                 why = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
                 raise ConfigError(f"{root}: {why}")
 
-    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+    def forward(self, step: runner.Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step, or after its `rows`.
 
         Raises ValueError for a token id the model does not have, before anything is written.
@@ -202,7 +193,7 @@ class TorchRunner:
 
     # -- planning: once per step ---------------------------------------------------------------------------------------
 
-    def _plan(self, step: Step) -> _Plan:
+    def _plan(self, step: runner.Step) -> _Plan:
         size, counts = self.block_size, np.diff(step.begins)
         single = counts == 1
         runs = []
@@ -220,7 +211,7 @@ class TorchRunner:
         return _Plan(self._tensor(block * size + step.positions % size), singles, runs)
 
     def _tables(
-        self, step: Step, which: npt.NDArray[np.bool_], count: int = 0, width: int = 0
+        self, step: runner.Step, which: npt.NDArray[np.bool_], count: int = 0, width: int = 0
     ) -> npt.NDArray[np.int64]:
         """Block tables of those sequences, at least [count, width], padded with the unused block."""
         widths = np.diff(step.block_begins)
@@ -274,7 +265,7 @@ class TorchRunner:
 
     # -- recorded decode steps -----------------------------------------------------------------------------------------
 
-    def _replayed(self, step: Step, record: Record) -> Tensor:
+    def _replayed(self, step: runner.Step, record: Record) -> Tensor:
         """A step of single tokens through the smallest recording that is large enough; recorded on first use."""
         count, widest = len(step.past_lens), int(np.diff(step.block_begins).max())
         size, width = _power_of_two(count), _power_of_two(widest)

@@ -12,17 +12,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.engine import Engine, Load
-from reflex_runtime.ipc.messages import (
-    MOST_SCORES,
-    NGRAM,
-    CheckDraft,
-    CheckedDraft,
-    GenerateParams,
-    LoadModel,
-    Tokenize,
-    guided,
-)
 from reflex_runtime.llm.engine.generation import GenerationStream
 from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
@@ -66,7 +57,7 @@ class WorkerEngine(Engine):
     def _told(self) -> dict[str, Any]:
         return {"queues": self._model.queues()} | self._model.health()  # the first has events delivered
 
-    async def tokenize(self, params: Tokenize) -> list[int]:
+    async def tokenize(self, params: wire.Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
         texts = self._model.texts
         if params.text is not None:
@@ -74,30 +65,31 @@ class WorkerEngine(Engine):
         return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
 
     async def submit(
-        self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
+        self, params: wire.GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
     ) -> GenerationStream:
         """Queue a request. leader: a stream with the same prompt: this one waits until that has computed it."""
-        if reason := _incompatible(params.draft_model or NGRAM):
+        if reason := _incompatible(params.draft_model or wire.NGRAM):
             raise ConfigError(reason)
         if params.guidance is not None:
-            params = guided(params)
+            params = wire.guided(params)
         model = self._model
         prompt, matcher = await self._prompt(params), await model.compiled(params.constraint)
         _check_scores(params, prompt)
         params = msgspec.structs.replace(params, prompt=None, prompt_token_ids=None, messages=None)  # they are large
         return model.submit(model.request(prompt, params, matcher), bell, leader)
 
-    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
+    async def check_draft(self, params: wire.CheckDraft) -> wire.CheckedDraft:
         """The draft is computed like any other, until a token is not the one that the model says."""
         draft, said = params.draft_token_ids, list[int]()
         if reason := _incompatible(params.draft_model):
-            return CheckedDraft(False, reason)
+            return wire.CheckedDraft(False, reason)
         if not draft:
-            return CheckedDraft(True)
+            return wire.CheckedDraft(True)
         model, ids = self._model, params.prompt_token_ids
-        asked = GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
+        asked = wire.GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
         prompt = await self._prompt(asked)
-        greedy = GenerateParams.greedy(len(draft) + 1, ignore_eos=True, request_id="check_draft", draft_token_ids=draft)
+        likeliest = wire.SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
+        greedy = wire.GenerateParams.of(likeliest, request_id="check_draft", draft_token_ids=draft)
         stream = model.submit(model.request(prompt, greedy))
         try:
             async for output in stream:
@@ -106,7 +98,7 @@ class WorkerEngine(Engine):
                     break
         finally:
             stream.close()
-        return CheckedDraft(True, "", len(said) - 1, said)
+        return wire.CheckedDraft(True, "", len(said) - 1, said)
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
@@ -116,27 +108,27 @@ class WorkerEngine(Engine):
             await in_thread(self._spans.close)
         return closed
 
-    async def _prompt(self, params: GenerateParams) -> list[int]:
+    async def _prompt(self, params: wire.GenerateParams) -> list[int]:
         given = [p for p in (params.prompt, params.prompt_token_ids, params.messages) if p is not None]
         if len(given) != 1:
             raise ConfigError(f"prompt: give one of prompt, prompt_token_ids and messages, not {len(given)}")
         if params.prompt_token_ids is not None:
             return params.prompt_token_ids
-        return await self.tokenize(Tokenize(params.model_id, params.prompt, params.messages))
+        return await self.tokenize(wire.Tokenize(params.model_id, params.prompt, params.messages))
 
 
 def _incompatible(draft_model: str) -> str:
     """Why this cannot guess for a model; "" if it can."""
-    if draft_model == NGRAM:
+    if draft_model == wire.NGRAM:
         return ""
-    return f"draft_model={draft_model[:100]!r}: must be {NGRAM!r}; drafts of another model are not served"
+    return f"draft_model={draft_model[:100]!r}: must be {wire.NGRAM!r}; drafts of another model are not served"
 
 
-def _check_scores(params: GenerateParams, prompt: Sequence[int]) -> None:
+def _check_scores(params: wire.GenerateParams, prompt: Sequence[int]) -> None:
     """Raises ConfigError where more would be told of the prompt than a front takes."""
     told = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
-    if told > MOST_SCORES:
-        raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {MOST_SCORES} are")
+    if told > (most := wire.MOST_SCORES):
+        raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {most} are")
 
 
 def loading(make: Make, lost: Callable[[], None]) -> Load:
@@ -145,7 +137,7 @@ def loading(make: Make, lost: Callable[[], None]) -> Load:
     It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
-    async def load(asked: LoadModel) -> WorkerEngine:
+    async def load(asked: wire.LoadModel) -> WorkerEngine:
         if not asked.path:
             raise ConfigError("load_model: needs path, the directory of the model")
         plan = ModelPlan(asked.model_id, _config(asked.options), Path(asked.path))

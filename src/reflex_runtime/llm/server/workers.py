@@ -23,17 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.events import Event
+from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
-from reflex_runtime.ipc.messages import (
-    LIVE,
-    LOAD,
-    METRICS,
-    STATE,
-    Constraint,
-    GenerateParams,
-    LoadModel,
-)
+from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.engine.limits import Limits
@@ -92,8 +85,8 @@ class Line:
         """Load the model: after every start of the process."""
         plan = self._plan
         options = self._options(plan.config, self._number, client.restarts)
-        asked = LoadModel(plan.name, str(plan.directory.resolve()), options)
-        about = await client.request(LOAD, asked, timeout=None)
+        asked = wire.LoadModel(plan.name, str(plan.directory.resolve()), options)
+        about = await client.request(wire.LOAD, asked, timeout=None)
         self.limits = Limits(**{name: about.pop(name) for name in Limits.__dataclass_fields__})
         self.about = about
 
@@ -161,7 +154,7 @@ class Workers(ModelHost):
         assert found is not None, "Workers.start was not awaited"
         return found
 
-    async def compiled(self, constraint: Constraint | None) -> None:
+    async def compiled(self, constraint: wire.Constraint | None) -> None:
         """Checked here, compiled in the process that generates."""
         if constraint is not None:
             await self.texts.compiled(check_constraint, constraint)
@@ -228,7 +221,7 @@ class Workers(ModelHost):
 
     async def status(self) -> dict[str, Any]:
         """The statistics of each line, and the state that its process reports."""
-        states = await asyncio.gather(*(line.ask(STATE) for line in self.lines))
+        states = await asyncio.gather(*(line.ask(wire.STATE) for line in self.lines))
         lines = [
             {
                 "name": line.name,
@@ -250,7 +243,7 @@ class Workers(ModelHost):
     async def metrics(self) -> bytes:
         """The pages of the processes that answer, as one."""
         self._refresh()
-        answers = await asyncio.gather(*(line.ask(METRICS) for line in self.lines))
+        answers = await asyncio.gather(*(line.ask(wire.METRICS) for line in self.lines))
         pages = {
             line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
         }
@@ -344,7 +337,7 @@ class WorkersLive:
         return self._parts.snapshot(now, {**server, **self._told(server)})
 
     async def _ask(self, line: Line) -> None:
-        shown: LiveSnapshot | None = await line.ask(LIVE, LiveSnapshot | None)
+        shown: LiveSnapshot | None = await line.ask(wire.LIVE, LiveSnapshot | None)
         if shown is None:
             self._parts.forget(line.name)
         else:
