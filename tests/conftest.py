@@ -23,7 +23,7 @@ for _library in ("OMP", "OPENBLAS"):  # as many processes run as there are cores
 gc.set_threshold(20_000, 5, 20)  # simulations make many objects and hardly a cycle: 8 % of their time
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
-APART = ("demo", "lerobot", "on_ray")  # what they import is found, or set up, by their `conftest.py`
+APART = ("demo", "lerobot", "on_ray", "on_vllm")  # what they import is found, or set up, by their `conftest.py`
 _module = [""]  # of the test before
 _terminal: list[pytest.TerminalReporter] = []  # of the process that shows what the others found
 

@@ -26,6 +26,7 @@ BELOW: dict[str, set[str]] = {
     "robots": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},
     "ray": {"core", "robots", "web"},
+    "vllm": MIDDLE,
     "functions": MIDDLE | {"web"},
     "client": set(),
 }
@@ -156,6 +157,11 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_x7_ray_is_imported_in_one_module_alone() -> None:
     found = {module.part for module in modules().values() for _, name in module.imports if name.split(".")[0] == "ray"}
     assert found == {"ray"}
+
+
+def test_vllm_is_imported_in_one_part_alone() -> None:
+    found = {module.part for module in modules().values() for _, name in module.imports if name.split(".")[0] == "vllm"}
+    assert found == {"vllm"}
 
 
 def test_matplotlib_is_imported_in_one_module() -> None:

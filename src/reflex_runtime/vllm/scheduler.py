@@ -1,0 +1,236 @@
+"""vLLM's scheduler with the core's answers to whether, how much and who; vLLM keeps the rest.
+
+Who: tiers by `priority`, within one the client that was served least, by tokens that were computed. A request that is
+preempted or ends with tokens in flight gives back what was charged for them. Where memory is short, requests run in
+this order too, and vLLM preempts the last.
+
+How much: while a gap is promised, sequences that run go first, and prompts get what the tightest promise leaves.
+
+Whether: one whose deadline has passed, or cannot be kept, is ended before it takes any time; so is one of a client with
+more than its share while too many seconds wait. Its caller sees an abort with our code as the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from reflex_runtime.core.batch import Batch, Done, Failed
+from reflex_runtime.core.cost import SLACK, Backlog, Evidence
+from reflex_runtime.core.errors import ConfigError, Expired, QueueFull, ReflexError, Shed
+from reflex_runtime.core.order import Clients, LazyHeap
+from reflex_runtime.core.request import BACKGROUND
+from reflex_runtime.vllm import metrics
+from reflex_runtime.vllm.entry import Entry
+from reflex_runtime.vllm.fair_queue import FairQueue
+from reflex_runtime.vllm.step_log import TracedScheduler
+
+OUTPUTS = 0.05  # of the mean of output tokens, that the last request counts
+
+
+class FairScheduler(TracedScheduler):
+    """`--scheduler-cls reflex_runtime.vllm.Scheduler`; see `docs/vllm.md`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokens: int = self.max_num_scheduled_tokens  # without a promise
+        self._places: int = self.max_num_active_reqs
+        if self.settings.max_gap_ms is not None and not self.scheduler_config.enable_chunked_prefill:
+            raise ConfigError("additional_config.reflex.max_gap_ms: without chunked prefill no gap can be promised")
+        self.learns |= self.settings.max_gap_ms is not None or self.settings.max_queue_s is not None
+        self.policy = SchedulingPolicy.FCFS  # the one to preempt is the last that runs: the order is ours
+        self._clients = Clients()
+        self.waiting: FairQueue = FairQueue(self.entries, self._clients)
+        self._deadlines: LazyHeap[Entry, float] = LazyHeap()  # of those that may not have their first token
+        self._promised: set[Entry] = set()  # with a gap of their own
+        self._evidence, self._backlog = Evidence(), Backlog()
+        self._outputs = 0.0  # tokens of a request that has ended, on average
+        self._refused: list[tuple[Request, ReflexError]] = []  # to be told
+
+    # -- vLLM's interface ------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        new = request.request_id not in self.requests
+        super().add_request(request)
+        if new:
+            entry = self.entries[request.request_id]
+            refusal = entry.wrong or self._full(entry)
+            if refusal is not None:
+                self._refuse(entry, refusal)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._expire(time.monotonic())
+        self._limit()
+        self._order()
+        output = super().schedule(throttle_prefills)
+        entries = self.entries
+        for name, tokens in output.num_scheduled_tokens.items():
+            entry = entries[name]
+            entry.granted += tokens
+            entry.client.counter += tokens
+        self.waiting.settle()
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request, refusal in self._refused:
+            told = EngineCoreOutput(
+                request.request_id,
+                [],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=refusal.code,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(told)
+        self._refused.clear()
+        return outputs
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        entry = self.entries[request.request_id]
+        self.waiting.give_back(entry.client, entry.granted)
+        entry.granted = 0.0
+        super()._preempt_request(request, *args, **kwargs)
+
+    # -- whether ---------------------------------------------------------------------------------------------------
+
+    def _refuse(self, entry: Entry, refusal: ReflexError) -> None:
+        entry.outcome = Failed(refusal)
+        self.finish_requests(entry.id, RequestStatus.FINISHED_ABORTED)
+        self._refused.append((entry.own, refusal))
+
+    def _full(self, entry: Entry) -> ReflexError | None:
+        """Why it cannot wait: as for the core's `max_queued_seconds`, and with an empty queue any may."""
+        most, request = self.settings.max_queue_s, entry.request
+        if most is None or request.priority is BACKGROUND or not self.model.measured:
+            return None
+        outputs, places = min(float(entry.own.max_tokens), self._outputs), self._places
+        seconds = self._reading(entry, 0) + outputs * self.model.predict(places, 0.0, 0.0) / places
+        ahead = self._backlog.ahead(request.priority)
+        if ahead and ahead + seconds > most * SLACK and self._backlog.exceeds_share(request.client, seconds, most):
+            return QueueFull("too many seconds wait", retry_after=max(1.0, ahead))
+        self._backlog.add(entry, seconds)
+        return None
+
+    def _reading(self, entry: Entry, cached: int) -> float:
+        """Seconds until its prompt is read, if it were alone."""
+        tokens = max(1.0, entry.own.num_tokens - cached)
+        return self.model.predict(0.0, tokens, tokens * (cached + 0.5 * tokens))
+
+    def _expire(self, now: float) -> None:
+        """End those that are too late for their first token, the earliest deadline first."""
+        while (top := self._deadlines.first()) is not None:
+            deadline, entry = top
+            if entry.own.num_output_tokens:
+                self._deadlines.discard(entry)
+            elif deadline <= now:
+                self._refuse(entry, Expired())
+            elif self._too_late(entry, now):
+                self._refuse(entry, Shed())
+            else:
+                return
+
+    def _too_late(self, entry: Entry, now: float) -> bool:
+        """Whether one that waits could not be in time even if it were alone, and the estimate may say so."""
+        if entry.own.status is RequestStatus.RUNNING or not self.model.measured or self._evidence.probes(entry):
+            return False
+        if now + self._reading(entry, 0) <= entry.deadline:
+            return False
+        cached = self.kv_cache_manager.get_computed_blocks(entry.own)[1]
+        if now + self._reading(entry, cached) <= entry.deadline:
+            return False
+        if self._evidence.refuses(entry, now):
+            return True
+        self._evidence.probe(entry)
+        return False
+
+    # -- how much --------------------------------------------------------------------------------------------------
+
+    def _limit(self) -> None:
+        """Prompts get what the tightest promise of the sequences that run leaves."""
+        self.max_num_scheduled_tokens, self.max_num_active_reqs = self._tokens, self._places
+        promise = None if self.settings.max_gap_ms is None else self.model.gap
+        if promise is None and not self._promised:
+            return
+        self.running.sort(key=_reads)
+        rows, units, pairs, past, own = 0, 0, 0.0, 0, inf
+        for request in self.running:
+            if request.is_prefill_chunk:
+                past = max(past, request.num_computed_tokens)
+                continue
+            gap = self.entries[request.request_id].request.max_gap or promise
+            own = own if gap is None else min(own, gap)
+            rows += 1
+            units += 1 + len(request.spec_token_ids)
+            pairs += request.num_computed_tokens
+        if promise is None and own == inf:
+            return
+        most = self.model.most(rows, 0.0, pairs, past, self.model.allowed(own, rows, pairs))
+        if self.need_mamba_block_aligned_split:
+            most = max(most, float(self.block_size))
+        self.max_num_scheduled_tokens = int(min(self._tokens, units + most))
+        if self.model.closed(len(self.running), pairs):
+            self.max_num_active_reqs = len(self.running)
+
+    # -- who -------------------------------------------------------------------------------------------------------
+
+    def _order(self) -> None:
+        """Where memory may be short, the last that runs is of the lowest tier, of the client most ahead, the newest."""
+        blocks = len(self.running) + self.max_num_scheduled_tokens // self.block_size
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        if self.kv_cache_manager.block_pool.get_num_free_blocks() < groups * blocks and len(self.running) > 1:
+            self.running.sort(key=self._rank)
+
+    def _rank(self, request: Request) -> tuple[int, float, int]:
+        """A client with one request is not ahead of others: its oldest would be preempted, and has most to lose."""
+        entry = self.entries[request.request_id]
+        return request.priority, entry.client.counter if entry.client.unsettled > 1 else 0.0, entry.seq
+
+    # -- what happens to requests and steps ------------------------------------------------------------------------
+
+    def _enter(self, entry: Entry) -> None:
+        super()._enter(entry)
+        entry.client = self._clients.enter(entry.request.client)
+        if entry.request.time_limit is not None:
+            self._deadlines.push(entry.deadline, entry)
+            self.learns = True
+        if entry.request.max_gap is not None:
+            self._promised.add(entry)
+            self.learns = True
+
+    def _ended(self, entry: Entry) -> None:
+        super()._ended(entry)
+        now, answered = time.monotonic(), isinstance(entry.outcome, Done)
+        if answered:
+            self.waiting.give_back(entry.client, float(entry.own.num_in_flight_tokens))
+            self._outputs += OUTPUTS * (entry.own.num_output_tokens - self._outputs)
+        self._deadlines.discard(entry)
+        self._promised.discard(entry)
+        self._backlog.remove([entry])
+        if self._evidence.probes(entry):
+            self._evidence.settled(entry, answered, now)
+        metrics.ended(entry, None if answered else entry.outcome.error)
+        self._clients.leave(entry.client, now)
+
+    def _decided(self, batch: Batch) -> None:
+        super()._decided(batch)
+        self._evidence.scheduled(batch)
+        self._backlog.remove(batch.admitted)
+        for ticket in batch.grants:
+            ticket.batches += 1
+
+    def _returned(self, batch: Batch, elapsed: float) -> None:
+        super()._returned(batch, elapsed)
+        self._evidence.returned(batch, elapsed, time.monotonic(), clean=True)
+
+
+def _reads(request: Request) -> bool:
+    """Whether its prompt is still being read."""
+    found: bool = request.is_prefill_chunk
+    return found

@@ -1,0 +1,130 @@
+"""One engine of vLLM in a process of its own: `python engine.py MODEL SCHEDULER TRACE` prints what came of it.
+
+SCHEDULER: a class by name, or `stock`. Steps are counted, not seconds: a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+PLACES, TOKENS = 8, 64
+
+
+def engine_of(model: str, scheduler: str, reflex: dict[str, Any] | None = None, **options: Any) -> Any:
+    """An engine in this process, so that its scheduler can be looked at."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    from vllm import EngineArgs, LLMEngine
+
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": PLACES,
+        "max_num_batched_tokens": TOKENS,
+        "disable_log_stats": True,
+    }
+    if scheduler != "stock":
+        arguments |= {"scheduler_cls": scheduler, "additional_config": {"reflex": reflex or {}}}
+    return LLMEngine.from_engine_args(EngineArgs(model=model, **(arguments | options)))
+
+
+def scheduler_of(engine: Any) -> Any:
+    return engine.engine_core.engine_core.scheduler
+
+
+class Run:
+    """Requests of an engine, by steps."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.steps = 0
+        self.first: dict[str, int] = {}  # request → step of its first token
+        self.done: dict[str, Any] = {}
+
+    def add(self, name: str, prompt: list[int], tokens: int, priority: int = 0, **told: Any) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=told or None
+        )
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
+
+    def step(self) -> None:
+        self.steps += 1
+        for output in self.engine.step():
+            told = output.outputs[0]
+            if told.token_ids:
+                self.first.setdefault(output.request_id, self.steps)
+            if output.finished:
+                self.done[output.request_id] = told
+
+    def run(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.step()
+
+    def greedy(self, tokens: int) -> dict[str, list[int]]:
+        """64 requests longer than a step, of eight clients; every second one begins as one before it did."""
+        shared = prompt(150, 7)
+        for i in range(64):
+            ids = shared[: 4 * i] + prompt(40 + 2 * i, i) if i % 2 else prompt(30 + 3 * i, i)
+            self.add(f"greedy-{i}", ids[:220], tokens, client=f"c{i % 8}")
+        self.run()
+        return {name: list(done.token_ids) for name, done in self.done.items()}
+
+    def light_beside_heavy(self) -> int:
+        """Steps until both requests of a light client have their first token, behind 16 of a heavy one."""
+        for i in range(16):
+            self.add(f"heavy-{i}", prompt(6, 100 + i), 8 * (i + 1) if i < PLACES else 40, client="heavy")
+        for _ in range(4):
+            self.step()
+        began = self.steps
+        for i in range(2):
+            self.add(f"light-{i}", prompt(6, 200 + i), 4, client="light")
+        self.run()
+        return max(self.first["light-0"], self.first["light-1"]) - began
+
+    def late(self) -> list[Any]:
+        """What becomes of a request whose deadline has passed, behind full places, and of one that came in time."""
+        for i in range(PLACES):
+            self.add(f"full-{i}", prompt(6, 300 + i), 20, client="full")
+        self.step()
+        self.add("late", prompt(6, 400), 4, client="late", deadline_ms=0)
+        self.add("in-time", prompt(6, 401), 4, client="in-time", deadline_ms=600_000)
+        self.run()
+        late = self.done["late"]
+        return [late.finish_reason, late.stop_reason, len(late.token_ids), len(self.done["in-time"].token_ids)]
+
+    def aborted(self) -> int:
+        """A request that its caller leaves while it runs, and one while it waits; the others are answered."""
+        for i in range(PLACES + 4):
+            self.add(f"left-{i}", prompt(100, 500 + i), 6, priority=i % 3, client=f"c{i % 3}")
+        for _ in range(3):
+            self.step()
+        self.engine.abort_request(["left-0", f"left-{PLACES + 3}"])
+        self.run()
+        return sum(f"left-{i}" in self.done for i in range(PLACES + 4))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [3 + (seed * 7919 + i * i * 31 + i * seed) % 250 for i in range(length)]
+
+
+def main(model: str, scheduler: str, trace: str, options: str = "{}") -> None:
+    run = Run(engine_of(model, scheduler, {"trace": trace}, **json.loads(options)))
+    found: dict[str, Any] = {"tokens": run.greedy(12 if options == "{}" else 40)}
+    if options == "{}":
+        found |= {"first": run.light_beside_heavy(), "late": run.late(), "answered": run.aborted()}
+    run.engine.engine_core.shutdown()
+    print("FOUND " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

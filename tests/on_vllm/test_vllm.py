@@ -1,0 +1,154 @@
+"""Our scheduling inside vLLM. `make test-vllm` runs this where vLLM is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.on_vllm.engine import PLACES, TOKENS
+from tests.on_vllm.model import write_model
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe.journal import BatchLine
+from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.vllm import versions
+
+PATIENCE = 300.0  # seconds until a test gives up
+OURS, TRACED = "reflex_runtime.vllm.Scheduler", "reflex_runtime.vllm.Traced"
+ROOT = Path(__file__).parents[2]
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+Ran = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("vllm")
+    write_model(root / "model")
+    write_model(root / "repeats", spread=0.02)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> Ran:
+    """What came of the workloads with a scheduler; one engine at a time, each once."""
+
+    @cache
+    def run(scheduler: str, options: str = "{}") -> dict[str, Any]:
+        trace = folder / (f"{scheduler}.jsonl" if options == "{}" else "options.jsonl")
+        model = folder / ("repeats" if "ngram" in options else "model")
+        command = [sys.executable, "-m", "tests.on_vllm.engine", str(model), scheduler, str(trace), options]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | OFFLINE, cwd=ROOT
+        )
+        told = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+        assert told, done.stdout[-3000:] + done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(told[0].removeprefix("FOUND "))
+        return found
+
+    return run
+
+
+def steps_of(folder: Path, scheduler: str) -> list[BatchLine]:
+    return list(read_journal(folder / f"{scheduler}.jsonl").batches)
+
+
+def test_greedy_tokens_are_those_of_the_stock_scheduler(ran: Ran) -> None:
+    """Prompts are longer than a step and share beginnings: chunked prefill and the prefix cache."""
+    stock = ran("stock")["tokens"]
+    assert len({tuple(tokens) for tokens in stock.values()}) == len(stock) == 64
+    assert ran(OURS)["tokens"] == stock
+    assert ran(TRACED)["tokens"] == stock
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_gpu_blocks_override": 32, "block_size": 32},  # fewer than eight requests need in the end
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    ],
+    ids=["preemption", "speculation"],
+)
+def test_greedy_tokens_are_those_of_the_stock_scheduler_with(ran: Ran, folder: Path, options: dict[str, Any]) -> None:
+    told = json.dumps(options)
+    (folder / "options.jsonl").unlink(missing_ok=True)
+    assert ran(OURS, told)["tokens"] == ran("stock", told)["tokens"]
+    steps = list(read_journal(folder / "options.jsonl").batches)
+    if "num_gpu_blocks_override" in options:
+        assert sum(len(step.left) for step in steps) > 3  # they were preempted
+    else:
+        assert any(member.guessed and (member.outputs or 0) > 1 for step in steps for member in step.members)
+
+
+def test_a_light_client_does_not_wait_for_a_heavy_one(ran: Ran) -> None:
+    assert 5 * ran(OURS)["first"] <= ran("stock")["first"]
+
+
+def test_watching_alone_changes_nothing(ran: Ran) -> None:
+    assert ran(TRACED)["first"] == ran("stock")["first"]
+    assert ran(TRACED)["late"] == ran("stock")["late"]
+
+
+def test_what_is_too_late_is_aborted_unscheduled(ran: Ran, folder: Path) -> None:
+    assert ran(OURS)["late"] == ["abort", "deadline_exceeded", 0, 4]
+    assert ran("stock")["late"] == ["length", None, 4, 4]
+    members = [member.client for step in steps_of(folder, OURS) for member in step.members]
+    assert "in-time" in members
+    assert "late" not in members
+
+
+def test_callers_that_leave_disturb_nobody(ran: Ran) -> None:
+    assert ran(OURS)["answered"] >= PLACES + 2
+
+
+def test_the_journal_has_every_token_of_every_step(ran: Ran, folder: Path) -> None:
+    """Budget and places are kept, prompts are chunked beside decodes, and every request is computed once."""
+    for scheduler in (OURS, TRACED):
+        ran(scheduler)
+        journal = read_journal(folder / f"{scheduler}.jsonl")
+        assert journal.footer is not None
+        assert journal.footer.dropped == 0
+        computed: dict[str, float] = {}
+        asked: dict[str, float] = {}
+        for step in journal.batches:
+            assert sum(member.units for member in step.members) == step.cost <= TOKENS
+            assert step.size <= PLACES
+            for member in step.members:
+                assert member.outcome in ("more", "done", "cancelled")
+                cached = member.cached or 0.0 if member.state == "waiting" else 0.0
+                computed[member.id] = computed.get(member.id, 0.0) + member.units + cached
+                asked[member.id] = member.asked
+        assert any(len({m.units > 1 for m in step.members}) == 2 for step in journal.batches)
+        greedy = [name for name in computed if name.startswith("greedy")]
+        assert len(greedy) == 64
+        assert all(computed[name] == asked[name] + 11 for name in greedy)  # the last of 12 tokens is not computed
+        assert any(member.cached for step in journal.batches for member in step.members)
+
+
+def test_the_journal_is_read_by_reflex_trace(ran: Ran, folder: Path) -> None:
+    ran(OURS)
+    command = [sys.executable, "-m", "reflex_runtime", "trace", str(folder / f"{OURS}.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert "left-1" in done.stdout
+    assert "tokens" in done.stdout
+
+
+def test_another_version_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: "0.320.1")
+    with pytest.raises(ConfigError, match=r"^reflex_runtime.vllm fits vLLM 0\.32; installed is 0\.320\.1$"):
+        versions.check()
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "MODEL"])
+    versions.plugin()
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "MODEL", f"--scheduler-cls={OURS}"])
+    with pytest.raises(SystemExit, match="installed is"):
+        versions.plugin()
