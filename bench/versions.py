@@ -30,7 +30,7 @@ from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import Export, GuardReport, Policy, load_policy
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
-from reflex_runtime.robots.serving.telemetry import asked_and_answered, header_of
+from reflex_runtime.robots.serving.runtime import header_of
 from reflex_runtime.robots.versions.breaker import Breaker
 from reflex_runtime.robots.versions.rollout import Rollout
 from reflex_runtime.robots.versions.slots import Slot, Version
@@ -150,9 +150,11 @@ class _Calls:
         self.policy: Policy = load_policy(Export.load(tiny), "a")
         config = ServeConfig()
         slots = {"a": Slot("a", config, self.policy, ())}
-        served: Any = SimpleNamespace(slots=slots, policy=self.policy, config=config)
+        self._served: Any = SimpleNamespace(
+            slots=slots, policy=self.policy, config=config, served=("a",), group=lambda slot: slot
+        )
         self.rollout = Rollout(("a", "b"), Breaker(("a", "b")), 50)
-        self.recorder = JournalWriter(Recording(directory), capacity=1_000_000, header=header_of([served]))
+        self.recorder = JournalWriter(Recording(directory), capacity=1_000_000, header=header_of([self._served]))
         self._body = json.dumps(STATE | {"episode_id": "episode-7"}).encode()
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
         timing = Timing(0.1, 1.0, 1.1, 1.1)
@@ -173,7 +175,7 @@ class _Calls:
         """A request, and every so often the batch that it ran in."""
         ask, now = self._ask, time.monotonic()
         assert ask.ticket is not None
-        detail = asked_and_answered(ask, "a", now, None, 0.0)
+        detail = ask.record(now, None)
         self.recorder(RequestAnswered(now, "a", "ok", 200, 0.001, ask.ticket, detail))
         if i % COMPANY == 0:
             self._batch.id = i
@@ -190,7 +192,7 @@ class _Calls:
     def _asked(self, version: Version) -> PendingRequest:
         ask = PendingRequest(ACT, "request", None)
         ask.question = question = decode(self._body, False)
-        ask.received = time.monotonic()
+        ask.received, ask.counted = time.monotonic(), self._served
         ask.version = version
         ask.answer = self._answer
         ask.routing = self.rollout.place("episode-7", ask.request_id, 0.0)

@@ -21,6 +21,7 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.fields import encode as encode_json
+from reflex_runtime.web.journal_stream import JournalStreams
 from reflex_runtime.web.oip import OipHttp
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, named_in
@@ -51,7 +52,7 @@ def application(server: FunctionServer) -> App:
     questions = [Route(path, one.run, "POST", most=most, refused=one.refused) for path, one in paths.items()]
 
     async def health(request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200 if server.state == "ready" else 503, encode_json(server.health()))
+        return HttpResponse(200 if server.state == "ready" else 503, encode_json(server.health_body()))
 
     async def metrics(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, server.metrics(), CONTENT_TYPE.encode())
@@ -63,6 +64,7 @@ def application(server: FunctionServer) -> App:
         Route("/metrics", metrics, open=True),
         *document_routes(lambda request: document(routes, server, app.keys)),
         *dashboard_routes(server.watchers),
+        JournalStreams(server).route,
     ]
 
     def missing(path: str) -> str:

@@ -89,7 +89,7 @@ class FunctionModels:
         return self._models[name]
 
     def refused(self, call: OipCall, error: ReflexError) -> None:
-        self._first.prediction(call, 0, 1).publish(error.outcome, error.http_status, error)
+        self._first.prediction(call, 0, 1).refuse(error)
 
 
 class FunctionAsModel:
@@ -110,7 +110,7 @@ class FunctionAsModel:
     def prediction(self, call: OipCall, row: int, rows: int) -> Prediction:
         id = f"{call.id}.{row}" if rows > 1 else call.id
         client = (call.client, row) if rows > 1 else call.client
-        made = Prediction(self._predict.server, self.name, WIRE, id, client, call.started, call.source.headers)
+        made = Prediction(self._predict.server, self.name, WIRE, id, client, call.started, call.source)
         made.received = call.received or call.started
         return made
 
@@ -156,10 +156,9 @@ class FunctionAsModel:
         prediction = self.prediction(call, row, rows)
         try:
             with prediction:
-                self._predict.server.check_open()
                 return await self._predict.value(prediction, item, limits)
         except ReflexError as error:
-            raise Reported(error, prediction.id) from None
+            raise Reported(error, prediction.request_id) from None
 
     def _tensors(self, results: Sequence[Any]) -> list[Tensor]:
         if self._result_fields:

@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Hashable
 from typing import Any, Final, Literal
 
 import msgspec
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Expired, ReflexError
-from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import PRIORITIES, Request, Ticket
 from reflex_runtime.functions.server import FunctionServer
 from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.functions.values import encode, encode_text
 from reflex_runtime.observe.journal_writer import RequestRecord
-from reflex_runtime.web.app import cancelled_by
+from reflex_runtime.web.batch_server import HasHeaders, RequestScope, times_of
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import JSON, PLAIN, known
 from reflex_runtime.web.fields import check_id, invalid, invalid_field
@@ -68,61 +66,31 @@ def asked_in(request: HttpRequest) -> Asked | None:
     return asked
 
 
-class Prediction:
-    """One item that is being answered, on any wire: a context that counts it, and publishes how it ended.
+class Prediction(RequestScope):
+    """One item that is being answered, on any wire. group: the function's."""
 
-    client: whose fair share it takes. started, received: when its first and its last byte were here
-    (`time.monotonic`). headers: with the parent of its span.
-    """
-
-    __slots__ = ("_name", "_server", "client", "id", "received", "span", "started", "ticket", "wire")
+    __slots__ = ("_name",)
 
     def __init__(
         self, server: FunctionServer, name: str, wire: str, id: str, client: Hashable, started: float,
-        headers: Mapping[bytes, bytes] | None = None,
+        source: HasHeaders | None = None,
     ) -> None:  # fmt: skip
-        self._server, self._name = server, name
-        self.wire, self.id, self.client, self.started, self.received = wire, id, client, started, 0.0
-        self.ticket: Ticket | None = None
-        self.span = None if server.spans is None else server.spans.begin(f"predict {name}", headers)
+        super().__init__(wire, id, client, started, source)
+        self.server, self._name = server, name
 
-    def __enter__(self) -> Prediction:
-        self._server.active += 1
-        return self
+    @property
+    def group(self) -> str:
+        return self._name
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.active -= 1
-        if error is None:
-            self.publish("ok", 200, None)
-            return
-        if isinstance(error, asyncio.CancelledError):
-            told: ReflexError = cancelled_by(error)
-        elif isinstance(error, Exception):
-            told = known(error, self.id)
-        else:
-            told = ReflexError("the process ends")
-        self.publish(told.outcome, told.http_status, told)
-        error.__traceback__ = None  # its frames hold the batch, the batch this ticket, the ticket the error
-        if told is not error and not isinstance(error, asyncio.CancelledError):
-            raise told from None
+    @property
+    def span_name(self) -> str:
+        return f"predict {self._name}"
 
-    def publish(self, outcome: str, status: int, error: ReflexError | None) -> None:
-        now, ticket = time.monotonic(), self.ticket
+    def record(self, now: float, error: ReflexError | None) -> RequestRecord:
         took = now - (self.received or now)
-        detail = self._record(now, took, error) if self._server.journals else None
-        age = now - self.started
-        fields = now, self._name, outcome, status, age, ticket, detail, took, self.wire, error, self.span
-        self._server.audience.publish(tuple.__new__(RequestAnswered, fields))
-
-    def _record(self, now: float, took: float, error: ReflexError | None) -> RequestRecord:
-        found = RequestRecord(self.id, slot=self._name, total_s=took, arrived=self.received)
-        if (ticket := self.ticket) is not None:
-            started = ticket.started
-            found.arrived, found.batch, found.measured_ms = ticket.arrived, ticket.admission, ticket.shared * 1e3
-            found.queue_s = (now if started is None else started) - ticket.arrived
-            found.batch_s = 0.0 if started is None else now - started
+        found = RequestRecord(self.request_id, slot=self._name, total_s=took, arrived=self.received)
+        if self.ticket is not None:
+            times_of(found, self.ticket, now)
         if error is not None:
             found.error = (error.code, error.message)
         return found
@@ -136,15 +104,15 @@ class Predict:
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
         """Count a request that may not be asked."""
-        self._of(request).publish(error.outcome, error.http_status, error)
+        self._of(request).refuse(error)
 
     async def run(self, request: HttpRequest) -> HttpResponse | None:
         """POST /predict."""
-        with self._of(request) as prediction:
-            self.server.check_open()
+        prediction = self._of(request)
+        with prediction:
             asked = asked_in(request)
             if asked is not None and asked.request_id:
-                request.request_id = prediction.id = asked.request_id
+                request.request_id = prediction.request_id = asked.request_id
             item = await self._read(request)
             prediction.received = request.received
             if self.served.streams:
@@ -168,7 +136,7 @@ class Predict:
 
     def _of(self, request: HttpRequest) -> Prediction:
         return Prediction(
-            self.server, self.served.name, WIRE, request.request_id, request.client, request.started, request.headers
+            self.server, self.served.name, WIRE, request.request_id, request.client, request.started, request
         )
 
     async def _read(self, request: HttpRequest) -> Any:
@@ -194,7 +162,7 @@ class Predict:
                 raise Expired("its deadline passed while it was read")
         made = Request(
             item,
-            id=prediction.id,
+            id=prediction.request_id,
             group=served.name,
             partition=tuple(array.shape for array in item.values()) if served.shaped else "",
             client=prediction.client if asked is None or asked.client is None else asked.client,

@@ -19,16 +19,16 @@ from reflex_runtime.robots.openapi import OUTCOME, POLICIES, document
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.admin import Admin
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.journal_stream import JournalStreams
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import PolicyPlan
-from reflex_runtime.robots.serving.views import ServerViews, Views, watchers_of
+from reflex_runtime.robots.serving.views import ServerViews, Views
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import PLAIN
+from reflex_runtime.web.journal_stream import JournalStreams
 from reflex_runtime.web.oip import ROOT
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, Route, named_in
@@ -50,7 +50,7 @@ def application(runtime: PolicyRuntime) -> App:
         name, slash, rest = path[len(POLICIES) :].partition("/")
         return named[name].find(slash + rest or "/") if name in named else None
 
-    live = dashboard_routes(watchers_of(runtime))
+    live = dashboard_routes(runtime.watchers)
     live.append(JournalStreams(runtime).route)
     plain.by_path |= {route.path: route for route in live}
     app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
@@ -168,8 +168,7 @@ def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
     """What `web.serve` makes to serve policies."""
 
     def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, PolicyRuntime]:
-        runtime = PolicyRuntime(config, plans, on_lost)
-        runtime.parent = parent
+        runtime = PolicyRuntime(config, plans, on_lost, parent)
         return application(runtime), runtime
 
     return make

@@ -70,9 +70,6 @@ _FIXED: Final = PAGES | {  # whatever is served
     "/diagnostics/cost-model": Operation("what the cost model learned, per key"),
     "/diagnostics/rollout": Operation("split, verdicts, outcomes, the comparison of a and b, the ramp, and changes"),
     "/diagnostics/shadow": Operation("how far the shadow's actions are from the served", codes=("404",)),
-    "/diagnostics/journal": Operation(
-        "the journal of the next 30 seconds, or of ?seconds=N", content({}, "application/x-ndjson"), ("422", "429")
-    ),
     "/reset": Operation(
         "for clients of GR00T, which ask it before an episode; it changes nothing", codes=("400", "413", "415")
     ),

@@ -107,6 +107,9 @@ PAGES: Final = {  # of every server
     "/docs": Operation("this document for people", HTML),
     "/dashboard": Operation("the page that shows the server while it runs", HTML),
     "/dashboard/stream": Operation("snapshots until you leave", content({}, "application/x-ndjson"), ("429",)),
+    "/diagnostics/journal": Operation(
+        "the journal of the next 30 seconds, or of ?seconds=N", content({}, "application/x-ndjson"), ("422", "429")
+    ),
 }
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.robots.serving import journal_stream
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.sim import search
+from reflex_runtime.web import journal_stream
 from reflex_runtime.web.app import App
 from serving.harness import PATIENCE, STATE, Server
 from serving.in_process import Caller, with_app

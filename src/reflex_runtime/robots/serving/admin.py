@@ -165,7 +165,7 @@ class Admin:
             task.exception()  # its operator may have left
 
     async def _body(self, request: HttpRequest) -> bytes:
-        self._handler.runtime.need_policy()
+        self._handler.runtime.need_loaded()
         return await request.body()
 
     def close(self) -> None:

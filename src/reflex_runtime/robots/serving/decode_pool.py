@@ -374,7 +374,7 @@ def _decoded(text: str) -> bytes:
 
 
 def job_of(
-    policy: Policy, request_id: str, question: Question, received: float, client: Any, share: float, done: Done
+    policy: Policy, done: Done, request_id: str, question: Question, received: float, client: Any, share: float
 ) -> Job:
     """The decoding of a question's pictures; its value is the observation."""
     sent: dict[str, Sent] = {}  # PNG or JPEG bytes, or arrays, of what the policy reads

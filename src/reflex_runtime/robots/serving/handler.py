@@ -15,23 +15,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from copy import copy
 from functools import partial
-from types import TracebackType
 from typing import Any, Final
 
-from reflex_runtime.core.errors import Closed, Expired, ReflexError
-from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.errors import Expired, ReflexError
 from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
-from reflex_runtime.observe.trace_context import within
 from reflex_runtime.robots import ActionChunk, Observation, Policy, PolicySpec
 from reflex_runtime.robots.policy.observation import Doubt
 from reflex_runtime.robots.serving.decode_pool import (
-    SHADOW_CLIENT,
-    SHADOW_SHARE,
     SHARES,
-    Done,
     Job,
     check_names,
     job_of,
@@ -42,12 +35,9 @@ from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Question, Timing
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.served import ServedPolicy
-from reflex_runtime.robots.serving.shadow import Shadowing
-from reflex_runtime.robots.serving.telemetry import asked_and_answered, begin_span, join_span
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
-from reflex_runtime.web.app import cancelled_by
-from reflex_runtime.web.errors import Reported, TooManyRequests, known
+from reflex_runtime.web.errors import Reported, known
 from reflex_runtime.web.fields import invalid, printable
 
 log = logging.getLogger("reflex.server")
@@ -129,14 +119,14 @@ class RequestHandler:
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
-    def admit(self, pending: PendingRequest) -> Admission:
-        """Whether the request may enter; counts it, and its end. What is raised within is its error."""
-        return Admission(self, pending)
+    def admit(self, pending: PendingRequest) -> PendingRequest:
+        """Whether the request may enter: a context that counts it, and its end. What is raised within is its error."""
+        pending.server, pending.counted = self.runtime, self._served or self.runtime.first
+        return pending
 
     def refused(self, pending: PendingRequest, error: ReflexError) -> None:
         """Count a request that failed, or was refused before it could be read."""
-        with within_span(self.runtime, pending):
-            self._publish(pending, error.outcome, error.http_status, error)
+        self.admit(pending).refuse(error)
 
     async def infer(self, pending: PendingRequest, asked: Asked, received: float | None = None) -> ActAnswer:
         """The policy's answer. received: when its last byte was read, else now."""
@@ -149,7 +139,7 @@ class RequestHandler:
             question.episode_id, pending.request_id, question.robot_id, pending.client
         )
         version = pending.version = served.slots[routing.slot].version
-        version.users += 1  # until its end, see `Admission`
+        version.users += 1  # until its end
         if question.instruction is None:
             question.instruction = version.policy.spec.default_prompt
         if question.images:
@@ -158,7 +148,7 @@ class RequestHandler:
         job = request.payload if isinstance(request.payload, Job) else None
         ticket = pending.ticket = self.runtime.batcher.submit(request, ready=job is None)
         if pending.span is not None:
-            join_span(self.runtime.spans, pending)
+            pending.join_span()
         if job is not None:
             self.runtime.decode_pool.add(job)
         try:
@@ -225,7 +215,7 @@ class RequestHandler:
             observation = observe(policy, pending.request_id, question, pending.received)
             return policy.request(observation, client=client, priority=priority, time_limit=limit)
         decoded = partial(self._decoded, pending, policy)
-        job = job_of(policy, pending.request_id, question, pending.received, client, SHARES[priority], decoded)
+        job = job_of(policy, decoded, pending.request_id, question, pending.received, client, SHARES[priority])
         return policy.reservation(
             job, pending.request_id, question.episode, client=client, priority=priority, time_limit=limit
         )
@@ -289,107 +279,6 @@ class RequestHandler:
                 log.warning("request %s: %s (said once in this log)", pending.request_id, doubt.message)
         return [doubt.message for doubt in doubts]
 
-    # -- its end -------------------------------------------------------------------------------------------------------
-
-    def check_open(self) -> None:
-        """Raise where no request may enter now. The one that asks counts as active already."""
-        runtime, limit, others = self.runtime, self.config.max_concurrent, self.runtime.active - 1
-        if limit and others >= limit:
-            raise TooManyRequests(
-                f"{others} requests are being answered, at most {limit} may be",
-                retry_after=1.0,
-                concurrent_requests=others,
-                max_concurrent=limit,
-            )
-        runtime.need_policy()
-        if runtime.state == "draining":
-            raise Closed("the server is shutting down", retry_after=1.0)
-
-    def ended(self, pending: PendingRequest, error: ReflexError | None) -> None:
-        """Publish the end of a request that had entered. One without answer or error turned out to hold several."""
-        served = pending.served
-        try:
-            if error is not None:
-                self.refused(pending, error)
-                if pending.routing is not None and served is not None:
-                    served.rollout.untold(pending.routing)
-            elif pending.answer is not None:
-                self._publish(pending, "ok", 200, None)
-                if served is not None and served.shadow is not None:
-                    self._ask_shadow(served.shadow, pending)
-        except Exception:
-            log.exception("request %s: its end could not be counted", pending.request_id)
-        self.runtime.active -= 1
-        if pending.version is not None:
-            pending.version.users -= 1
-
-    def _ask_shadow(self, shadow: Shadowing, pending: PendingRequest) -> None:
-        question, ticket, answer = pending.question, pending.ticket, pending.answer
-        if question is None or ticket is None or answer is None or not shadow.takes(pending.request_id):
-            return
-        request_id, received = pending.request_id, pending.received
-
-        def job(policy: Policy, done: Done) -> Job:
-            return job_of(policy, request_id, question, received, SHADOW_CLIENT, SHADOW_SHARE, done)
-
-        shadow.ask(ticket.request.group, answer.actions, job)
-
-    def _publish(self, pending: PendingRequest, outcome: str, status: int, error: ReflexError | None) -> None:
-        runtime, routing = self.runtime, pending.routing
-        now = time.monotonic() if error is not None else pending.answered
-        served = pending.served or self._served or runtime.first  # an error that names no policy counts somewhere
-        slot = served.group(served.served[0] if routing is None else routing.slot)
-        detail = None
-        if runtime.journals and pending.question is not None:
-            try:
-                detail = asked_and_answered(pending, slot, now, error, served.config.deadline_ms)
-            except Exception:  # the caller gets the answer all the same
-                log.exception("request %s could not be recorded", pending.request_id)
-        age, took, wire = now - pending.started, now - (pending.received or now), pending.wire
-        fields = now, slot, outcome, status, age, pending.ticket, detail, took, wire, error, pending.span
-        runtime.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
-
-
-class Admission:
-    """One request that is being answered: a context that counts it, and publishes how it ended."""
-
-    __slots__ = ("_handler", "_pending")
-
-    def __init__(self, handler: RequestHandler, pending: PendingRequest) -> None:
-        self._handler, self._pending = handler, pending
-
-    def __enter__(self) -> None:
-        runtime = self._handler.runtime
-        runtime.active += 1
-        if runtime.spans is not None:
-            begin_span(runtime.spans, self._pending)
-        try:
-            self._handler.check_open()
-        except ReflexError as error:
-            self._handler.ended(self._pending, error)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._handler.ended(self._pending, None)
-        elif isinstance(error, asyncio.CancelledError):
-            self._handler.ended(self._pending, cancelled_by(error))
-        elif isinstance(error, Exception):
-            told = known(error, self._pending.request_id)
-            self._handler.ended(self._pending, told)
-            _forget_frames(error)
-            if told is not error:
-                raise told from None
-        else:
-            self._handler.ended(self._pending, ReflexError("the process ends"))
-
-
-def within_span(runtime: PolicyRuntime, pending: PendingRequest) -> Any:
-    """A context in which log lines name the trace of a request."""
-    return nullcontext() if runtime.spans is None else within(begin_span(runtime.spans, pending).context)
-
 
 def _time_limit(pending: PendingRequest, question: Question, default_ms: float) -> float | None:
     """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is none."""
@@ -400,14 +289,6 @@ def _time_limit(pending: PendingRequest, question: Question, default_ms: float) 
     if left <= 0.0:
         raise Expired("its deadline passed while it was read")
     return left
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks behind an error that was told: their frames hold the batch, the batch this ticket, the ticket
-    the error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:

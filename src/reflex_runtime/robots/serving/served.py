@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.observe.journal import WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import warmed
@@ -128,6 +127,21 @@ class ServedPolicy:
         degraded = self._server.state == "ready" and self.rollout.breaker.verdict == "degraded"
         return "degraded" if degraded else self._server.state
 
+    @property
+    def objective(self) -> dict[str, Any]:
+        """How its latency objective is met; empty without one."""
+        return {} if self.slo is None else {"slo": {"violated": self.slo.violated, "value_ms": self.slo.value_ms}}
+
+    def shown(self) -> dict[str, Any]:
+        """What the live view has of it: its health, its versions, and how they compare."""
+        told = self.rollout.snapshot(time.monotonic()) | self.objective
+        told["state"] = self.health
+        told["groups"] = {slot.name: slot.group for slot in self.slots.values()}
+        told["versions"] = {name: slot.version.name for name, slot in self.slots.items()}
+        if self.shadow is not None:
+            told["shadow"] = dict(self.shadow.snapshot())
+        return told
+
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Policy]:
@@ -222,10 +236,6 @@ class ServedPolicy:
     def note(self, kind: str, **fields: object) -> None:
         """Write a note into every journal."""
         self._server.note(kind, **fields, **({} if self.alone else {"policy": self.name}))
-
-    def notes(self, event: BatchFinished) -> dict[str, str]:
-        """The notes of a finished batch of its slots, for journals."""
-        return self.rollout.notes(event)
 
     # -- the operator --------------------------------------------------------------------------------------------------
 

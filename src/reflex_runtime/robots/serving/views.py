@@ -1,14 +1,12 @@
-"""What can be asked of a policy server with GET: health, settings, metrics, diagnostics, and the live view."""
+"""What can be asked of a policy server with GET: health, settings, metrics and diagnostics."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from reflex_runtime.observe import metrics
-from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.spec import WIRES, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
@@ -21,7 +19,6 @@ from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.fields import encode
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
-from reflex_runtime.web.watchers import Watchers
 
 
 class Views:
@@ -74,7 +71,7 @@ class Views:
     async def cost_model(self, request: HttpRequest) -> HttpResponse:
         """Every key the cost model knows, and the milliseconds that a batch may take now."""
         runtime, served = self.runtime, self._handler.served
-        runtime.need_policy()
+        runtime.need_loaded()
         groups = {name: slot.group for name, slot in served.slots.items()}
         slots, states = runtime.batcher.device.input(
             lambda scheduler, now: (
@@ -141,7 +138,7 @@ def _health(runtime: PolicyRuntime, state: str, of_policies: Mapping[str, Any]) 
         "model_loaded": runtime.loaded,
         "robot_id": runtime.config.robot_id or None,
         **of_policies,
-        **_process_of(runtime),
+        **runtime.process_health(),
     }
     return HttpResponse(200 if state == "ready" else 503, encode(body))
 
@@ -164,32 +161,7 @@ def _policy_in(served: ServedPolicy, loaded: bool) -> dict[str, Any]:
     }
     if served.faults or latency:
         told["injected"] = {"faults": served.faults, "latency_ms": latency}
-    return told | _objective_in(served)
-
-
-def _objective_in(served: ServedPolicy) -> dict[str, Any]:
-    return {} if served.slo is None else {"slo": {"violated": served.slo.violated, "value_ms": served.slo.value_ms}}
-
-
-def _process_of(runtime: PolicyRuntime) -> dict[str, Any]:
-    told: dict[str, Any] = {"error": runtime.error} if runtime.error else {}
-    if (parent := runtime.parent) is not None:
-        told |= {"restarts": parent.lives.restarts, "last_exit": parent.lives.last_exit}
-        if parent.own_urls:
-            told |= {"worker": parent.number, "workers": parent.own_urls}
-    if runtime.loaded:
-        told["hung_batches"] = runtime.batcher.device.hung
-    if (recorder := runtime.recorder) is not None:
-        told["recording"] = {
-            "recorded": recorder.recorded,
-            "dropped": recorder.dropped,
-            "cpu_s": round(recorder.cpu, 6),
-            "file": None if recorder.path is None else str(recorder.path),
-            "error": None if recorder.error is None else str(recorder.error),
-        }
-    if runtime.trace is not None and runtime.trace.error is not None:
-        told["trace_error"] = str(runtime.trace.error)
-    return told
+    return told | served.objective
 
 
 def _ready(health: str) -> HttpResponse:
@@ -207,48 +179,3 @@ def _expected(name: str, spec: PolicySpec) -> dict[str, Any]:
         if spec.embodiment.state_names and "state" in found and len(found["state"]["names"]) == 1:
             found["state"] = {"names": list(spec.embodiment.state_names), "dim": spec.state_dim}
     return found
-
-
-# -- the live view -----------------------------------------------------------------------------------------------------
-
-
-def watchers_of(runtime: PolicyRuntime) -> Watchers:
-    """Those who watch the server. They are sent away when it drains."""
-    audience = runtime.audience
-    watchers = Watchers(Live, audience.add, audience.remove, partial(_server, runtime))
-    runtime.on_drain.append(watchers.close)
-    return watchers
-
-
-def _server(runtime: PolicyRuntime) -> dict[str, Any]:
-    if runtime.loaded:
-        runtime.batcher.flush()  # events without an answer come with the next answer, or now
-    queues: dict[str, Any] = runtime.batcher.device.input(_queues) if runtime.loaded else {}
-    waiting = sum(queue["queued"] for queue in queues.values())
-    running = sum(queue["unsettled"] for queue in queues.values()) - waiting
-    lives = None if runtime.parent is None else runtime.parent.lives
-    return {
-        "product": "policies",
-        "version": __version__,
-        "state": runtime.health,
-        "error": runtime.error,
-        "unit": runtime.config.cost_model,
-        "queues": queues,
-        "processes": [own_process(runtime.health, lives, running, waiting, runtime.error)],
-        "policies": {name: _policy(served) for name, served in runtime.policies.items()},
-    }
-
-
-def _queues(scheduler: Any, _: float) -> dict[str, Any]:
-    return scheduler.snapshot()["groups"]  # type: ignore[no-any-return]
-
-
-def _policy(served: ServedPolicy) -> dict[str, Any]:
-    """The health of one policy, its versions, and how they compare."""
-    told = served.rollout.snapshot(time.monotonic())
-    told["state"] = served.health
-    told["groups"] = {slot.name: slot.group for slot in served.slots.values()}
-    told["versions"] = {name: slot.version.name for name, slot in served.slots.items()}
-    if served.shadow is not None:
-        told["shadow"] = dict(served.shadow.snapshot())
-    return told | _objective_in(served)

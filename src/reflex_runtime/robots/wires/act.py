@@ -223,7 +223,7 @@ class Act:
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
         """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""
-        self.handler.runtime.need_policy()
+        self.handler.runtime.need_loaded()
         await request.body()
         return HttpResponse(200, b"{}")
 

@@ -352,12 +352,12 @@ class GrootSession:
             self._client(message).reset(options_of(only(_map(sent, "data"), ("options",)), RESETS))
             return encode({})
         if endpoint == "ping":
-            self._handler.runtime.need_policy()
+            self._handler.runtime.need_loaded()
             handler = self._asked_by(message)
             expects = {} if handler.unnamed else handler.reading(GROOT).describe()  # stock clients do not read it
             return encode({"status": "ok", "message": "Server is running", "reflex": expects})
         if endpoint == "get_modality_config":
-            self._handler.runtime.need_policy()
+            self._handler.runtime.need_loaded()
             return encode(modalities(self._asked_by(message).reading(GROOT), self._form == "n1.5"))
         if endpoint == "kill":
             raise NotFound("kill is not served")

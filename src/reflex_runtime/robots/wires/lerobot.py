@@ -329,7 +329,7 @@ class LerobotService:
         sent = read_pickle(parse(messages.Pickle, data).data, SETUP)
         setup = LerobotSetup(sent)
         await self._handler.runtime.wait_started()
-        self._handler.runtime.need_policy()
+        self._handler.runtime.need_loaded()
         checkpoint = sent.get("pretrained_name_or_path")
         if isinstance(checkpoint, str) and checkpoint in self._handler.runtime.policies:
             setup.policy = checkpoint

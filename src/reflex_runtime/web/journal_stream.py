@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from reflex_runtime.core.errors import Closed
-from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
+from reflex_runtime.web.batch_server import BatchServer
 from reflex_runtime.web.errors import PLAIN, InvalidRequest, TooManyRequests
 from reflex_runtime.web.request import HttpRequest, Route
 from reflex_runtime.web.watchers import LINES
@@ -30,10 +30,10 @@ class JournalStreams:
     footer. One that does not read when a drain begins is cut off: the server does not wait for it.
     """
 
-    def __init__(self, runtime: PolicyRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, server: BatchServer) -> None:
+        self._server = server
         self._ends: set[asyncio.Event] = set()
-        runtime.on_drain.append(self.close)
+        server.on_drain.append(self.close)
         self.route = Route(JOURNAL, self.send, own_pages=True, operators=True, form=PLAIN)
 
     async def send(self, request: HttpRequest) -> None:
@@ -44,7 +44,7 @@ class JournalStreams:
         if len(self._ends) >= READERS:
             raise TooManyRequests(f"{READERS} journals are being sent already, which is the most", retry_after=10.0)
         pipe = _Pipe(request)
-        writer = self._runtime.journaled(pipe)
+        writer = self._server.journaled(pipe)
         end = asyncio.Event()
         self._ends.add(end)
         try:
@@ -55,7 +55,7 @@ class JournalStreams:
             raise
         finally:
             self._ends.discard(end)
-            self._runtime.forget_journal(writer)
+            self._server.forget_journal(writer)
             closing = asyncio.ensure_future(in_thread(writer.close))
             if request.app.closing:  # one that does not read is cut off
                 asyncio.get_running_loop().call_later(LAST, pipe.cut)

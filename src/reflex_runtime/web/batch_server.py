@@ -1,0 +1,385 @@
+"""What servers of policies and of functions share: their life, the requests in them, and what they show.
+
+States: initializing → loading → ready, with policies warming before it; `warmup_failed`; `draining`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from types import TracebackType
+from typing import Any, ClassVar, Final, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, RequestRecord, turn_all
+from reflex_runtime.observe.live import Live, own_process
+from reflex_runtime.observe.logs import FailureLog
+from reflex_runtime.observe.spans import RequestSpan, spans_of
+from reflex_runtime.observe.trace_context import within
+from reflex_runtime.run.audience import Audience, Sink
+from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.process import in_thread
+from reflex_runtime.settings import FunctionsConfig, ServeConfig
+from reflex_runtime.version import __version__
+from reflex_runtime.web.app import cancelled_by
+from reflex_runtime.web.errors import NotReady, TooManyRequests, known
+from reflex_runtime.web.supervisor import Parent
+from reflex_runtime.web.watchers import Watchers
+
+log = logging.getLogger("reflex.server")
+
+DRAINING: Final = "draining"
+
+
+class BatchServer:
+    """The `Host` of what is batched on one device. `start` returns when it is ready or has failed.
+
+    what: is served, for messages. active: requests that have entered and are not settled. loaded: whether what is
+    served is there, and its device runs. journals: what it writes: a trace, a recording, and those that are sent to a
+    caller. listening: addresses of wires on ports of their own, by their settings.
+    """
+
+    what: ClassVar[str]
+    product: ClassVar[str]
+
+    def __init__(
+        self, config: ServeConfig | FunctionsConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None
+    ) -> None:
+        self._config, self.parent = config, parent
+        self.state, self.error = "initializing", ""
+        self.unusable = False  # a source itself is wrong: there is nothing to wait for
+        self.active = 0
+        self.loaded = False
+        self.listening: dict[str, str] = {}
+        self.on_drain: list[Callable[[], None]] = []
+        self.trace: JournalWriter | None = None
+        self.recorder: JournalWriter | None = None
+        self.journals: list[JournalWriter] = []
+        self.spans = spans_of(config.otel, registry)
+        self.audience = Audience([metrics, FailureLog(), *([] if self.spans is None else [self.spans])])
+        self.watchers = Watchers(Live, self.audience.add, self.audience.remove, self.shown)
+        self.on_drain.append(self.watchers.close)
+        self._batcher: Batcher | None = None
+        self._journal: Callable[[str | Recording | LineTarget], JournalWriter] = JournalWriter
+        self._over = asyncio.Event()  # `start` is
+        self._clean = True
+
+    @property
+    def batcher(self) -> Batcher:
+        """The driver of the device."""
+        assert self._batcher is not None
+        return self._batcher
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Load what is served, and start its batcher."""
+        raise NotImplementedError
+
+    def still_loading(self) -> str:
+        """What is being loaded although it is ready, "" for nothing."""
+        return ""
+
+    def close(self) -> None:
+        """No request is left."""
+
+    async def start(self) -> None:
+        """Load, and serve. A failure ends in the state `warmup_failed`, with its error.
+
+        Cancelling does not end the thread that loads: reading a model file cannot be interrupted.
+        """
+        self.state, self._clean = "loading", False
+        try:
+            await self.load()
+        except Exception as error:
+            self.state = "warmup_failed"
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
+            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
+            if not self.unusable:
+                log.exception("%s could not be started", self.what)
+            if self._batcher is not None:
+                await self._batcher.close(drain=False)
+        else:
+            self.loaded, self.state = True, "ready"
+        self._clean = True
+        self._over.set()
+
+    async def wait_started(self) -> bool:
+        """Wait until `start` has returned. Returns whether it is ready."""
+        await self._over.wait()
+        return self.loaded
+
+    def drain(self) -> None:
+        """The end has begun: new requests are refused."""
+        if self.state != "warmup_failed":
+            self.state = DRAINING
+        for tell in self.on_drain:
+            tell()
+
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        """Answer what was asked until then, by the loop's clock, and end the rest. Returns whether no thread is left.
+
+        answered: returns when every request has its answer.
+        """
+        running = "" if self._clean else f"{self.what} is still being loaded or warmed up"
+        if self.loaded:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await answered()
+            left = max(0.0, until - asyncio.get_running_loop().time())
+            ended = await self.batcher.close(drain=True, timeout=left)
+            running = self.still_loading() if ended and not self.batcher.device.hung else "a batch is still running"
+        for journal in self.journals:
+            journal.close()
+        self.close()
+        if self.spans is not None:
+            await in_thread(self.spans.close)
+        if running:
+            log.warning("%s; leaving without it", running)
+        return not running
+
+    def need_loaded(self) -> None:
+        """Raise unless it is loaded."""
+        if self.loaded:
+            return
+        if self.state == DRAINING:
+            raise Closed("the server is shutting down", retry_after=1.0)
+        if self.state == "warmup_failed":  # waiting does not help
+            raise NotReady(f"{self.what} could not be started: {self.error}", state=self.state)
+        raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
+
+    def check_open(self) -> None:
+        """Raise where no request may enter now. The one that asks counts as active already."""
+        limit, others = self._config.max_concurrent, self.active - 1
+        if limit and others >= limit:
+            many = f"{others} requests are being answered, at most {limit} may be"
+            raise TooManyRequests(many, retry_after=1.0, concurrent_requests=others, max_concurrent=limit)
+        self.need_loaded()
+        if self.state == DRAINING:
+            raise Closed("the server is shutting down", retry_after=1.0)
+
+    # -- journals ------------------------------------------------------------------------------------------------------
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether it writes a trace or a recording."""
+        return bool(self._config.trace or self._config.record)
+
+    def turn_files(self) -> None:
+        """Go on in new files."""
+        turn_all()
+
+    def open_journals(self, recording: Recording | None) -> None:
+        """The trace and the recording that were asked for."""
+        if self._config.trace:
+            self.trace = self.add_journal(self._config.trace)
+        if recording is not None:
+            self.recorder = self.add_journal(recording)
+
+    def add_journal(self, to: str | Recording | LineTarget) -> JournalWriter:
+        """A further journal from now on."""
+        journal = self._journal(to)
+        self.journals.append(journal)
+        self.audience.add(journal)
+        return journal
+
+    def journaled(self, to: LineTarget) -> JournalWriter:
+        """A further journal of a server that runs, until `forget_journal`."""
+        self.need_loaded()
+        self.batcher.flush()  # what has happened before is not in it
+        return self.add_journal(to)
+
+    def forget_journal(self, writer: JournalWriter) -> None:
+        """It gets no more events, and is the caller's to close."""
+        self.batcher.flush()
+        self.audience.remove(writer)
+        self.journals.remove(writer)
+
+    # -- what it shows -------------------------------------------------------------------------------------------------
+
+    @property
+    def health(self) -> str:
+        """Its state, in a word."""
+        return self.state
+
+    def process_health(self) -> dict[str, Any]:
+        """What /health says of the process, its files and its device."""
+        told: dict[str, Any] = {"error": self.error} if self.error else {}
+        if (parent := self.parent) is not None:
+            told |= {"restarts": parent.lives.restarts, "last_exit": parent.lives.last_exit}
+            if parent.own_urls:
+                told |= {"worker": parent.number, "workers": parent.own_urls}
+        if self.loaded:
+            told["hung_batches"] = self.batcher.device.hung
+        if (recorder := self.recorder) is not None:
+            told["recording"] = {
+                "recorded": recorder.recorded,
+                "dropped": recorder.dropped,
+                "cpu_s": round(recorder.cpu, 6),
+                "file": None if recorder.path is None else str(recorder.path),
+                "error": None if recorder.error is None else str(recorder.error),
+            }
+        if self.trace is not None and self.trace.error is not None:
+            told["trace_error"] = str(self.trace.error)
+        return told
+
+    def queues(self) -> dict[str, Any]:
+        """The state of each group of the scheduler; events without an answer are delivered first."""
+        if not self.loaded:
+            return {}
+        self.batcher.flush()
+        found: dict[str, Any] = self.batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        return found
+
+    def shown(self) -> dict[str, Any]:
+        """What the live view has of the server itself."""
+        queues = self.queues()
+        waiting = sum(queue["queued"] for queue in queues.values())
+        running = sum(queue["unsettled"] for queue in queues.values()) - waiting
+        lives = None if self.parent is None else self.parent.lives
+        return {
+            "product": self.product,
+            "version": __version__,
+            "state": self.health,
+            "error": self.error,
+            "unit": "affine",
+            "queues": queues,
+            "processes": [own_process(self.health, lives, running, waiting, self.error)],
+        }
+
+
+class HasHeaders(Protocol):
+    """What a request came on: a call, or the connection of several. headers: names in lower case."""
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+
+
+class RequestScope:
+    """One request that is being answered, on any wire: a context that counts it, and publishes how it ended.
+
+    client: whose fair share it takes. started: when it reached this machine; received: when all of it had been read,
+    answered: when its answer was made, 0.0 before (`time.monotonic`). source: what has its headers; None on a wire
+    without any. span: of its trace; None where the server makes none. ticket: None before it is submitted.
+    """
+
+    __slots__ = (
+        "answered", "client", "received", "request_id", "server", "source", "span", "started", "ticket", "wire",
+    )  # fmt: skip
+    server: BatchServer
+
+    def __init__(
+        self, wire: str, request_id: str, client: Hashable, started: float | None = None,
+        source: HasHeaders | None = None,
+    ) -> None:  # fmt: skip
+        self.wire, self.request_id, self.client, self.source = wire, request_id, client, source
+        self.started = time.monotonic() if started is None else started
+        self.received = self.answered = 0.0
+        self.span: RequestSpan | None = None
+        self.ticket: Ticket | None = None
+
+    @property
+    def group(self) -> str:
+        """The scheduler's group, by which it is counted."""
+        raise NotImplementedError
+
+    @property
+    def span_name(self) -> str:
+        raise NotImplementedError
+
+    def record(self, now: float, error: ReflexError | None) -> RequestRecord | None:
+        """What journals have of it."""
+        raise NotImplementedError
+
+    def ended(self, error: ReflexError | None) -> None:
+        """It had entered, and is over: publish that."""
+        if error is None:
+            self.publish(None)
+        else:
+            self.refuse(error)
+
+    def begin_span(self) -> RequestSpan | None:
+        """Its span, made when it is first needed."""
+        if self.span is None and self.server.spans is not None:
+            headers = None if self.source is None else self.source.headers
+            self.span = self.server.spans.begin(self.span_name, headers)
+        return self.span
+
+    def __enter__(self) -> None:
+        server = self.server
+        server.active += 1
+        if server.spans is not None:
+            self.begin_span()
+        try:
+            server.check_open()
+        except ReflexError as error:
+            self._leave(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._leave(None)
+        elif isinstance(error, asyncio.CancelledError):
+            self._leave(cancelled_by(error))
+        elif isinstance(error, Exception):
+            told = known(error, self.request_id)
+            self._leave(told)
+            _forget_frames(error)
+            if told is not error:
+                raise told from None
+        else:
+            self._leave(ReflexError("the process ends"))
+
+    def _leave(self, error: ReflexError | None) -> None:
+        try:
+            self.ended(error)
+        except Exception:
+            log.exception("request %s: its end could not be counted", self.request_id)
+        self.server.active -= 1
+
+    def publish(self, error: ReflexError | None) -> None:
+        """Count how it ended: with an answer, or with this error, also of one that could not enter."""
+        server = self.server
+        now = self.answered if error is None and self.answered else time.monotonic()
+        detail = None
+        if server.journals:
+            try:
+                detail = self.record(now, error)
+            except Exception:  # the caller gets the answer all the same
+                log.exception("request %s could not be recorded", self.request_id)
+        outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
+        age, took = now - self.started, now - (self.received or now)
+        fields = now, self.group, outcome, status, age, self.ticket, detail, took, self.wire, error, self.span
+        server.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
+
+    def refuse(self, error: ReflexError) -> None:
+        """Count a request that failed, or was refused before it could be read."""
+        span = self.begin_span()
+        traced: AbstractContextManager[object] = nullcontext() if span is None else within(span.context)
+        with traced:  # log lines name its trace
+            self.publish(error)
+
+
+def times_of(record: RequestRecord, ticket: Ticket, now: float) -> None:
+    """Fill in what a record has of the ticket and its batch."""
+    started = ticket.started
+    record.arrived, record.batch, record.measured_ms = ticket.arrived, ticket.admission, ticket.shared * 1e3
+    record.queue_s = (now if started is None else started) - ticket.arrived
+    record.batch_s = 0.0 if started is None else now - started
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks behind an error that was told: their frames hold the batch, the batch this ticket, the ticket
+    the error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
