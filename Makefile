@@ -32,8 +32,9 @@ test-long: setup             ## what measures time, more messages and seeds of t
 LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.12 || \
 	{ found=$$(pyenv latest 3.12) && echo "$$(pyenv prefix $$found)/bin/python"; } 2>/dev/null || echo $(PYTHON))
 .venv-lerobot/ready: pyproject.toml
+	@echo "installing LeRobot and PyTorch into .venv-lerobot: 5 GB, minutes"
 	$(LEROBOT_PYTHON) -m venv .venv-lerobot
-	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[robots,grpc,export]' \
+	.venv-lerobot/bin/python -m pip install --disable-pip-version-check --editable '.[robots,grpc,export]' \
 		'lerobot[dataset]; python_version >= "3.12"' psutil pytest pytest-timeout dm-tree typing_extensions msgpack
 	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openpi-client==0.1.2
 	touch $@
@@ -43,8 +44,9 @@ test-lerobot: .venv-lerobot/ready   ## the tests that need LeRobot itself; .ci/r
 
 # Ray, 500 MB: an environment of its own, for the tests that start it.
 .venv-ray/ready: pyproject.toml constraints.txt
+	@echo "installing Ray into .venv-ray: 500 MB"
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	.venv-ray/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[ray]' psutil pytest pytest-timeout
 	touch $@
 
@@ -69,7 +71,7 @@ lint: setup                  ## ruff and mypy --strict
 
 messages:                     ## generate the gRPC messages from messages.proto
 	python3 -m venv .venv-protoc
-	.venv-protoc/bin/pip install -q 'grpcio-tools==1.73.1' 'setuptools<80'
+	.venv-protoc/bin/pip install 'grpcio-tools==1.73.1' 'setuptools<80'
 	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/web/messages.proto
 
 hashes:                       ## renew deploy/requirements.txt, the container's packages with hashes, after constraints.txt
@@ -90,7 +92,7 @@ docs: setup                  ## check that the pages tell what is there
 
 .venv-release/ready:
 	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2' 'cyclonedx-bom>=7' 'pip-audit>=2.9' 'twine>=6'
+	.venv-release/bin/python -m pip install --disable-pip-version-check 'build>=1.2' 'cyclonedx-bom>=7' 'pip-audit>=2.9' 'twine>=6'
 	touch $@
 
 # PYTHON=python3.13 tries the wheel there. The list of parts (SBOM) is of the plain installation, which has no pip.

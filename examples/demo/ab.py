@@ -73,6 +73,9 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     _show(console, result, tally, args)
     _show_latency(console, result)
     _survived(console, drill)
+    if result.late:
+        slow = "this machine is too slow for so many; try fewer (--robots)"
+        console.print(f"{result.late} of {args.robots} robots were late: {slow}")
     for failure in result.failures:
         console.print(f"[red]{failure}[/red]")
     if result.calls:

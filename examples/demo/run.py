@@ -37,7 +37,8 @@ _STDERR_KEPT = 2000  # characters of a failed robot's standard error that go int
 
 @dataclass(frozen=True, slots=True)
 class RobotReport:
-    """One robot process from start to end. exit_code 0: every episode was played to its end, solved or not."""
+    """One robot process from start to end. exit_code 0: every episode was played to its end, solved or not. late: it
+    had episodes left at the time limit, and was stopped."""
 
     robot_id: str
     task: str
@@ -45,6 +46,7 @@ class RobotReport:
     startup_s: float | None
     exit_code: int
     stderr: str = ""
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +101,22 @@ class DemoResult:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Sentences about robots that did not play all their episodes; empty when all is well."""
+        """Sentences about robots that failed; empty when all is well. Those that were late did not."""
         told = []
         for robot in self.robots:
+            if robot.late:
+                continue
             errors = [e.error for e in robot.episodes if e.error]
             if robot.exit_code or errors:
                 last_words = robot.stderr.strip().splitlines()[-1:]
                 why = (errors or last_words or ["no message"])[0]
                 told.append(f"{robot.robot_id} ({robot.task}) ended with code {robot.exit_code}: {why}")
         return tuple(told)
+
+    @property
+    def late(self) -> int:
+        """Robots that had episodes left at the time limit."""
+        return sum(robot.late for robot in self.robots)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,13 +129,13 @@ class _Robot:
     errors: IO[str]
     episodes: list[EpisodeResult] = field(default_factory=list)
     startup_s: float | None = None
-    overdue: bool = False
+    late: bool = False
 
     def report(self) -> RobotReport:
         code = self.process.wait()
         self.errors.seek(0)
-        stderr = "killed at the time limit" if self.overdue else self.errors.read()[-_STDERR_KEPT:] if code else ""
-        return RobotReport(self.robot_id, self.task, tuple(self.episodes), self.startup_s, code, stderr)
+        stderr = self.errors.read()[-_STDERR_KEPT:] if code else ""
+        return RobotReport(self.robot_id, self.task, tuple(self.episodes), self.startup_s, code, stderr, self.late)
 
 
 def need_simulator() -> None:
@@ -158,8 +167,8 @@ def run_demo(
     episodes' names (see `planned`), else drawn. again: how often a robot asks anew after the policy failed.
 
     on_progress gets every event of every robot as it arrives, on the calling thread (`robot.py` prints them: ready,
-    episode_start, act, refused, episode_end, done). After `time_limit` seconds the robots still running are killed, and
-    their reports say so. On any way out, an exception included, no child is left.
+    episode_start, act, refused, episode_end, done). After `time_limit` seconds the robots still running are stopped,
+    and their reports say that they were late. On any way out, an exception included, no child is left.
     """
     for name, value in (("robots", robots), ("episodes", episodes)):
         if value < 1:
@@ -287,7 +296,7 @@ def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> l
             on_progress(event)
     finally:
         for robot in talking:
-            robot.overdue = True
+            robot.late = True
             robot.process.kill()
         for reader in readers:
             reader.join()

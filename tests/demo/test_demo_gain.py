@@ -29,6 +29,17 @@ def run_of(*batches: tuple[float, float, Iterable[tuple[int, str, float, str]]])
     return cast(Journal, SimpleNamespace(batches=lines))
 
 
+def test_robots_on_a_slow_machine_are_told_as_late_in_one_line_and_that_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("demo.command.TIME_LIMIT", 0.0)
+    assert main(["--robots", "2", "--episodes", "1", "--out", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 robots were late, 0 s were not enough: this machine is too slow for 2 robots at once; try" in out
+    assert "try --robots 1" in out
+    assert not re.search("code|0/0|gain", out)
+
+
 def near(pairs: list[tuple[float, float]]) -> Any:
     return [pytest.approx(pair) for pair in pairs]
 
