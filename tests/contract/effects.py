@@ -271,8 +271,6 @@ OF_VERBS: Final[dict[str, dict[str, str]]] = {
     },
     "tune": {
         "--aim": "test_aim_is_what_is_improved",
-        "--seconds": "test_x4_tune_says_what_it_cannot_watch",
-        "--api-key": "test_x4_tune_says_what_it_cannot_watch",
     },
     "trace": {
         "--out": "test_out_is_where_it_is_written",

@@ -78,6 +78,11 @@ def test_what_is_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "No such file" in capsys.readouterr().err
 
 
+def test_a_server_is_watched_with_curl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "http://127.0.0.1:8000/"]) == 2
+    assert "curl -s 'http://127.0.0.1:8000/diagnostics/journal?seconds=30' > run.jsonl" in capsys.readouterr().err
+
+
 def _with(line: dict[str, Any], changes: Callable[[dict[str, Any]], None]) -> str:
     changes(line)
     return json.dumps(line)

@@ -23,7 +23,7 @@ VERBS = {
     "demo-export": "write the bundled demo policy to a directory",
     "trace": "show a trace of batches as a table and a picture",
     "simulate": "run the scheduler on a simulated load and device, in virtual time",
-    "tune": "find the settings that suit a server's load, and predict what they bring",
+    "tune": "find the settings that suit a recorded load, and predict what they bring",
     "replay": "replay a recording through a model or the scheduler",
     "report": "sum up recordings, and compare versions a and b",
     "export": "write an export directory from a LeRobot checkpoint",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.cli.console import status_of
-from reflex_runtime.cli.serve import check_listener, devices_of, settings_of
+from reflex_runtime.cli.serve import check_listener
 from reflex_runtime.cli.serving import (
     bound,
     check_trace,
@@ -31,6 +31,7 @@ from reflex_runtime.settings import FunctionsConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, read
 from reflex_runtime.web.access import warn_if_open
+from reflex_runtime.web.replicas import devices_of, settings_of
 from reflex_runtime.web.supervisor import die_with
 
 if TYPE_CHECKING:

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from reflex_runtime.cli.serving import told_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import policy_source
-from reflex_runtime.settings import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, ServeConfig
-from reflex_runtime.settings.declare import Places, check_needs, one_line
-from reflex_runtime.settings.read import POLICIES, environment, own_settings, tables_of
-
-if TYPE_CHECKING:
-    from reflex_runtime.robots import PolicySource
-    from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.settings import DEFAULT_POLICY, MAX_POLICIES, OWN_SETTINGS, PolicyAsked, ServeConfig
+from reflex_runtime.settings.declare import one_line
+from reflex_runtime.settings.read import POLICIES, own_settings, tables_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyAsked:
-    """One policy as the command line and the file ask for it.
-
-    sources: by slot, served ones first. config: with its own settings; places: where those were given. where: begins
-    its errors, "" where there is no other policy.
-    """
-
-    name: str
-    sources: Mapping[str, str]
-    config: ServeConfig
-    places: Places
-    weight: float
-    where: str
 
 
 def policies_of(config: ServeConfig, source: str | None, file: Path | None = None) -> list[PolicyAsked]:
@@ -59,8 +37,9 @@ def policies_of(config: ServeConfig, source: str | None, file: Path | None = Non
         own, settings, places = own_settings(file, POLICIES, name, tables.get(name, {}), base, OWN_SETTINGS)
         settings = replace(settings, inject_fault=_faults(config.inject_fault, name, names))
         given = source if plain and name == DEFAULT_POLICY else named.get(name) or own.source or None
-        with told_of(where):
-            found.append(PolicyAsked(name, slots_of(settings, given), settings, places, own.weight, where))
+        asked = PolicyAsked(name, {}, settings, places, own.weight, where)
+        with asked.named():
+            found.append(replace(asked, sources=slots_of(settings, given)))
     return found
 
 
@@ -129,109 +108,3 @@ def _same(one: str, other: str) -> bool:
     from reflex_runtime.robots.sources.load import directory_of
 
     return one == other or directory_of(one).resolve() == directory_of(other).resolve()
-
-
-# -- before anything is loaded -----------------------------------------------------------------------------------------
-
-
-def plans_of(
-    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]
-) -> list[PolicyPlan]:
-    """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.robots import read_source
-    from reflex_runtime.robots.serving.served import PolicyPlan
-    from reflex_runtime.robots.versions.slots import device_of
-
-    check_memory(asked)
-    plans = []
-    for policy in asked:
-        with told_of(policy.where):
-            device = device_of(policy.config)
-            specs = {slot: read_source(source, device) for slot, source in policy.sources.items()}
-            plans.append(PolicyPlan(policy.name, policy.config, specs, policy.weight))
-    check_needs(config, places, _missing([spec for plan in plans for spec in plan.specs.values()]))
-    for policy, plan in zip(asked, plans, strict=True):
-        check_needs(policy.config, policy.places, _missing(list(plan.specs.values())))
-        with told_of(policy.where):
-            _check_device(policy.config, plan.specs)
-            _check(policy.config, plan.specs)
-    return plans
-
-
-def _missing(specs: Sequence[PolicySource]) -> dict[str, str]:
-    """The facts that settings need and that do not hold; see `check_needs`."""
-    from reflex_runtime.robots import Export
-
-    told = ", ".join(spec.source for spec in specs)
-    missing = {}
-    if not any(spec.staged for spec in specs):
-        missing["a decomposed export"] = f"{told} is monolithic"
-    if not any(spec.takes_text for spec in specs):
-        missing["a policy that takes an instruction"] = f"{told} takes none"
-    if all(isinstance(spec, Export) for spec in specs):
-        missing["a model in PyTorch"] = f"{told} is an ONNX export"
-    return missing
-
-
-def check_memory(asked: Sequence[PolicyAsked]) -> None:
-    """Whether all policies fit, by the sizes of their files: nothing of them has been read yet."""
-    from reflex_runtime.robots.sources.load import weight_of
-    from reflex_runtime.robots.sources.memory import check_two_policies
-    from reflex_runtime.run.onnx_session import PROVIDERS
-
-    def provider_of(policy: PolicyAsked) -> str:
-        return PROVIDERS.get(policy.config.provider, policy.config.provider)
-
-    for provider, group in groupby(sorted(asked, key=provider_of), provider_of):
-        sizes = [[weight_of(source) for source in policy.sources.values()] for policy in group]
-        needs = [len(slots) * max(slot.model_bytes for slot in slots) for slots in sizes]
-        if sum(map(len, sizes)) > 1:
-            largest = max(range(len(sizes)), key=needs.__getitem__)
-            slots, beside = sizes[largest], sum(needs) - needs[largest]
-            check_two_policies(slots, environment(), provider, policies=len(slots), beside=beside)
-
-
-def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
-    """What of one policy takes more than a range."""
-    from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
-    from reflex_runtime.robots.versions.slo import Objective
-
-    if config.slo:
-        Objective.parse(config.slo)
-    if config.guard:
-        RampGuard.parse(config.guard)
-    Ramp.every_of(config.ramp_every)
-    if config.ramp:
-        Ramp.shares_of(config.ramp)
-    _check_specs(config, specs)
-
-
-def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
-    from reflex_runtime.robots import Export
-    from reflex_runtime.run.onnx_session import CPU, CUDA, PROVIDERS, check_provider
-
-    provider = PROVIDERS.get(config.provider, config.provider)
-    try:
-        # ONNX Runtime has no say in policies that it does not run: torch may have CUDA where it has none.
-        if provider not in (CPU, CUDA) or any(isinstance(spec, Export) for spec in specs.values()):
-            check_provider(provider)
-    except ConfigError as error:
-        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
-    if config.cuda_graphs and provider != CUDA:
-        raise ConfigError(
-            f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"
-        )
-
-
-def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
-    """What the sources allow."""
-    from reflex_runtime.robots.versions.slots import check_alike, faults_of
-
-    faults_of(config.inject_fault, tuple(specs), "--inject-fault")
-    check_alike(specs)
-    for spec in specs.values():
-        spec.check()
-        for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
-            if given and not spec.staged:
-                why = "only decomposed policies denoise step by step"
-                raise ConfigError(f"{flag}: {spec.source} is monolithic, and {why}; leave {flag} out")

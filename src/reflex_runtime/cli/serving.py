@@ -221,12 +221,3 @@ def check_trace(path: str) -> None:
     if path:
         with files.refused(f"--trace={one_line(path)}"):
             files.check(path)
-
-
-@contextmanager
-def told_of(where: str) -> Iterator[None]:
-    """Errors from within begin with that."""
-    try:
-        yield
-    except ConfigError as error:
-        raise (ConfigError(where + error.message) if where else error) from None

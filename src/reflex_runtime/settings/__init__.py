@@ -7,6 +7,7 @@ from reflex_runtime.settings.policies import (
     MAX_POLICIES,
     OWN_SETTINGS,
     OwnSettings,
+    PolicyAsked,
     ServeConfig,
 )
 from reflex_runtime.settings.server import LLMServeConfig, ServerConfig
@@ -19,6 +20,7 @@ __all__ = [
     "FunctionsConfig",
     "LLMServeConfig",
     "OwnSettings",
+    "PolicyAsked",
     "ServeConfig",
     "ServerConfig",
 ]

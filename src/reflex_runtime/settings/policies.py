@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -12,7 +13,7 @@ from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import TIMES_FIXED, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.settings.declare import one_line, option, validate
+from reflex_runtime.settings.declare import Places, one_line, option, validate
 from reflex_runtime.settings.server import ServerConfig, check_address, sizes_of
 
 DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
@@ -273,6 +274,30 @@ class OwnSettings:
 
     def __post_init__(self) -> None:
         validate(self, "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAsked:
+    """One policy as the command line and the file ask for it.
+
+    sources: by slot, served ones first. config: with its own settings; places: where those were given. where: begins
+    its errors, "" where there is no other policy.
+    """
+
+    name: str
+    sources: Mapping[str, str]
+    config: ServeConfig
+    places: Places
+    weight: float
+    where: str
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors from within begin with `where`."""
+        try:
+            yield
+        except ConfigError as error:
+            raise (ConfigError(self.where + error.message) if self.where else error) from None
 
 
 def serving_group(

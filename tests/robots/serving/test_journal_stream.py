@@ -1,28 +1,23 @@
-"""GET /diagnostics/journal, and `reflex tune URL`, which reads it."""
+"""GET /diagnostics/journal."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import repeat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.sim import search
 from reflex_runtime.web import journal_stream
 from reflex_runtime.web.app import App
 from serving.harness import PATIENCE, STATE, Server
 from serving.in_process import Caller, with_app
-from serving.openai_toy import Toy
 
 KEY = {"Authorization": "Bearer s3cret"}
 
@@ -174,111 +169,3 @@ def test_x4_the_journal_waits_for_its_reader() -> None:
         assert (request.written, pipe.size) == ([b"one\n", b"two\n"], 8)
 
     asyncio.run(check())
-
-
-# -- reflex tune URL ---------------------------------------------------------------------------------------------------
-
-
-def test_x4_tune_watches_a_server(
-    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HOLDS", "BUDGETS", "SIZES"):  # few settings, and each for a short time
-        monkeypatch.setattr(search, name, getattr(search, name)[:1])
-    monkeypatch.setattr(search, "MOST", 50)
-    monkeypatch.setattr(search, "LEAST", 0.1)
-    url = f"http://127.0.0.1:{server.port}"
-    with asking(server) as statuses:
-        assert main(["tune", url, "--seconds", "1", "--api-key", "s3cret"]) == 0
-    out = capsys.readouterr().out
-    assert set(statuses) == {200}
-    assert f"{url}: " in out
-    assert " requests in 1." in out or " requests in 0." in out
-    assert "callers" in out
-    assert "size ≤ 7" in out
-
-
-def test_x4_tune_says_what_it_cannot_watch(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"http://127.0.0.1:{server.port}"
-    for words, said in (
-        ([url], "wants a key: --api-key KEY"),
-        ([url, "--api-key", "s3cret", "--seconds", "0"], "--seconds=0: must be from 1 to 600"),
-        ([url, "--api-key", "s3cret", "--seconds", "1"], f"{url}: 0 requests came to the scheduler; too few"),
-        ([f"{url}/x", "--api-key", "s3cret", "--seconds", "1"], "has no /diagnostics/journal; is it a server"),
-        (["http://127.0.0.1:1"], "nothing listens there"),
-    ):
-        assert main(["tune", *words]) == 2
-        assert said in capsys.readouterr().err
-
-
-def test_x4_tune_says_for_which_products_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with Toy() as model:
-        assert main(["tune", f"http://127.0.0.1:{model.port}", "--seconds", "1"]) == 2
-    assert "serves a language model, whose budget is one of tokens: reflex trace" in capsys.readouterr().err
-
-
-class Liar(BaseHTTPRequestHandler):
-    """Answers as its class says, in pieces, as long as somebody reads."""
-
-    status: int
-    pieces: Iterable[bytes]
-    chunked: bool
-
-    def do_GET(self) -> None:
-        self.send_response(self.status)
-        if self.chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        with suppress(ConnectionError):
-            for piece in self.pieces:
-                self.wfile.write(piece)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "said"),
-    [
-        (409, b'{"message": "\\u001b[2Jno\\nway"}', "\ufffd[2Jno\ufffdway"),
-        (409, b"[" * 4096, "answers 409 at /diagnostics/journal; is it a server of reflex?"),
-        (500, b'{"message": "\xff"}', "answers 500 at /diagnostics/journal; is it a server of reflex?"),
-        (301, b"", "answers 301 at /diagnostics/journal; is it a server of reflex?"),
-        (200, b"", ", line 1: empty, not even a header"),
-    ],
-)
-def test_x4_tune_believes_no_server(status: int, body: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with lying(status, [body]) as url:
-        assert main(["tune", url, "--seconds", "1"]) in (1, 2)
-        told = capsys.readouterr().err
-        assert url in told
-        assert said in told
-
-
-def test_x4_tune_reads_no_journal_that_does_not_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each piece comes in time, and there is always one more."""
-    monkeypatch.setattr("reflex_runtime.cli.watched_journal.PATIENCE", -1.0)
-    with lying(200, repeat(b"\n" * 1000)) as url:
-        assert main(["tune", url, "--seconds", "1"]) == 1
-
-
-def test_x4_tune_says_that_the_server_was_lost_while_it_was_watched(capsys: pytest.CaptureFixture[str]) -> None:
-    with lying(200, [b"2\r\n{}\r\n"], chunked=True) as url:  # the last chunk never comes
-        assert main(["tune", url, "--seconds", "30"]) == 2
-    told = capsys.readouterr().err
-    assert f"{url}: ended its answer after " in told
-    assert " of 30 s; is the server still there?" in told
-
-
-@contextmanager
-def lying(status: int, pieces: Iterable[bytes], chunked: bool = False) -> Iterator[str]:
-    kind = type("OneLiar", (Liar,), {"status": status, "pieces": pieces, "chunked": chunked})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as http_server:
-        thread = threading.Thread(target=http_server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{http_server.server_address[1]}"
-        finally:
-            http_server.shutdown()
-            thread.join()

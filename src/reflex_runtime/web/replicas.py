@@ -1,0 +1,110 @@
+"""Replicas: worker processes that accept from one port, each on a device, with files and other ports of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.settings import FunctionsConfig, ServeConfig
+from reflex_runtime.settings.declare import Places, flag, one_line
+from reflex_runtime.settings.read import environment
+
+_DEVICE: Final = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_MOST: Final = 64
+_EVERYWHERE: Final = frozenset({"*", "0.0.0.0", "::"})  # hosts that mean all addresses
+_LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
+
+
+def devices_of(config: ServeConfig | FunctionsConfig, places: Places) -> list[str]:
+    """The device of each replica, "" for that of --provider; one where there are no replicas. ConfigError if the
+    options contradict each other."""
+    if not config.devices:
+        devices = [""] * config.replicas
+    else:
+        devices = [device.strip() for device in config.devices.split(",")]
+        where = f"--devices={one_line(config.devices)}"
+        for device in devices:
+            if not _DEVICE.fullmatch(device):
+                raise ConfigError(f"{where}: must be devices with commas, each cpu, cuda or cuda:N", field="devices")
+        if len(devices) > _MOST:
+            raise ConfigError(f"{where}: {len(devices)} devices, at most {_MOST} may be", field="devices")
+        if config.replicas not in (1, len(devices)):
+            raise ConfigError(
+                f"{where} --replicas={config.replicas}: there is a replica for each device; leave --replicas out",
+                field="devices",
+            )
+        if "provider" in places:
+            told = places["provider"]
+            raise ConfigError(f"{where} {told}: --devices says it already; leave one out", field="devices")
+    if len(devices) > 1:
+        if not config.supervise:
+            raise ConfigError("--no-supervise: several replicas need the supervisor to start them", field="supervise")
+        _check_ports(config, len(devices))
+    return devices
+
+
+def _check_ports(config: ServeConfig | FunctionsConfig, replicas: int) -> None:
+    """ConfigError if two listeners would have one port."""
+    taken = [(config.host, config.port, "the server")]
+    for number in range(replicas):
+        for name, address in _listeners_of(config, number).items():
+            place, _, text = address.removeprefix("tcp://").rpartition(":")
+            host, port, own = place.strip("[]"), int(text), f"{flag(name)} of replica {number}"
+            for other, number_of_other, owner in taken:
+                if port == number_of_other and (host == other or not _EVERYWHERE.isdisjoint((host, other))):
+                    raise ConfigError(
+                        f"{flag(name)}={one_line(getattr(config, name))}: with {replicas} replicas port {port} would "
+                        f"be that of {owner} and of {own}; leave {replicas} ports from each number on",
+                        field=name,
+                    )
+            taken.append((host, port, own))
+
+
+def _listeners_of(config: ServeConfig | FunctionsConfig, number: int) -> dict[str, str]:
+    """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
+    has ports of its own, one after the other. A port 0 is any free one."""
+    found = {}
+    for name in _LISTENERS:
+        host, _, port = getattr(config, name, "").rpartition(":")
+        if port and int(port):
+            found[name] = f"{host}:{int(port) + number}"
+            if int(port) + number > 65535:
+                where = f"{flag(name)}={one_line(getattr(config, name))}"
+                raise ConfigError(f"{where}: replica {number} would have port {int(port) + number}", field=name)
+    return found
+
+
+def settings_of(
+    config: ServeConfig | FunctionsConfig, devices: Sequence[str], number: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What one worker has of its own: settings (its device, files and ports), and environment."""
+    if len(devices) == 1:
+        return _on_device(devices[0])
+    changed, env = _on_device(devices[number])
+    changed |= _listeners_of(config, number)
+    if config.trace:
+        stem, ending = os.path.splitext(config.trace)
+        changed["trace"] = f"{stem}-{number}{ending}"
+    if config.record:
+        changed["record"] = os.path.join(config.record, f"worker-{number}")
+    return changed, env
+
+
+def _on_device(device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings and the environment that put a process on a device."""
+    found = _DEVICE.fullmatch(device)
+    if found is None:
+        return {}, {}
+    if device == "cpu":
+        return {"provider": "cpu"}, {}
+    number = int(found[1] or 0)
+    visible = [name for name in environment().get(_VISIBLE, os.environ.get(_VISIBLE, "")).split(",") if name]
+    if visible and number >= len(visible):
+        raise ConfigError(
+            f"--devices: {device}: {_VISIBLE} names {len(visible)} devices, numbered from 0", field="devices"
+        )
+    return {"provider": "cuda"}, {_VISIBLE: visible[number] if visible else str(number)}
