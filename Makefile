@@ -87,8 +87,18 @@ bench: setup                 ## the figures of docs/benchmarks.md, about twenty 
 soak: setup                  ## faults, hostile inputs, greedy callers and mixed traffic on all products, ten minutes
 	$(BIN)/python -m bench.soak
 
-docs: setup                  ## check that the pages tell what is there
-	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
+.venv-docs/ready:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+	touch $@
+
+docs: .venv-docs/ready       ## the site of the pages, in build/site; a link or an anchor that leads nowhere fails
+	rm -rf build/pages build/site && mkdir -p build/pages
+	git ls-files -z README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE pyproject.toml docs examples deploy \
+		clients/lerobot_policy_reflex/README.md src/reflex_runtime/py.typed \
+		| xargs -0 cp --parents --target-directory build/pages
+	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --conf-dir docs build/pages build/site
+	cp build/site/README.html build/site/index.html
 
 .venv-release/ready:
 	$(PYTHON) -m venv .venv-release
@@ -113,4 +123,4 @@ audit: .venv-release/ready    ## what is known to be unsafe of the libraries tha
 	.venv-release/bin/pip-audit --strict --disable-pip --require-hashes --requirement deploy/requirements.txt
 
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray .venv-vllm .venv-protoc .venv-hashes .venv-release .venv-plain dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-vllm .venv-docs .venv-protoc .venv-hashes .venv-release .venv-plain dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
