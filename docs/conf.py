@@ -22,7 +22,8 @@ def navigation(app: Any, document: str, source: list[str]) -> None:
     for part in parts:
         pages = re.findall(r"^- \[.+?\]\(([\w-]+)\.md\): ", part, re.MULTILINE)
         trees.append((part.partition("\n")[0], [f"docs/{page}" for page in pages]))
-    rest = ["docs/README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "clients/lerobot_policy_reflex/README"]
+    rest = ["docs/README", "CHANGELOG", "CONTRIBUTING", "SECURITY"]
+    rest += ["clients/lerobot_policy_reflex/README", "tests/contract/PROMISES"]
     for heading, pages in [*trees, ("Project", rest)]:
         source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {heading}", "", *pages, "```", ""])
 

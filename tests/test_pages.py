@@ -11,7 +11,8 @@ from reflex_runtime.cli import VERBS, build_parser
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reflex_runtime"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BESIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "contract" / "PROMISES.md"]
+PAGES = [*BESIDE, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def folders() -> list[str]:
