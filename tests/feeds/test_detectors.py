@@ -67,7 +67,7 @@ def test_f14_every_form_is_recognised_and_finds_each_thing_once_in_the_frames_ow
     np.testing.assert_allclose(wide["boxes"], [BOX], atol=5.1)  # a pixel of the input is five of the frame
     assert wide["scores"][0] > 0.8
     assert (same["boxes"], same["labels"]) == ([[10, 20, 30, 60]], ["blue"])
-    assert dark == {"boxes": [], "scores": [], "labels": []}
+    assert dark == {"boxes": [], "scores": [], "labels": [], "model": wide["model"]}
 
 
 def test_f14_boxes_of_a_graph_that_wants_the_frames_size_are_in_the_frames_pixels(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_f14_keypoints_are_in_the_frames_pixels(tmp_path: Path) -> None:
     first, last = found["keypoints"][0]
     assert first == [*found["boxes"][0][:2], 0.9]
     assert last == pytest.approx([*found["boxes"][0][2:], 0.2], abs=1e-4)
-    assert dark == {"boxes": [], "scores": [], "labels": [], "keypoints": []}
+    assert dark == {"boxes": [], "scores": [], "labels": [], "keypoints": [], "model": found["model"]}
 
 
 @pytest.mark.parametrize("size", [(128, 128), (256, 128)])
@@ -166,7 +166,7 @@ def test_f14_a_graph_with_one_side_open_takes_the_metadatas_other(tmp_path: Path
 
 def test_f14_options_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
     path = bright_graph(tmp_path / "g.onnx", "classes", metadata={"names": ""})
-    assert set(started(path).process(entries(lit(BOX, RED, (320, 240))))[0]) == {"output0"}
+    assert set(started(path).process(entries(lit(BOX, RED, (320, 240))))[0]) == {"output0", "model"}
     for name, value in {"score": 0.5, "iou": 0.5, "max_detections": 3, "classes": (1,)}.items():
         with pytest.raises(ConfigError, match=f"{name} has no effect: its outputs are passed on"):
             started(path, **{name: value})

@@ -454,5 +454,5 @@ def test_a_video_without_a_picture_leaves_no_file(tmp_path: Path) -> None:
 
 def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[feeds\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[cameras\]'"):
         AnnotatedVideo("out.mp4")
