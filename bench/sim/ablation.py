@@ -161,6 +161,11 @@ def steps(name: str, count: int, think: Think) -> Load:
     return Load(name, [callers], plan.service(stages.LARGE), in_stages, outcome=stages.denoised)
 
 
+def one_by_one(count: int) -> list[WorkloadPart]:
+    """Callers whose answers are written, and next requests read, one by one."""
+    return [Callers(1, Fixed(0.0003 + 0.00015 * i), name=str(i)) for i in range(count)]
+
+
 def loads() -> list[Load]:
     soon, urgent = Around(0.008, 0.003), Priority.URGENT
     late = [
@@ -199,6 +204,7 @@ def loads() -> list[Load]:
         Load("32, pictures", [Callers(32, Around(0.0003, 0.0001), prepared_in=0.0003)], QUICK),
         Load("128 callers", [Callers(128, Around(0.010, 0.005))], QUICK),
         Load("128, after 1 ms", [Callers(128, Fixed(0.001))], QUICK),
+        Load("32, one by one", one_by_one(32), Affine(0.002, 0.0001)),
         Load("cameras 60 25 12", cameras(60.0, 25.0, 12.0, jitter=0.1), Affine(0.006, 0.002), of_feeds),
         Load("cameras 4 × 30", cameras(*[30.0] * 4), Affine(0.010, 0.002), of_feeds),
         steps("4 robots, steps", 4, stages.QUICK),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reflex_runtime.core.flush import FlushPolicy, Planner
-from reflex_runtime.sim import Affine, Around, Arrival, Callers, Noisy, RequestStream, simulate
+from reflex_runtime.sim import Affine, Around, Arrival, Callers, Fixed, Noisy, RequestStream, simulate
 
 from .helpers import ask, finish, scheduler_of, take, trained
 from .one_core import OneCore
@@ -62,6 +62,15 @@ def test_callers_do_not_stay_in_two_groups_after_a_fixed_slow_down(fixed: float,
         )
         sizes = [batch.size for batch in run.batches if batch.started >= 1.0]
         assert sum(sizes) / len(sizes) >= 7.4, seed
+
+
+@pytest.mark.parametrize(("callers", "least"), [(8, 1700.0), (32, 3900.0)])
+def test_callers_that_come_back_one_by_one_are_one_group_only_if_that_is_faster(callers: int, least: float) -> None:
+    """0.15 ms from one to the next, 2 ms of fixed part: for 8 one group is faster (1,860/s), for 32 two are (4,440)."""
+    workload = [Callers(1, Fixed(0.0003 + 0.00015 * i), name=str(i)) for i in range(callers)]
+    scheduler = scheduler_of(flush=FlushPolicy.window(None), controller=Planner())
+    run = simulate(scheduler, workload, Affine(0.002, 0.0001), duration=4.0)
+    assert sum(1.0 <= answer.ended < 4.0 for answer in run.answers) / 3.0 >= least
 
 
 def test_one_caller_never_waits() -> None:

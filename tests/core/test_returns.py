@@ -26,11 +26,11 @@ def hold(
     returns: ThinkTimes, now: float, longest: float, n: int, fixed: float, places: int = MANY, where: str = HERE
 ) -> float:
     """By the gain for this batch; nobody comes early enough to be gathered."""
-    return returns.hold(where, now, longest, n, places, fixed, fixed + 0.002 * n, 0.0)[0][0]
+    return returns.hold(where, now, longest, n, places, fixed, fixed + 0.002 * n, 0.0, 0)[0][0]
 
 
 def gathers(returns: ThinkTimes, now: float, longest: float, n: int, fixed: float) -> float:
-    return returns.hold(HERE, now, longest, n, MANY, fixed, fixed + 0.002 * n, 0.0)[1][0]
+    return returns.hold(HERE, now, longest, n, MANY, fixed, fixed + 0.002 * n, 0.0, n)[1][0]
 
 
 def possible_waits(age: float, thinks: Sequence[float], longest: float) -> list[tuple[float, float, float]]:
@@ -51,9 +51,9 @@ def ends_of(age: float, thinks: Sequence[float], longest: float, fixed: float) -
 
 
 def gain(h: float, waits: Sequence[tuple[float, float, float]], n: int, fixed: float, places: int = MANY) -> float:
-    """G(h) = a · E(h) − W(h) − n · h."""
+    """G for a hold that ends JUST_LATE after h, by when those due until h are there."""
     back = [w for w in waits if w[0] <= h]
-    return fixed * min(places, sum(p for _, p, _ in back)) - sum(w for _, _, w in back) - n * h
+    return fixed * min(places, sum(p for _, p, _ in back)) - sum(w for _, _, w in back) - n * (h + JUST_LATE)
 
 
 def clients(random: Random, count: int) -> tuple[ThinkTimes, list[tuple[float, list[float]]], float]:
@@ -134,7 +134,7 @@ def test_b6_the_hold_for_many_is_as_good_as_by_their_distributions() -> None:
 
 def test_b6_of_many_that_come_back_together_all_are_waited_for() -> None:
     returns, now = returning(0.001, count=2 * FEW)
-    seconds, expected = returns.hold(HERE, now, 0.005, 1, MANY, 0.020, 0.022, 0.0)[0]
+    seconds, expected = returns.hold(HERE, now, 0.005, 1, MANY, 0.020, 0.022, 0.0, 0)[0]
     assert (0.0 < seconds <= 2 * JUST_LATE, expected) == (True, 2 * FEW - 1)
     assert hold(returns, now, 0.005, 1, 0.020, where="other") == 0.0
     assert hold(returns, now + 0.100, 0.005, 1, 0.020) == 0.0  # they did not come
@@ -238,8 +238,11 @@ def test_f6_a_feed_that_missed_its_time_is_not_waited_for() -> None:
 # -- two groups or one -------------------------------------------------------------------------------------------------
 
 
-def alternating(think: float, cycles: int = 6) -> tuple[ThinkTimes, float]:
-    """Two groups of four in turn on a device of 20 ms: the second waits complete as the first is answered."""
+def alternating(think: float, cycles: int = 6, each: float = 0.0) -> tuple[ThinkTimes, float]:
+    """Two groups of four in turn on a device of 20 ms: the second waits complete as the first is answered.
+
+    each: seconds from one to the next of those that come back.
+    """
     returns, now = ThinkTimes(), 0.0
     for client in range(8):
         returns.arrived(client, HERE, now)
@@ -249,8 +252,8 @@ def alternating(think: float, cycles: int = 6) -> tuple[ThinkTimes, float]:
         for client in group:
             returns.answered(client, now)
         if i < 2 * cycles - 1:
-            for client in group:
-                returns.arrived(client, HERE, now + think)
+            for place, client in enumerate(group):
+                returns.arrived(client, HERE, now + think + each * place)
     return returns, now
 
 
@@ -258,7 +261,7 @@ def test_a_complete_group_gathers_those_that_come_within_the_fixed_part() -> Non
     returns, now = alternating(0.014)
     assert hold(returns, now, 0.050, 4, 0.020) == 0.0  # for this batch alone it does not pay
     assert gathers(returns, now, 0.050, 4, 0.020) == pytest.approx(0.014 + JUST_LATE)
-    _, expected = returns.hold(HERE, now, 0.050, 4, MANY, 0.020, 0.028, 0.0)[1]
+    _, expected = returns.hold(HERE, now, 0.050, 4, MANY, 0.020, 0.028, 0.0, 4)[1]
     assert expected == pytest.approx(4.0)
     assert gathers(returns, now + 0.014 + 2 * JUST_LATE, 0.050, 4, 0.020) == 0.0  # they did not come
 
@@ -271,6 +274,15 @@ def test_a_complete_group_gathers_those_that_come_within_the_fixed_part() -> Non
 def test_two_groups_stay_two_where(think: float, longest: float, waiting: int) -> None:
     returns, now = alternating(think)
     assert gathers(returns, now, longest, waiting, 0.020) == 0.0
+
+
+def test_callers_that_come_one_by_one_are_gathered_if_all_of_them_come_within_the_fixed_part() -> None:
+    """Answers are written and requests read one by one: eight take twice as long to come back as four."""
+    for each, gathered in ((0.002, True), (0.004, False)):
+        returns, now = alternating(0.002, each=each)
+        assert (gathers(returns, now, 0.050, 4, 0.020) > 0.0) == gathered, each
+        alone = returns.hold(HERE, now, 0.050, 4, MANY, 0.020, 0.028, 0.0, 0)[1]  # those waiting came to a free device
+        assert alone[0] == pytest.approx(0.002 + 3 * each + JUST_LATE)
 
 
 # -- pictures that are decoded -----------------------------------------------------------------------------------------
@@ -289,9 +301,9 @@ def decoding(count: int, each: float = 0.001) -> tuple[ThinkTimes, float]:
 
 def test_pictures_that_are_decoded_are_due_one_by_one() -> None:
     returns, now = decoding(3)
-    seconds, expected = returns.hold(HERE, now, 0.050, 1, MANY, 0.020, 0.022, 0.0)[0]
+    seconds, expected = returns.hold(HERE, now, 0.050, 1, MANY, 0.020, 0.022, 0.0, 0)[0]
     assert (seconds, expected) == (pytest.approx(0.003 + JUST_LATE), 3.0)
-    assert returns.hold("other", now, 0.050, 1, MANY, 0.020, 0.022, 0.0)[0] == (0.0, 0.0)
+    assert returns.hold("other", now, 0.050, 1, MANY, 0.020, 0.022, 0.0, 0)[0] == (0.0, 0.0)
 
 
 def test_those_that_are_decoded_longer_wait_as_well() -> None:

@@ -160,7 +160,8 @@ class Holding:
         # From when it could first have been sent: other partitions' batches in between do not restart its hold.
         since = max(oldest, self.free_since if partition.hold_since is None else partition.hold_since)
         longest = since + min(policy.returns, policy.max_batch_cost) - now
-        return max(returns.hold(partition.key, now, longest, queued, places, fixed, seconds, now - since))
+        met = sum([ticket.arrived < since for ticket in filled.grants])
+        return max(returns.hold(partition.key, now, longest, queued, places, fixed, seconds, now - since, met))
 
     def gap_at(self, group: Group, grants: Mapping[Ticket, float]) -> float:
         """When a gap long enough for this batch is likely, if no other group has a request until then."""

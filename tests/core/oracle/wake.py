@@ -75,30 +75,40 @@ class Wake(Views):
         preparing = [t for t in self.preparing if t.request.group == w.name]
         if min(len(self.absent(w)) + len(preparing), places) * fixed <= n * 0.0001:  # not worth ending a hold
             return 0.0, 0.0
-        waits = self.due_within(w, partition, longest, fixed, n)
+        waits, idle = self.due_within(w, partition, longest, fixed), self.now - since
+        met = sum(ticket.arrived < since for ticket, _ in members)
+        as_one = idle + self.all_back([(wait, share) for wait, share, _, gathers, _ in waits if gathers], met)
         for_this, for_all = (0.0, 0.0, 0.0), (n / (self.now - since + seconds), 0.0, 0.0)  # worth, hold, expected
         for i, (wait, _, _, gathers, _) in enumerate(waits):
             some = waits[: i + 1]
             back, sums = sum(share for _, share, *_ in some), sum(mean for _, _, mean, *_ in some)
             until = min(wait + LATE, longest)
             delayed = n + sum(prepared for *_, prepared in waits[i + 1 :])
-            gain = fixed * min(back, places) - sums - delayed * wait
+            gain = fixed * min(back, places) - sums - delayed * (wait if waits[i][4] else until)
             if gathers and wait > fixed / 4:
                 gain = -inf
             if gain > for_this[0] + NEARLY:
                 for_this = (gain, until, back)
             rate = n + min(places, sum(share for _, share, _, gathers, _ in some if gathers))
-            rate /= self.now - since + wait + seconds
-            if gathers and rate > for_all[0] * (1 + NEARLY):
+            rate /= idle + wait + seconds
+            if gathers and as_one <= fixed and idle + wait <= fixed and rate > for_all[0] * (1 + NEARLY):
                 for_all = (rate, until, back)
         return max(for_this[1:], for_all[1:])
+
+    def all_back(self, waits: Sequence[tuple[float, float]], met: int) -> float:
+        """When seven eighths of them are back, if those that came to a busy device came one by one with them."""
+        total = sum(share for _, share in waits)
+        for i, (wait, _) in enumerate(waits):
+            if sum(share for _, share in waits[: i + 1]) >= total * 7 / 8 - NEARLY:
+                return wait + (wait - waits[0][0]) * met / total
+        return inf
 
     def absent(self, w: World) -> dict[Hashable, float]:
         """Clients that were answered and have asked nothing since, and when that was."""
         last = {client: (at, answered) for client, at, answered in w.answers}
         return {client: at for client, (at, answered) in last.items() if answered}
 
-    def due_within(self, w: World, partition: Hashable, longest: float, fixed: float, n: int) -> list[Due]:
+    def due_within(self, w: World, partition: Hashable, longest: float, fixed: float) -> list[Due]:
         """When others may join: (seconds from now, probability, that times their mean, whether callers are gathered for
         it, whether it is prepared first), in order."""
         found: list[Due] = []
@@ -122,11 +132,9 @@ class Wake(Views):
                 share = len(part) / len(possible)
                 mean = sum(part) / len(possible) - share * age
                 found.append((max(0.0, part[-1] - age), share, mean, gathers, w.prepares[client]))
-        return self.once_prepared(w, partition, longest, fixed, n, sorted(found))
+        return self.once_prepared(w, partition, longest, sorted(found))
 
-    def once_prepared(
-        self, w: World, partition: Hashable, longest: float, fixed: float, n: int, found: list[Due]
-    ) -> list[Due]:
+    def once_prepared(self, w: World, partition: Hashable, longest: float, found: list[Due]) -> list[Due]:
         """The same when they are ready, behind those that are prepared now, one by one."""
         pace, last = 0.0, -inf
         for admitted, ready in w.made_ready:
@@ -135,14 +143,13 @@ class Wake(Views):
         at = 0.0
         made: list[Due] = []
         here = [t for t in self.preparing if t.request.group == w.name and w.places_of[t.client] == partition]
-        brief = pace * (n + len(here) + sum(share for _, share, _, _, prepared in found if prepared)) <= fixed
         for _ in here:
             at += pace
-            made.append((at, 1.0, at, brief, True))
+            made.append((at, 1.0, at, True, True))
         for wait, share, mean, gathers, prepared in found:
             if prepared:
                 at = max(at, wait) + pace * share
-                mean, wait, gathers = mean + (at - wait) * share, at, gathers and brief
+                mean, wait = mean + (at - wait) * share, at
             made.append((wait, share, mean, gathers, False))
         return sorted(due for due in made if due[0] <= longest)
 
