@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from reflex_runtime.llm.engine.blocks import BlockPool
 from reflex_runtime.llm.runners.runner import Runner, Step
 
 
@@ -77,3 +80,23 @@ def greedy(
                 made[i].append((token, logits[row].copy()))
                 lanes[i].tokens.append(token)
     return made
+
+
+def faults(pool: BlockPool, sequences: Sequence[Any] = ()) -> list[str]:
+    """Errors in the pool, given that these sequences hold all held blocks; empty if there are none."""
+    own, shared = pool._free._known
+    held = Counter(block for sequence in sequences for block in sequence.blocks)
+    free = Counter([*pool._free._blank, *range(pool._free._fresh, pool.num_blocks), *own, *shared])
+    wrong = [f"block {block}: free {times} times" for block, times in free.items() if times > 1]
+    for block, (counted, digest) in enumerate(zip(pool._holders, pool._digest_of, strict=True)):
+        if counted != held[block]:
+            wrong.append(f"block {block}: {counted} holders counted, {held[block]} found")
+        if bool(held[block]) == (block in free):
+            wrong.append(f"block {block}: {'held and free' if held[block] else 'neither held nor free'}")
+        if digest is None and (pool._shared[block] or pool._next_of[block] is not None):
+            wrong.append(f"block {block}: knows nothing, and what follows it")
+        if digest is not None and pool._block_of.get(digest) != block:
+            wrong.append(f"block {block}: what it knows leads to block {pool._block_of.get(digest)}")
+    if len(pool._block_of) != sum(digest is not None for digest in pool._digest_of):
+        wrong.append("a digest leads to a block that does not know it")
+    return wrong

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from llm.steps import faults
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
@@ -58,7 +59,7 @@ def test_l5_a_reservation_that_does_not_fit_changes_nothing() -> None:
     compute(pool, a)
     assert not pool.reserve(b, 9)
     assert (seq(b).blocks, pool.free_blocks) == ([], 1)
-    assert pool.check([seq(a), seq(b)]) == []
+    assert faults(pool, [seq(a), seq(b)]) == []
 
 
 def test_l5_whether_it_would_fit_is_known_as_soon_as_enough_would_be_free() -> None:
@@ -105,7 +106,7 @@ def test_l6_who_begins_alike_shares_full_blocks_and_computes_at_least_one_token(
     assert seq(c).blocks[:2] == seq(a).blocks
     assert seq(b).blocks[0] == seq(a).blocks[0]
     assert seq(b).blocks[1] != seq(a).blocks[1]
-    assert pool.check([seq(a), seq(b), seq(c)]) == []
+    assert faults(pool, [seq(a), seq(b), seq(c)]) == []
 
 
 def test_l5_a_block_is_known_by_everything_before_it_too() -> None:
@@ -220,7 +221,7 @@ def test_random_use_keeps_the_pool_whole_and_prefixes_true() -> None:
                         content[s.blocks[i]] = tuple(s.tokens[: (i + 1) * pool.block_size])
                     pool.commit(Batch(1, "default", "", "", Cause.IDLE, 0.0, 0.0, 0.0, {t: 1.0}))
                     held.append(t)
-            assert pool.check([seq(t) for t in held]) == []
+            assert faults(pool, [seq(t) for t in held]) == []
         for t in held:
             pool.release(t)
         assert pool.free_blocks == pool.num_blocks
@@ -230,8 +231,8 @@ def test_check_finds_what_is_wrong() -> None:
     pool = BlockPool(4, 2)
     a = ticket("abc")
     compute(pool, a)
-    assert any("neither held nor free" in wrong for wrong in pool.check([]))
-    assert any("holders" in wrong for wrong in pool.check([seq(a), seq(a)]))
+    assert any("neither held nor free" in wrong for wrong in faults(pool))
+    assert any("holders" in wrong for wrong in faults(pool, [seq(a), seq(a)]))
 
 
 @pytest.mark.parametrize(("blocks", "size", "name"), [(0, 4, "num_blocks"), (4, 0, "block_size")])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from llm.steps import faults
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
@@ -246,7 +247,7 @@ def test_l5_outputs_are_the_same_however_they_were_scheduled(shape: dict[str, An
         engine, watch = watched(**shape)
         found = engine.generate(prompts, params)
         assert [o.token_ids for o in found] == [o.token_ids for o in expected]
-        assert engine.processor.pool.check([]) == []
+        assert faults(engine.processor.pool) == []
         preempted += len(watch.preempted)
     assert preempted or shape.get("num_blocks", 4096) > 120
 
@@ -426,7 +427,7 @@ def test_b18_one_bad_request_does_not_fail_its_neighbours() -> None:
     assert [i for i, o in enumerate(outputs) if o.error] == [3, 5]
     assert all(isinstance(outputs[i].error, ProcessorError) for i in (3, 5))
     assert [o.text for o in outputs if not o.error] == [alone(p, 6) for i, p in enumerate(prompts) if i not in (3, 5)]
-    assert engine.processor.pool.check([]) == []
+    assert faults(engine.processor.pool) == []
 
 
 def test_l5_nothing_of_what_failed_is_found_by_who_begins_alike() -> None:
@@ -501,7 +502,7 @@ def test_random_histories_of_arrivals_aborts_and_preemptions(histories: int) -> 
                 engine.abort(rng.choice(live))
             outputs.update((o.request_id, o) for o in engine.step())
             held = [t.request.payload for t, _ in engine._tickets.values()]
-            assert engine.processor.pool.check(held) == [], seed
+            assert faults(engine.processor.pool, held) == [], seed
             for ticket, _ in engine._tickets.values():
                 assert ticket.computed == ticket.request.payload.num_computed_tokens, seed
         outputs.update(finish(engine))

@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
+from llm.steps import faults
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.messages import SamplingParams
@@ -27,7 +28,7 @@ def ask(pool: BlockPool, tokens: list[int]) -> int:
     sequence.num_computed_tokens = len(tokens)
     pool.commit(Batch(1, "default", "", "", Cause.IDLE, 0.0, 0.0, 0.0, {ticket: 1.0}))
     pool.release(ticket)
-    assert pool.check([]) == []
+    assert faults(pool) == []
     return found
 
 

@@ -188,7 +188,7 @@ def test_l8_matrices_have_as_few_bits_in_memory_as_in_the_file(
 
 @pytest.mark.parametrize(
     ("settings", "bound"),
-    [({"dtype": "bfloat16"}, BF16_BOUND), ({"weights": "int8"}, INT8_BOUND), ({"kv_dtype": "uint8"}, INT8_BOUND)],
+    [({"dtype": "bfloat16"}, BF16_BOUND), ({"weights": "int8"}, INT8_BOUND)],
 )
 @pytest.mark.parametrize("kind", thinned(KINDS, ["qwen3", "mistral"]))
 def test_lower_precision_is_off_by_a_bounded_share(
@@ -433,7 +433,6 @@ def test_sizes_come_from_the_checkpoint_the_graph_and_the_memory(build: Build) -
     [
         ({"dtype": "int4"}, "dtype='int4': must be 'float32', 'bfloat16' or 'auto'"),
         ({"weights": "int2"}, "weights='int2': must be 'auto', 'int8' or 'int4'"),
-        ({"kv_dtype": "int4"}, "kv_dtype='int4': must be 'auto' or 'uint8'"),
         ({"threads": 0}, "threads=0: must be >= 1"),
         ({"num_blocks": 0}, "num_blocks=0: must be in [1, "),
         ({"num_blocks": 10**12}, "GiB are free, and a block takes "),

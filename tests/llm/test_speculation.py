@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from llm.models import random_model
+from llm.steps import faults
 from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
@@ -172,7 +173,7 @@ def test_l8_outputs_are_the_same_however_steps_are_cut(runner: Runner, config: d
     assert engine.processor.accepted
     most = config.get("max_num_batched_tokens", 2048)
     assert max(sum(e.batch.grants.values()) for e in seen.events if isinstance(e, BatchScheduled)) <= most
-    assert engine.processor.pool.check([]) == []
+    assert faults(engine.processor.pool) == []
 
 
 def test_l5_guesses_take_no_blocks_from_others_and_survive_a_preemption() -> None:
@@ -182,7 +183,7 @@ def test_l5_guesses_take_no_blocks_from_others_and_survive_a_preemption() -> Non
     assert plain(found) == plain(without)
     assert seen.preempted
     assert engine.processor.accepted
-    assert engine.processor.pool.check([]) == []
+    assert faults(engine.processor.pool) == []
 
 
 def test_l5_only_accepted_tokens_are_found_in_the_cache() -> None:
@@ -324,5 +325,5 @@ def test_l1_a_request_with_guesses_can_be_aborted() -> None:
     while not engine.processor.accepted:
         engine.step()
     assert engine.abort(request)
-    assert engine.processor.pool.check([]) == []
+    assert faults(engine.processor.pool) == []
     assert engine.processor.pool.free_blocks == 200

@@ -128,7 +128,6 @@ SAMPLES: Final[dict[str, Any]] = {
     "parallel_tool_calls": CALL | {"parallel_tool_calls": False},
     "prediction": {"type": "content", "content": "x"},
     "presence_penalty": 0.5,
-    "prompt_logprobs": 1,
     "previous_response_id": "r",
     "priority": "urgent",
     "prompt_cache_key": "k",

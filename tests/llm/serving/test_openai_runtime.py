@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from llm.steps import faults
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority, TicketState
@@ -70,7 +71,7 @@ class Run:
         assert await self.runtime.close(drain=kind is None)
         if kind is None:
             assert self.processor.pool.free_blocks == self.processor.pool.num_blocks
-            assert not self.processor.pool.check([])
+            assert not faults(self.processor.pool)
             self.settled_once()
 
     def settled_once(self) -> None:

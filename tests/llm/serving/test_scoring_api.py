@@ -1,4 +1,4 @@
-"""L9: what the model says of a prompt: `echo` with `logprobs`, as evaluations ask for it, and `prompt_logprobs`."""
+"""L9: what the model says of a prompt: `echo` with `logprobs`, as evaluations ask for it."""
 
 from __future__ import annotations
 
@@ -95,26 +95,6 @@ def test_l9_every_choice_tells_the_same_prompt(toy: Toy) -> None:
     np.testing.assert_allclose(found, [found[0]] * 3, atol=1e-6)
 
 
-def test_l9_prompt_logprobs_are_told_by_token_id(toy: Toy, told: Any) -> None:
-    (choice,) = toy.complete(PROMPT, prompt_logprobs=3, max_tokens=1).json["choices"]
-    assert choice["logprobs"] is None
-    assert choice["prompt_logprobs"][0] is None
-    for said, expected in zip(choice["prompt_logprobs"][1:], told, strict=True):
-        own = said[str(expected.token_id)]
-        assert own["logprob"] == pytest.approx(expected.logprob, abs=1e-6)
-        assert own["decoded_token"] == chr(expected.token_id)
-        ranked = {int(id): each["rank"] for id, each in said.items() if each["rank"] is not None}
-        assert ranked == {id: rank for rank, (id, _) in enumerate(expected.top, 1)}
-    asked = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-    answer = toy.post("/v1/chat/completions", asked).json
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    assert "prompt_logprobs" not in answer["choices"][0]
-    assert "prompt_logprobs" not in toy.complete(PROMPT).json["choices"][0]
-    both = toy.complete(PROMPT, prompt_logprobs=1, logprobs=3, echo=True, max_tokens=1).json["choices"][0]
-    assert all(1 <= len(each) <= 2 for each in both["prompt_logprobs"][1:])
-    assert all(3 <= len(each) <= 4 for each in both["logprobs"]["top_logprobs"][1:])
-
-
 def test_l9_a_scored_prompt_uses_no_cached_blocks(toy: Toy) -> None:
     long = "the same long beginning of many prompts " * 4
     assert toy.complete(long, max_tokens=1).status == 200
@@ -171,10 +151,7 @@ def test_l9_long_lists_of_token_ids_are_echoed_by_a_thread(toy: Toy, monkeypatch
     ("fields", "param", "says"),
     [
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0: must be >= 1"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "must be in [0, 20]"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", "must be in [0, 20]"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "goes without stream"),
-        ({"prompt": ["robots " * 40] * 8, "n": 16, "prompt_logprobs": 20}, "prompt_logprobs", "at most 524288 are"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "unknown field"),
         ({"prompt": ["robots " * 40] * 8, "n": 16, "echo": True, "logprobs": 20}, "echo", "at most 524288 are"),
     ],
 )
@@ -227,8 +204,8 @@ def fleet() -> Iterator[Fleet]:
         {"echo": True, "logprobs": 2, "max_tokens": 3},
         {"prompt": [PROMPT, "a", "x" * 300], "echo": True, "logprobs": 0, "max_tokens": 0},
         {"prompt": [[1, 2, 3], [4]], "echo": True, "logprobs": 20, "max_tokens": 1},
-        {"prompt_logprobs": 3, "logprobs": 1, "n": 3, "seed": 7, "temperature": 1, "max_tokens": 2},
-        {"prompt": "y" * 900, "prompt_logprobs": 20, "max_tokens": 1},
+        {"echo": True, "logprobs": 1, "n": 3, "seed": 7, "temperature": 1, "max_tokens": 2},
+        {"prompt": "y" * 900, "echo": True, "logprobs": 20, "max_tokens": 1},
     ],
 )
 def test_l9_with_workers_a_prompt_is_told_as_without(toy: Toy, fleet: Fleet, fields: Any) -> None:
@@ -261,10 +238,7 @@ def test_l9_with_workers_a_stream_begins_with_its_prompt_and_each_prompt_is_scor
     assert [len(first[index]["tokens"]) >= 500 for index in range(3)] == [True] * 3
     assert first[1]["token_logprobs"][:500] == first[2]["token_logprobs"][:500] == first[0]["token_logprobs"][:500]
     assert [one.prompt_logprobs for one in said] == [20, None, None]
-    chat = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-    answer = fleet.post("/v1/chat/completions", chat).json
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    answer = fleet.complete(["robots " * 40] * 8, n=16, prompt_logprobs=20)
-    assert (answer.status, fleet.error(answer)["param"]) == (400, "prompt_logprobs")
+    answer = fleet.complete(["robots " * 40] * 8, n=16, echo=True, logprobs=20)
+    assert (answer.status, fleet.error(answer)["param"]) == (400, "echo")
     parts = [line["client"]["received"].get("stream.prompt", 0) for line in fleet.status_page()["lines"]]
     assert sum(parts) >= 3  # 500 tokens with 20 alternatives are 10,479 numbers

@@ -53,18 +53,6 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class PromptLogprob(msgspec.Struct):
-    """What the model says of a token at a place of the prompt. rank: its place among all, where it is one of the
-    likeliest that were asked for."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token of a prompt by token id; null for the first
-
-
 class TextChoice(msgspec.Struct):
     """A choice of /v1/completions, whole or a part of it."""
 
@@ -72,7 +60,6 @@ class TextChoice(msgspec.Struct):
     index: int
     logprobs: TextLogprobs | None
     finish_reason: str | None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class PartOfCall(CalledTool, kw_only=True):
@@ -127,7 +114,6 @@ class Body(msgspec.Struct):
     model: str
     choices: list[Any]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Answer:
@@ -253,12 +239,11 @@ class Answer:
             if self._chat:
                 choice: Any = ChatChoice(index, self._message(index, text), logprobs, self._finished(index))
             else:
-                choice = TextChoice(text, index, logprobs, finish, self._prompt_logprobs(index))
+                choice = TextChoice(text, index, logprobs, finish)
             choices.append(msgspec.Raw(_encode(choice)))  # one by one: nothing else runs while one is written
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
-        of_prompt = self._prompt_logprobs(0) if self._chat else msgspec.UNSET
-        return _encode(Body(id, kind, created, model, choices, self._reply.usage(), of_prompt))
+        return _encode(Body(id, kind, created, model, choices, self._reply.usage()))
 
     def _message(self, index: int, text: str) -> ChatMessage:
         if not self._readers:
@@ -291,20 +276,6 @@ class Answer:
             self._add(told, token.token_id, token.logprob, token.top[:most], min(offset, end))
             offset += len(stream.feed(token.token_id))
         return told
-
-    def _prompt_logprobs(self, index: int) -> Any:
-        """The prompt's tokens as `prompt_logprobs` tells them, where it was sent: `PromptLogprobs` as JSON. Written
-        token by token, because nothing else runs while one is."""
-        most = self._reply.asked.told_of_prompt
-        if most is None:
-            return msgspec.UNSET
-        found = [b"null"]
-        for token in self._reply.scores(index)[1:]:
-            near = {id: rank for rank, (id, _) in enumerate(token.top, 1)}
-            own = (token.token_id, token.logprob or 0.0)
-            rows = dict([*token.top[:most], own])
-            found.append(_encode({str(id): PromptLogprob(p, near.get(id), self._token(id)) for id, p in rows.items()}))
-        return msgspec.Raw(b"[%b]" % b",".join(found))
 
     def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: TokenOutput, offset: int) -> None:
         own = 0.0 if output.logprob is None else output.logprob

@@ -24,7 +24,7 @@ _LONG = ("prompt", "tokens")  # fields that hold token ids
 _TALKS = ("messages", "input", "system")  # fields that hold a conversation, or a part of one
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
-    "max_output_tokens", "dimensions", "truncate_prompt_tokens", "prompt_logprobs",
+    "max_output_tokens", "dimensions", "truncate_prompt_tokens",
 )  # fmt: skip
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")

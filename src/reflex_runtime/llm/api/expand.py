@@ -138,9 +138,8 @@ def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> No
         return
     told = asked.n * sum(map(len, prompts)) * (1 + asked.params.prompt_logprobs)
     if told > MOST_SCORES:
-        name = "echo" if asked.told_of_prompt is None else "prompt_logprobs"
         what = f"{told} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
-        raise BadRequest(f"{name}: {what}; ask for fewer alternatives, choices or prompts", name)
+        raise BadRequest(f"echo: {what}; ask for fewer alternatives, choices or prompts", "echo")
 
 
 async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[str]:

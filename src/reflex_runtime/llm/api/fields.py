@@ -290,7 +290,6 @@ class CommonFields(SampledFields, kw_only=True):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
-    prompt_logprobs: Whole | None = None
 
 
 class CompletionFields(CommonFields, kw_only=True):

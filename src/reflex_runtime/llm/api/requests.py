@@ -40,8 +40,7 @@ class CompletionRequest:
     prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
     small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
     all events of a stream tell the usage so far. echo: each answer begins with its prompt; prompt_only: and ends with
-    it. told_of_prompt: alternatives that the field `prompt_logprobs` asks for; an echo may ask for others in `params`.
-    form_field: the name under which the form of the answer was sent;
+    it. form_field: the name under which the form of the answer was sent;
     prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request. cut: a
     max_tokens for which there is no room asks for as many as there is. ignored: places of its hints that nothing
     follows.
@@ -59,7 +58,6 @@ class CompletionRequest:
     priority: str | None
     echo: bool = False
     prompt_only: bool = False
-    told_of_prompt: int | None = None
     form_field: str = "response_format"
     tools: wire.AskedTools = wire.NO_TOOLS
     prompt_field: str = ""
@@ -105,9 +103,8 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
     asked = replace(asked, ignored=hints)
     if not fields.echo:
         return asked
-    told = asked.told_of_prompt
-    scored = fields.logprobs if told is None else max(told, fields.logprobs or 0)
-    return replace(asked, echo=True, prompt_only=nothing, params=changed(asked.params, prompt_logprobs=scored))
+    params = changed(asked.params, prompt_logprobs=fields.logprobs)
+    return replace(asked, echo=True, prompt_only=nothing, params=params)
 
 
 def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
@@ -173,8 +170,6 @@ def _asked(
         raise BadRequest(f"n={n}: must be in [1, {wire.MOST_CHOICES}]", "n")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    if fields.prompt_logprobs is not None and fields.stream:
-        raise BadRequest("prompt_logprobs: goes without stream", "prompt_logprobs")
     return CompletionRequest(
         model=fields.model,
         prompts=prompts,
@@ -186,7 +181,6 @@ def _asked(
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
         usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
         priority=fields.priority,
-        told_of_prompt=fields.prompt_logprobs,
         form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
     )
 
@@ -218,7 +212,6 @@ def _params(
             client=next(filter(None, clients), ""),
             timeout_ms=time_limit_of(fields.deadline_ms),
             max_gap_ms=fields.max_gap_ms,
-            prompt_logprobs=fields.prompt_logprobs,
             **{name: getattr(of_model, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:

@@ -214,29 +214,6 @@ class BlockPool:
             own = array("q", tokens[i * size : (i + 1) * size]).tobytes()
             digests.append(blake2b(before + own, digest_size=16).digest())
 
-    # -- for tests -----------------------------------------------------------------------------------------------------
-
-    def check(self, sequences: list[Sequence]) -> list[str]:
-        """Errors in the pool, given that these sequences hold all held blocks; empty if there are none.
-
-        O(everything): for tests and debugging.
-        """
-        held = Counter(block for sequence in sequences for block in sequence.blocks)
-        free = Counter(self._free.blocks())
-        wrong = [f"block {block}: free {times} times" for block, times in free.items() if times > 1]
-        for block, (counted, digest) in enumerate(zip(self._holders, self._digest_of, strict=True)):
-            if counted != held[block]:
-                wrong.append(f"block {block}: {counted} holders counted, {held[block]} found")
-            if bool(held[block]) == (block in free):
-                wrong.append(f"block {block}: {'held and free' if held[block] else 'neither held nor free'}")
-            if digest is None and (self._shared[block] or self._next_of[block] is not None):
-                wrong.append(f"block {block}: knows nothing, and what follows it")
-            if digest is not None and self._block_of.get(digest) != block:
-                wrong.append(f"block {block}: what it knows leads to block {self._block_of.get(digest)}")
-        if len(self._block_of) != sum(digest is not None for digest in self._digest_of):
-            wrong.append("a digest leads to a block that does not know it")
-        return wrong
-
 
 def _seed(sequence: Sequence) -> bytes:
     """What the digests of a sequence begin with: keys and values of another adapter are others."""
@@ -280,11 +257,6 @@ class FreeBlocks:
     def __len__(self) -> int:
         own, shared = self._known
         return self._num_blocks - self._fresh + len(self._blank) + len(own) + len(shared)
-
-    def blocks(self) -> list[int]:
-        """All of them. O(blocks): for tests and debugging."""
-        own, shared = self._known
-        return [*self._blank, *range(self._fresh, self._num_blocks), *own, *shared]
 
     def add(self, block: int, known: bool, shared: bool) -> None:
         """The block lost its last holder. known: it contains a known prefix. Of a sequence the far end comes first."""

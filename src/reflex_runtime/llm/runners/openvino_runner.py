@@ -41,8 +41,7 @@ class OpenVinoRunner:
     OpenVINO. max_model_len: None is the model's. cache_dir: where the converted graph is kept for the next
     start, by default in `.reflex` beside the checkpoint; where nothing can be written, each start converts anew.
     weights: "int8" and "int4" round the matrices, for memory and speed; answers then differ.
-    kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
-    prompts are cut up; "auto" stores them in `dtype`. adapters: directories of LoRA adapters, by name; only for
+    adapters: directories of LoRA adapters, by name; only for
     checkpoints of our own architectures.
 
     ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
@@ -66,15 +65,12 @@ class OpenVinoRunner:
         max_model_len: int | None = None,
         cache_dir: Path | None = None,
         weights: str = "auto",
-        kv_dtype: str = "auto",
         adapters: Mapping[str, Path] | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"OpenVinoRunner.threads={threads}: must be >= 1, or None")
         if weights not in WEIGHTS:
             raise ConfigError(f"OpenVinoRunner.weights={weights!r}: must be 'auto', 'int8' or 'int4'")
-        if kv_dtype not in ("auto", "uint8"):
-            raise ConfigError(f"OpenVinoRunner.kv_dtype={kv_dtype!r}: must be 'auto' or 'uint8'")
         ov = _library()
         core, root = ov.Core(), Path(directory)
         made = source(core, root, weights, GraphCache(root, cache_dir))
@@ -83,8 +79,8 @@ class OpenVinoRunner:
         self.adapters = _with_adapters(model, config, adapters or {})
         dtype = _dtype(dtype, config, core)
         self.max_model_len = _length(max_model_len, config, root)
-        stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
-        settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
+        hint = _HINTS[dtype]
+        settings = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": hint, "NUM_STREAMS": 1}
         settings |= {"CPU_RUNTIME_CACHE_CAPACITY": KERNELS} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
         keep_stored(model)
         expected = made.expected
@@ -95,8 +91,7 @@ class OpenVinoRunner:
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size
-        told = ("" if weights == "auto" else f" {weights} weights") + (" uint8 cache" if kv_dtype == "uint8" else "")
-        self.name = f"openvino {_HINTS[dtype]}{told}"
+        self.name = f"openvino {hint}" + ("" if weights == "auto" else f" {weights} weights")
         caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         values = next(port for port in caches if port.get_any_name().startswith("value_"))
         self.block_size = values.get_partial_shape()[2].get_length()  # 8-bit keys have rows of scales beside the tokens
