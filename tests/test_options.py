@@ -13,14 +13,14 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.prompts import PromptsConfig
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.settings import FeedsConfig, FunctionsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import check_needs, flag
 from reflex_runtime.settings.read import load, read
 from reflex_runtime.sim.options import SimulateConfig
 from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (
-    ServeConfig, LLMServeConfig, FeedsConfig, SimulateConfig, PromptsConfig,
+    ServeConfig, LLMServeConfig, FeedsConfig, FunctionsConfig, SimulateConfig, PromptsConfig,
 )  # fmt: skip
 OPTIONS = [(kind, field) for kind in KINDS for field in fields(kind)]
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}
@@ -118,7 +118,7 @@ def test_h10_an_option_without_what_it_needs_is_refused_on_the_command_line_and_
             wrong.append(f"{kind.__name__}.{name}: {error}")
         elif not str(error).startswith((f"{flag(name)} needs ", f"{flag(name)} has no effect with ")):
             wrong.append(str(error))
-        if kind in KINDS[:3]:  # the others do not read the environment
+        if kind in KINDS[:4]:  # the others do not read the environment
             caplog.clear()
             text = value[0] if isinstance(value, tuple) else value
             given(kind, others | {name: f"${text}"}, EveryFact(), only=name)

@@ -219,10 +219,6 @@ class Feeds:
         self._reach(lambda: len(self.out) >= count, f"{count} results")
         return [json.loads(line) for line in self.out]
 
-    def wait_raw(self, text: bytes) -> None:
-        """Until this was written to the terminal."""
-        self._reach(lambda: text in self.raw, repr(text))
-
     @property
     def port(self) -> int:
         found = re.search(r"http://[^ ]*:(\d+)/dashboard", self.wait_log("/metrics and /health"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -301,26 +300,6 @@ def test_f14_a_log_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
-
-
-def test_f14_log_lines_stand_above_the_live_table_and_only_the_summary_stays(tmp_path: Path) -> None:
-    arguments = (f"door={clip(50, 50)}", f"{'n' * 60}=shapes:seed=1", "--realtime", "--onnx", "shapes")
-    with Feeds(*arguments, cwd=tmp_path, terminal=(80, 24)) as feeds:
-        feeds.wait_raw(b"door: came to its end")
-        assert feeds.stop() == 0
-    raw = re.sub(rb"\x1b\[[0-9;]*m", b"", feeds.raw)
-    assert b"flight" in raw
-    assert re.search(rb"n{8,}\xe2\x80\xa6", raw)  # … a long name is cut short
-    shown = screen(feeds.raw)
-    assert [line[9:] for line in shown[:1]] == ["starting: 2 feeds on onnx, batches of at most 4 frames or 50 ms"]
-    assert not any("flight" in line for line in shown), "a table was left behind"
-    assert len([line for line in shown if line.startswith("feed ")]) == 1
-    told = [line[9:] for line in shown if re.match(r"\d\d:\d\d:\d\d ", line)]
-    assert "door: connected" in told
-    assert "door: came to its end" in told
-    assert told[-1] == "stopped by SIGINT"
-    assert max(map(len, shown)) <= 80
-    assert feeds.raw.rindex(b"\x1b[?25h") > feeds.raw.rindex(b"\x1b[?25l"), "the cursor is back"
 
 
 def test_f14_nothing_but_results_is_on_standard_output(tmp_path: Path) -> None:

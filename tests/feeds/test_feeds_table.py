@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from reflex_runtime.feeds.runtime import health
 from reflex_runtime.feeds.runtime.health import words_of
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
-from reflex_runtime.feeds.table import LiveTable, clock, line_of, line_of_all, seconds, state, summary
+from reflex_runtime.feeds.table import clock, line_of, line_of_all, seconds, state, summary
 from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations
 from reflex_runtime.run.modules import in_one_line, told
 
@@ -51,36 +51,6 @@ def shown(what: RenderableType, width: int = 80, height: int = 24) -> list[str]:
 def snapshot(*feeds: FeedSnapshot, metrics: BatchMetrics = BATCHES) -> RuntimeSnapshot:
     by_name = {feed.name: feed for feed in feeds}
     return RuntimeSnapshot(state="running", uptime=1.0, feeds=by_name, coordinators={"onnx": metrics})
-
-
-def test_f14_the_live_table_says_how_each_feed_is_doing() -> None:
-    heads, below, door, yard, batches = shown(LiveTable(snapshot(CAMERA, FILE)))
-    assert heads.split() == ["in"]
-    assert below.split() == ["feed", "state", "answered", "fps", "age", "p95", "flight", "dropped"]
-    assert door.split()[:9] == ["door", "running", "100", "12.3", "66", "ms", "120", "ms", "1"]
-    assert door.endswith("13 overrun, 6 stale")
-    assert yard.split()[:6] == ["yard", "25", "%", "0:30", "100/400", "10.0"]
-    said = "onnx: 50 batches, 1 frame failed, mean size 2.0 (50 % full), 12 ms each, formed in 50 ms (p95)"
-    assert batches == said[:79] + "…"
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("count", [1, 64])
-def test_f14_the_live_table_fits_its_terminal(width: int, count: int) -> None:
-    feeds = [replace(CAMERA, name=f"{k}-{'long' * 14}") for k in range(count)]
-    lines = shown(LiveTable(snapshot(*feeds)), width, 20)
-    assert max(map(len, lines)) <= width
-    assert len(lines) < 20, "one line is left for the cursor"
-    assert "batch" in lines[-1] or width == 40
-    if width == 200:
-        assert "long" * 14 in "".join(lines)
-
-
-def test_f14_where_not_all_feeds_fit_those_in_trouble_come_first() -> None:
-    feeds = [replace(CAMERA, name=f"f{k}", state="running" if k % 20 else "reconnecting") for k in range(64)]
-    lines = shown(LiveTable(snapshot(*feeds)), 80, 12)
-    assert [line.split()[0] for line in lines[2:6]] == ["f0", "f20", "f40", "f60"]
-    assert lines[-2] == "and 57 more feeds: 57 running"
 
 
 def test_f14_the_summary_counts_every_frame() -> None:

@@ -1,4 +1,4 @@
-"""`reflex feeds NAME=SOURCE …`: many cameras and videos on one processor, watched in the terminal."""
+"""`reflex feeds NAME=SOURCE …`: many cameras and videos on one processor."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ class FeedsSession:
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
-        on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
-        self._board = Board(self._runtime, on_screen)
+        self._board = Board(self._runtime)
         self._registry: CollectorRegistry | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
         self._hangups: SimpleQueue[None] = SimpleQueue()

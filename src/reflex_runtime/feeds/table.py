@@ -1,4 +1,4 @@
-"""What a person sees of `reflex feeds`: a live table with log lines above it, and the last table."""
+"""What a person sees of `reflex feeds`: log lines, how the feeds are doing now and then, and the last table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,24 +21,20 @@ from reflex_runtime.run.modules import in_one_line, told
 if TYPE_CHECKING:
     from reflex_runtime.feeds.runtime.runtime import Runtime
 
-PER_SECOND: Final = 4  # times the table is drawn anew
-EVERY_S: Final = 5.0  # seconds between lines where there is no terminal
+EVERY_S: Final = 5.0  # seconds between lines on the feeds
 LINES: Final = 8  # feeds of which each has its own line; more have one together
 WIDE: Final = 160  # columns where the output is no terminal
-LEAST_ROWS: Final = 3  # feeds that are shown, however low the terminal is
 _LEVELS: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 _STYLES: Final = {"running": "green", "ended": "dim", "stopped": "dim", "failed": "bold red"}
-_TROUBLE: Final = ("failed", "reconnecting", "connecting", "running", "stopped", "ended")
 
 
 class Board:
-    """What a person sees of a run: a table where standard error is a terminal, unless it is to be `quiet`.
+    """What a person sees of a run, on standard error. A context manager: inside it lines tell how the feeds are doing.
 
-    Everything goes through one console, so that log lines and table do not write into each other. A context manager:
-    inside it the table lives, or lines come now and then.
+    Everything goes through one console, so that lines of two threads do not write into each other.
     """
 
-    def __init__(self, runtime: Runtime, quiet: bool) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         terminal = sys.stderr.isatty()
         self.console = Console(
@@ -48,24 +43,10 @@ class Board:
             width=None if terminal else WIDE,
             soft_wrap=not terminal,
         )
-        self._is_live = self.console.is_terminal and not (self.console.is_dumb_terminal or quiet)
-        self._live: Live | None = None
         self._over = threading.Event()
-        # A line that is written while the table grows by a row would be overwritten.
-        self._turn = threading.RLock()
-        logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(self.console, self._turn)], force=True)
+        logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(self.console)], force=True)
 
     def __enter__(self) -> Self:
-        if self._is_live:
-            self._live = Live(
-                console=self.console,
-                get_renderable=lambda: LiveTable(self._runtime.snapshot()),
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=sys.stdout.isatty(),  # else it is a file or a pipe
-            )
-            with self._turn:
-                self._live.start(refresh=True)
         self._thread = threading.Thread(target=self._show, name="reflex-feeds-lines", daemon=True)
         self._thread.start()
         return self
@@ -73,9 +54,6 @@ class Board:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        if self._live is not None:
-            with self._turn:
-                self._live.stop()
 
     def tell(self, event: HealthEvent) -> None:
         """One line for what happened."""
@@ -86,11 +64,7 @@ class Board:
         self.console.print(summary(self._runtime.snapshot()), soft_wrap=False)
 
     def _show(self) -> None:
-        while not self._over.wait(EVERY_S if self._live is None else 1.0 / PER_SECOND):
-            if self._live is not None:
-                with self._turn:
-                    self._live.refresh()
-                continue
+        while not self._over.wait(EVERY_S):
             feeds = list(self._runtime.feed_snapshots().values())
             for line in map(line_of, feeds) if len(feeds) <= LINES else [line_of_all(feeds)]:
                 logging.info("%s", line)
@@ -98,11 +72,11 @@ class Board:
 
 class _ConsoleLog(logging.Handler):
     """Log lines on a console, one line each, an exception too: on a terminal in colour with the time, else with date
-    and level. turn: held while something is written."""
+    and level."""
 
-    def __init__(self, console: Console, turn: threading.RLock) -> None:
+    def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console, self._turn = console, turn
+        self._console = console
         plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
         self.formatter = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S") if console.is_terminal else plain
 
@@ -112,8 +86,7 @@ class _ConsoleLog(logging.Handler):
             said = in_one_line(record.getMessage()) + (f": {told(error)}" if error else "")
             line = {"msg": said, "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
             text = self.format(logging.makeLogRecord(record.__dict__ | line))
-            with self._turn:
-                self._console.print(Text(text, _LEVELS.get(record.levelno, "")), soft_wrap=True)
+            self._console.print(Text(text, _LEVELS.get(record.levelno, "")), soft_wrap=True)
         except Exception:
             self.handleError(record)
 
@@ -219,33 +192,12 @@ def _undecoded(packets: int) -> str:
     return f", {undecoded(packets)}" if packets else ""
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 _RIGHT: Final = {"justify": "right", "no_wrap": True}
-_Column = tuple[str, Callable[[FeedSnapshot], Any], dict[str, Any]]  # head, cell, options
-
-
-def _styled(text: str, feed: FeedSnapshot) -> Text:
-    return Text(text, style=_STYLES.get(feed.state, "yellow"))
-
-
-def _cut(text: str) -> Text:
-    return Text(text, no_wrap=True, overflow="ellipsis")
-
-
-_LIVE: Final[tuple[_Column, ...]] = (
-    ("feed", lambda feed: _cut(feed.name), {"vertical": "bottom"}),
-    ("state", lambda feed: _styled(state(feed), feed), {"no_wrap": True, "vertical": "bottom"}),
-    ("answered", progress, _RIGHT),
-    ("fps", lambda feed: f"{feed.fps:.1f}", _RIGHT),
-    ("age", lambda feed: seconds(feed.age) if feed.state == "running" else "", _RIGHT),
-    ("p95", lambda feed: seconds(feed.latency.p95), _RIGHT),
-    ("in\nflight", lambda feed: str(feed.in_flight), _RIGHT),
-    ("dropped", lambda feed: _cut(drops(feed)), {}),
-)
-_LAST: Final[tuple[_Column, ...]] = (
+_LAST: Final[tuple[tuple[str, Callable[[FeedSnapshot], Any], dict[str, Any]], ...]] = (  # head, cell, options
     ("feed", lambda feed: feed.name, {"overflow": "fold"}),
-    ("state", lambda feed: _styled(feed.state, feed), {"no_wrap": True}),
+    ("state", lambda feed: Text(feed.state, style=_STYLES.get(feed.state, "yellow")), {"no_wrap": True}),
     ("frames", lambda feed: str(feed.frames), _RIGHT),
     ("answered", lambda feed: str(feed.processed), _RIGHT),
     ("p50", lambda feed: seconds(feed.latency.p50), _RIGHT),
@@ -254,39 +206,14 @@ _LAST: Final[tuple[_Column, ...]] = (
 )
 
 
-def _table(feeds: Iterable[FeedSnapshot], columns: tuple[_Column, ...]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for head, _, options in columns:
-        table.add_column(head, **options)
-    for feed in feeds:
-        table.add_row(*(cell(feed) for _, cell, _ in columns))
-    return table
-
-
-class LiveTable:
-    """Feeds as rows, and a line on each coordinator. Where the terminal is too low for all feeds, those in trouble come
-    first and the rest is counted; where it is too narrow, names and drops are cut short."""
-
-    def __init__(self, snapshot: RuntimeSnapshot) -> None:
-        self._snapshot = snapshot
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        feeds = list(self._snapshot.feeds.values())
-        lines = _below(self._snapshot)
-        room = max(LEAST_ROWS, options.size.height - 3 - len(lines))  # two lines of heads, and one for the cursor
-        if len(feeds) > room:
-            feeds.sort(key=lambda feed: _TROUBLE.index(feed.state))
-            cut = max(LEAST_ROWS, room - 1)
-            feeds, rest = feeds[:cut], feeds[cut:]
-            lines.insert(0, "and " + states(rest).replace(" feed", " more feed", 1))
-        yield _table(feeds, _LIVE)
-        yield from (Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines)
-
-
 def summary(snapshot: RuntimeSnapshot) -> RenderableType:
     """What became of every frame, for good."""
     feeds = list(snapshot.feeds.values())
-    table = _table(feeds, _LAST)
+    table = Table(box=None, pad_edge=False)
+    for head, _, options in _LAST:
+        table.add_column(head, **options)
+    for feed in feeds:
+        table.add_row(*(cell(feed) for _, cell, _ in _LAST))
     if len(feeds) > 1:
         read, answered = sum(f.frames for f in feeds), sum(f.processed for f in feeds)
         lost = sum(sum(f.drops.values()) for f in feeds)

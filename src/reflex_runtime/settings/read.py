@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn, TypeVar, get_args
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, OwnSettings, ServeConfig
+from reflex_runtime.settings import FeedsConfig, FunctionsConfig, LLMServeConfig, OwnSettings, ServeConfig
 from reflex_runtime.settings.declare import Places, check_needs, convert, did_you_mean, flag, hints_of, one_line
 
 log = logging.getLogger("reflex.config")
@@ -124,7 +124,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
     those are no settings.
     """
-    kinds = (ServeConfig, LLMServeConfig, FeedsConfig)
+    kinds = (ServeConfig, LLMServeConfig, FeedsConfig, FunctionsConfig)
     known = {f.name for kind in kinds for f in fields(kind)}
     found = {}
     for variable, text in environ.items():
