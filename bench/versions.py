@@ -27,7 +27,8 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
-from reflex_runtime.robots import Export, GuardReport, Policy, load_policy
+from reflex_runtime.robots import Export, Policy, load_policy
+from reflex_runtime.robots.policy.observation import GuardReport
 from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
 from reflex_runtime.robots.serving.runtime import header_of
@@ -202,9 +203,7 @@ class _Calls:
         ticket.started = ticket.arrived
         ask.ticket = ticket
         company = tuple(Ticket(ticket.request, i, ticket.arrived) for i in range(COMPANY))
-        self._batch = Batch(
-            1, "a", "", "", Cause.IDLE, ticket.arrived, 0.0, 0.0, dict.fromkeys(company, 1.0), company
-        )
+        self._batch = Batch(1, "a", "", "", Cause.IDLE, ticket.arrived, 0.0, 0.0, dict.fromkeys(company, 1.0), company)
         return ask
 
 

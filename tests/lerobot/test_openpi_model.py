@@ -20,8 +20,9 @@ from tiny_checkpoints import OLD
 from tiny_pi import shrink
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import DeviceOptions, load_policy, noise_of
+from reflex_runtime.robots import DeviceOptions, load_policy
 from reflex_runtime.robots.analysis.doctor import examine
+from reflex_runtime.robots.policy.observation import noise_of
 from robots.sources.openpi_files import Processor, write
 
 pytestmark = [

@@ -23,16 +23,9 @@ import torch
 from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, TOP, WRIST, load
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import (
-    DecomposedPolicy,
-    DeviceOptions,
-    InvalidRequest,
-    Policy,
-    load_policy,
-    noise_of,
-    read_source,
-)
+from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, InvalidRequest, Policy, load_policy, read_source
 from reflex_runtime.robots.analysis.doctor import examine
+from reflex_runtime.robots.policy.observation import noise_of
 from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
@@ -486,9 +479,7 @@ def test_p14_every_step_that_lerobot_has_is_applied_or_refused() -> None:
 
 
 @pytest.mark.parametrize("family", STAGED)
-def test_p10_any_of_its_cameras_is_enough_and_the_answer_is_lerobots(
-    checkpoints: dict[str, Path], family: str
-) -> None:
+def test_p10_any_of_its_cameras_is_enough_and_the_answer_is_lerobots(checkpoints: dict[str, Path], family: str) -> None:
     """Requests that show other cameras share batches; none is taken for a black picture."""
     policy = loaded(checkpoints[family])
     reference = Reference(policy)
@@ -549,6 +540,7 @@ def test_p14_weights_that_lerobot_failed_to_read_are_no_random_ones(
     checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It prints the error, and returns the policy as it was made."""
+
     def fails(*args: Any, **options: Any) -> None:
         raise OSError("Cannot allocate memory")
 
@@ -558,9 +550,7 @@ def test_p14_weights_that_lerobot_failed_to_read_are_no_random_ones(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_p10_an_unloaded_policy_leaves_memory_without_the_collector(
-    checkpoints: dict[str, Path], family: str
-) -> None:
+def test_p10_an_unloaded_policy_leaves_memory_without_the_collector(checkpoints: dict[str, Path], family: str) -> None:
     """A server never collects what it had when it was ready, and other cycles seldom."""
     policy = loaded(checkpoints[family])
     policy.answers([policy.request(policy.prepare(**asked(policy.spec, 1), episode_id="e"))])

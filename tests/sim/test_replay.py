@@ -22,8 +22,9 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.observe.journal import BatchLine, GroupInfo, Member
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import info_of
-from reflex_runtime.robots import load_policy, parse_fault, served_by
+from reflex_runtime.robots import load_policy, served_by
 from reflex_runtime.robots.analysis.report import report
+from reflex_runtime.robots.policy.processors import parse_fault
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.recorded import Changes, _group
 from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_schedule, side_by_side
@@ -62,9 +63,7 @@ def impatient(i: int) -> Robot:
     return ask
 
 
-def recorded(
-    directory: Path, kind: str, *robots: Robot, slots: tuple[str, ...] = ("prod",), **options: Any
-) -> Journal:
+def recorded(directory: Path, kind: str, *robots: Robot, slots: tuple[str, ...] = ("prod",), **options: Any) -> Journal:
     export = write_export(directory / "export", kind)
     policies = [load_policy(export, slot) for slot in slots]
     return read_journal(serve(Served(directory / "recordings", policies, images="none", **options), *robots))

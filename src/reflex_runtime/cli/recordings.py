@@ -99,8 +99,9 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
-    from reflex_runtime.robots import ActionGuard, DeviceOptions, Policy, load_policy, read_source, served_by
+    from reflex_runtime.robots import DeviceOptions, Policy, load_policy, read_source, served_by
     from reflex_runtime.robots.analysis.replay import DIFFS, replay_model
+    from reflex_runtime.robots.policy.processors import ActionGuard
     from reflex_runtime.run.onnx_session import PROVIDERS
     from reflex_runtime.run.processor import Processor
 

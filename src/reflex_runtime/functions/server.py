@@ -39,7 +39,7 @@ class FunctionServer(BatchServer):
         super().__init__(config, self.series, self.series.registry, parent)
         alone = len(functions) == 1
         groups = [config.group(served.name, served.weight, alone) for served in functions]
-        self._batcher = Batcher(
+        self.batcher = Batcher(
             {served.name: served.processor for served in functions}, groups, self.audience, config.watchdog_s,
             on_fatal=on_lost, brief=config.brief_ms / 1e3, on_stuck=leave_stuck,
         )  # fmt: skip

@@ -21,68 +21,20 @@ The layers under them: `sources` (files → a `PolicySpec` and its model: ONNX g
 
 from __future__ import annotations
 
-from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy, WarmUp
+from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.model import PolicyModel, PolicySource, StagedModel, WholeModel
-from reflex_runtime.robots.policy.observation import (
-    ActionChunk,
-    GuardReport,
-    Observation,
-    decode_image,
-    noise_of,
-    seed_of,
-)
-from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixCache
-from reflex_runtime.robots.policy.processors import (
-    ActionGuard,
-    Fault,
-    FaultyProcessor,
-    GuardedProcessor,
-    parse_fault,
-    served_by,
-)
+from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel
+from reflex_runtime.robots.policy.observation import ActionChunk, Observation
+from reflex_runtime.robots.policy.processors import served_by
 from reflex_runtime.robots.policy.spec import DeviceOptions, Embodiment, PolicySpec
 from reflex_runtime.robots.policy.tokenizer import PromptTemplate, WordTokenizer
-from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled
+from reflex_runtime.robots.policy.units import Norm
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.load import load_policy, read_source
 from reflex_runtime.web.errors import InvalidRequest
 
 __all__ = [
-    "ActionChunk",
-    "ActionGuard",
-    "AddState",
-    "AlohaGripper",
-    "Binarised",
-    "DecomposedPolicy",
-    "DeviceOptions",
-    "Embodiment",
-    "Export",
-    "Fault",
-    "FaultyProcessor",
-    "GuardReport",
-    "GuardedProcessor",
-    "InvalidRequest",
-    "MonolithicPolicy",
-    "Norm",
-    "Observation",
-    "Policy",
-    "PolicyModel",
-    "PolicySource",
-    "PolicySpec",
-    "Prefix",
-    "PrefixCache",
-    "PromptTemplate",
-    "Scaled",
-    "StagedModel",
-    "WarmUp",
-    "WholeModel",
-    "WordTokenizer",
-    "decode_image",
-    "load_policy",
-    "noise_of",
-    "parse_fault",
-    "read_source",
-    "seed_of",
-    "served_by",
-]
+    "ActionChunk", "DecomposedPolicy", "DeviceOptions", "Embodiment", "Export", "InvalidRequest", "MonolithicPolicy",
+    "Norm", "Observation", "Policy", "PolicySource", "PolicySpec", "PromptTemplate", "StagedModel", "WholeModel",
+    "WordTokenizer", "load_policy", "read_source", "served_by",
+]  # fmt: skip

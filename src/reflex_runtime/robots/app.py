@@ -141,7 +141,7 @@ def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyR
     source: as SOURCE of `reflex serve`; else REFLEX_SOURCE. settings: its options; those that are not given come from
     the environment (REFLEX_MAX_QUEUE=64). ConfigError for what can be found before anything is loaded.
     """
-    from reflex_runtime.robots import read_source
+    from reflex_runtime.robots.sources.load import read_source
     from reflex_runtime.robots.versions.slots import device_of
     from reflex_runtime.settings.read import environment, read
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
-from reflex_runtime.robots import PolicySpec
 from reflex_runtime.robots.policy.processors import FaultKind
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving import admin
 from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.question import ActAnswer

@@ -42,12 +42,14 @@ class BatchServer:
     """The `Host` of what is batched on one device. `start` returns when it is ready or has failed.
 
     what: is served, for messages. active: requests that have entered and are not settled. loaded: whether what is
-    served is there, and its device runs. journals: what it writes: a trace, a recording, and those that are sent to a
-    caller. listening: addresses of wires on ports of their own, by their settings.
+    served is there, and its device runs. batcher: the driver of that, once there is one. journals: what it writes: a
+    trace, a recording, and those that are sent to a caller. listening: addresses of wires on ports of their own, by
+    their settings.
     """
 
     what: ClassVar[str]
     product: ClassVar[str]
+    batcher: Batcher
 
     def __init__(
         self, config: ServeConfig | FunctionsConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None
@@ -66,16 +68,9 @@ class BatchServer:
         self.audience = Audience([metrics, FailureLog(), *([] if self.spans is None else [self.spans])])
         self.watchers = Watchers(Live, self.audience.add, self.audience.remove, self.shown)
         self.on_drain.append(self.watchers.close)
-        self._batcher: Batcher | None = None
         self._journal: Callable[[str | Recording | LineTarget], JournalWriter] = JournalWriter
         self._over = asyncio.Event()  # `start` is
         self._clean = True
-
-    @property
-    def batcher(self) -> Batcher:
-        """The driver of the device."""
-        assert self._batcher is not None
-        return self._batcher
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -104,8 +99,8 @@ class BatchServer:
             self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
             if not self.unusable:
                 log.exception("%s could not be started", self.what)
-            if self._batcher is not None:
-                await self._batcher.close(drain=False)
+            if hasattr(self, "batcher"):  # it may have failed before
+                await self.batcher.close(drain=False)
         else:
             self.loaded, self.state = True, "ready"
         self._clean = True

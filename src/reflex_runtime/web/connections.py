@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -114,7 +114,7 @@ class _PipelineFlow(FlowControl):
 
     def read_on(self) -> None:
         """Pause or resume, by what waits."""
-        if self.unparsed or self.full:
+        if self.unparsed or (self._behind and self.full):
             self.pause_reading()
         else:
             super().resume_reading()
@@ -129,13 +129,8 @@ class _PipelineFlow(FlowControl):
 class _OfApp:
     """What both protocols have of ours."""
 
-    app: Any  # uvicorn's name for it
+    reflex: App  # uvicorn's `app`
     client: tuple[str, int] | None
-
-    @property
-    def reflex(self) -> App:
-        assert isinstance(self.app, App)
-        return self.app
 
     def _number(self) -> None:
         """Put a number for the port, by which nobody knows a caller, and which comes again."""
@@ -149,6 +144,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.reflex = cast(App, self.app)
         self._task: asyncio.Task[None] | None = None
         self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the last that came
         self._time = _Timed(self.loop, self.limits, self._slow)
@@ -322,7 +318,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
     def _respond(self, cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
         """Write a whole answer at once, in half of uvicorn's time for its two messages. False where they must do."""
         if not cycle.keep_alive or CLOSE in headers:
-            cycle.keep_alive, headers = False, [*(header for header in headers if header != CLOSE), CLOSE]
+            cycle.keep_alive, headers = False, [*[header for header in headers if header != CLOSE], CLOSE]
         headers = cycle.default_headers + headers
         head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % header for header in headers])
         whole = head.count(b"\r") == head.count(b"\n") == len(headers) + 1
@@ -423,6 +419,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.reflex = cast(App, self.app)
         self._app_task: asyncio.Task[Any] | None = None
         self._idles = False  # the application waits for a message
         self.held = self._frames = 0  # frames: that may be parsed before others have their turn

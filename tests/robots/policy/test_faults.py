@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError, ProcessorHung
-from reflex_runtime.robots import Fault, FaultyProcessor, Policy, load_policy, parse_fault, served_by
-from reflex_runtime.robots.policy.processors import InjectedDeath
+from reflex_runtime.robots import Policy, load_policy, served_by
+from reflex_runtime.robots.policy.processors import Fault, FaultyProcessor, InjectedDeath, parse_fault
 from robots.tiny import STEPS, Bench, asked, value, write_export
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import NonFiniteResult
-from reflex_runtime.robots import ActionChunk, ActionGuard, Embodiment, GuardedProcessor, load_policy, served_by
+from reflex_runtime.robots import ActionChunk, Embodiment, load_policy, served_by
+from reflex_runtime.robots.policy.processors import ActionGuard, GuardedProcessor
 from reflex_runtime.run.processor import BaseProcessor
 from robots.tiny import Bench, asked, value, write_export
 

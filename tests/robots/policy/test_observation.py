@@ -19,9 +19,9 @@ import PIL.Image
 import PIL.ImageOps
 import pytest
 
-from reflex_runtime.robots import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
+from reflex_runtime.robots import Export, InvalidRequest, Policy, load_policy
 from reflex_runtime.robots.policy import observation
-from reflex_runtime.robots.policy.observation import resize_image, warm_decoders
+from reflex_runtime.robots.policy.observation import decode_image, noise_of, resize_image, seed_of, warm_decoders
 from reflex_runtime.robots.policy.spec import Resize
 from reflex_runtime.web import pictures
 from reflex_runtime.web.pictures import MAX_SIDE, pixels_of

@@ -11,8 +11,8 @@ import PIL.Image
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import Export, decode_image, load_policy
-from reflex_runtime.robots.policy.observation import resize_image
+from reflex_runtime.robots import Export, load_policy
+from reflex_runtime.robots.policy.observation import decode_image, resize_image
 from robots import means
 from robots.tiny import run_alone
 
@@ -91,8 +91,11 @@ def test_p29_an_export_says_how(tmp_path: Any) -> None:
     whole = policy.prepare(images={"front": pattern(4, 4)}).images["front"]
     assert (whole.dtype, (whole == pattern(4, 4)).all()) == (np.float32, True)
     with pytest.raises(ConfigError, match="float"):
-        load_policy(means.write_export(tmp_path / "u", {"front": ("u", [4, 4, 3])}, 1, images={"front": [4, 4]},
-                                       resize="pad-smolvla-float"))
+        load_policy(
+            means.write_export(
+                tmp_path / "u", {"front": ("u", [4, 4, 3])}, 1, images={"front": [4, 4]}, resize="pad-smolvla-float"
+            )
+        )
     ports["front"] = ("u", [4, 4, 3])
     with pytest.raises(ConfigError, match="resize: found \"crop\", expected 'stretch' or 'pad' or 'pad-lerobot'"):
         Export.load(means.write_export(tmp_path / "x", ports, 1, images={"front": [4, 4]}, resize="crop"))

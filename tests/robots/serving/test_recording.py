@@ -27,7 +27,8 @@ from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.observe.journal import JournalError, RequestLine
 from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.robots import Export, seed_of
+from reflex_runtime.robots import Export
+from reflex_runtime.robots.policy.observation import seed_of
 from reflex_runtime.version import __version__
 from robots.tiny import EMBODIMENT, picture, write_export
 from serving.exports import WEIGHTS, write_tiny
@@ -566,9 +567,7 @@ def test_t5_a_changed_model_is_told_and_exits_3(seeing: Path, there: Path, tmp_p
     with Server(seeing, "--record", str(there), "--record-images", "full") as server:
         robots(server, [pictured(0, 4)])
         server.stop()
-    changed = write_export(
-        tmp_path / "changed", "decomposed", lambda c: c["action_norm"].update(std=[0.501, 0.125])
-    )
+    changed = write_export(tmp_path / "changed", "decomposed", lambda c: c["action_norm"].update(std=[0.501, 0.125]))
     call = ("replay", only(there), "--model", changed, "--compose", "recorded")
     assert reflex(*call).returncode == 0
     done = reflex(*call, "--fail-on", "actions")
@@ -617,9 +616,7 @@ def test_t6_the_schedule_of_two_slots_with_holds_is_the_same_again(
     assert list(told["reports"]) == ["recorded", "replayed", "50 ms"]
 
 
-def test_t6_denoise_steps_deadlines_and_hang_ups_are_the_same_again(
-    seeing: Path, there: Path, tmp_path: Path
-) -> None:
+def test_t6_denoise_steps_deadlines_and_hang_ups_are_the_same_again(seeing: Path, there: Path, tmp_path: Path) -> None:
     with Server(seeing, "--record", str(there), "--inject-latency-ms", "20", "--max-batch-size", "3") as server:
         with server.burst([pictured(i, 1)[0] for i in range(10, 15)]) as leaving:
             leaving.send()

@@ -15,7 +15,8 @@ import pytest
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.robots import Export, Policy, load_policy, parse_fault
+from reflex_runtime.robots import Export, Policy, load_policy
+from reflex_runtime.robots.policy.processors import parse_fault
 from reflex_runtime.robots.versions.slots import Slot, Version, check_alike, faults_of, group_of, load
 from reflex_runtime.settings import ServeConfig
 from robots.tiny import Bench, asked, write_export
@@ -86,11 +87,15 @@ def test_v13_each_batch_runs_on_the_version_it_was_prepared_for(slot: Slot, vers
     for version, name in ((one, 1), (other, 2), (other, 3), (one, 4)):
         slot.run(batch_of(version, name))
     assert [told for told in one.processor.told if told[0] != "drop"] == [
-        ("start", None), ("run", (["request-1"], [])), ("run", (["request-4"], [])),
+        ("start", None),
+        ("run", (["request-1"], [])),
+        ("run", (["request-4"], [])),
     ]
     # The one that came later was started before its first batch, on the thread that runs it, and once.
     assert other.processor.told == [
-        ("start", None), ("run", (["request-2"], [])), ("run", (["request-3"], [])),
+        ("start", None),
+        ("run", (["request-2"], [])),
+        ("run", (["request-3"], [])),
     ]
     slot.stop()
     assert one.processor.told[-1] == other.processor.told[-1] == ("stop", None)
@@ -205,7 +210,8 @@ def test_v1_versions_behind_one_router_drive_the_same_robot(tmp_path: Path) -> N
 def test_e4_faults_belong_to_slots_that_are_there() -> None:
     found = faults_of(["a:raise:1", "b:slow:0.5:20"], ("a", "b"), "--inject-fault")
     assert {slot: [str(f) for f in faults] for slot, faults in found.items()} == {
-        "a": ["a:raise:1"], "b": ["b:slow:0.5:20"],
+        "a": ["a:raise:1"],
+        "b": ["b:slow:0.5:20"],
     }
     with pytest.raises(ConfigError, match="slot shadow is not served, only a, b"):
         faults_of(["shadow:raise:1"], ("a", "b"), "--inject-fault")

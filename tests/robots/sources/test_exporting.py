@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import Observation, decode_image, load_policy
-from reflex_runtime.robots.policy.observation import resize_image
+from reflex_runtime.robots import Observation, load_policy
+from reflex_runtime.robots.policy.observation import decode_image, resize_image
 from reflex_runtime.robots.sources import lerobot_export as exporting
 from reflex_runtime.robots.sources.export_files import new_directory
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint

@@ -6,12 +6,16 @@ it shows what the server knew at every moment.
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
@@ -20,7 +24,6 @@ from reflex_runtime.observe.journal_reader import JournalReader
 from reflex_runtime.robots.versions.comparison import Comparison, wilson
 
 WIDTH = 80
-_SLOT = 24  # columns of a slot in the table
 
 
 @dataclass(slots=True)
@@ -137,58 +140,66 @@ class RolloutReport:
 
     def text(self) -> str:
         """The report for people, in 80 columns."""
-        parts = [self._head(), self._table()]
+        page = Console(
+            file=io.StringIO(), width=WIDTH, color_system=None, soft_wrap=False, markup=False, highlight=False
+        )
+        parts: list[RenderableType] = [self._head(), self._table()]
         if self.comparison is not None:
             parts.append(self._verdict(self.comparison))
-        shadow = self.shadow()
-        if shadow is not None:
+        if (shadow := self.shadow()) is not None:
             joints = ", ".join(f"{v:.3g}" for v in shadow["per_joint"])
             text = f"shadow: {shadow['pairs']} pairs, mean difference {shadow['mean']:.3g}, "
             text += f"largest {shadow['largest']:.3g}"
             parts.append(text + (f"\n  per joint {joints}" if joints else ""))
         if self.timeline:
-            parts.append("\n".join(["timeline (UTC)", *(line for e in self.timeline for line in _told(e))]))
-        return "\n\n".join(parts)
+            parts += ["timeline (UTC)", self._events()]
+        for part in parts:
+            page.print(part, end="\n\n" if part != "timeline (UTC)" else "\n")
+        return "\n".join(line.rstrip() for line in page.file.getvalue().rstrip().splitlines())  # type: ignore[attr-defined]
 
-    def _head(self) -> str:
+    def _head(self) -> RenderableType:
         files = f"{len(self.files)} recordings" if len(self.files) > 1 else str(self.files[0])
         seconds = self.ended - self.started
         long = f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
-        span = f"{_clock(self.started)} to {_clock(self.ended)} UTC, {long}"
-        lines = [_cut(files, WIDTH), span]
+        lines = [_plain(files)[:WIDTH], f"{_clock(self.started)} to {_clock(self.ended)} UTC, {long}"]
         if self.dropped:
             lines.append(f"{self.dropped:,} lines were dropped: the disk could not keep up")
         if self.unfinished:
             lines.append(f"{self.unfinished} without a footer: still written, or the server was killed")
         return "\n".join(lines)
 
-    def _table(self) -> str:
-        rows: list[tuple[str, list[str]]] = [("", list(self.slots))]
+    def _table(self) -> Table:
+        slots = list(self.slots.values())
+        table = Table("", *(slot.slot for slot in slots), box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in table.columns:
+            column.no_wrap, column.overflow = True, "ellipsis"
 
         def row(name: str, tell: Any) -> None:
-            rows.append((name, [tell(slot) for slot in self.slots.values()]))
+            table.add_row(name, *(_plain(tell(slot)) for slot in slots))
 
         row("model", lambda s: s.models[-1] if s.models else "–")
-        if any(s.loaded for s in self.slots.values()):
+        if any(s.loaded for s in slots):
             row("  loaded (UTC)", lambda s: _clock(s.loaded) if s.loaded else "–")
         row("requests", lambda s: f"{s.requests:,}")
         row("  answered", lambda s: f"{len(s.latencies):,}")
         row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
-        row("success", _success)
+        row(
+            "success", lambda s: f"{s.successes} of {s.finished}, {s.successes / s.finished:.1%}" if s.finished else "–"
+        )
         row("  95 % interval", _interval)
-        row("latency p50, ms", lambda s: _ms(s.latency(0.50)))
-        row("latency p99, ms", lambda s: _ms(s.latency(0.99)))
+        for share in (0.50, 0.99):
+            row(f"latency p{share * 100:.0f}, ms", lambda s, share=share: _ms(s.latency(share)))
         row("guard clamped", lambda s: f"{s.clamped:,}")
         row("guard held", lambda s: f"{s.held:,}")
-        for slug in sorted({slug for slot in self.slots.values() for slug in slot.errors}):
-            row(f"  {slug}", lambda s, slug=slug: f"{s.errors[slug]:,}")
-        first = min(24, max(len(name) for name, _ in rows)) + 2
-        wide = min(_SLOT + 4, (WIDTH - first) // max(1, len(self.slots)))
-        lines = [
-            _cut(name, first - 2).ljust(first) + "".join(_cut(cell, wide - 2).ljust(wide) for cell in cells)
-            for name, cells in rows
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        for slug in sorted({slug for slot in slots for slug in slot.errors}):
+            row(f"  {_plain(slug)}", lambda s, slug=slug: f"{s.errors[slug]:,}")
+        return table
+
+    def _events(self) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for event in self.timeline:
+            table.add_row(f"  {_clock(event.at)}", _plain(event.action), _plain(event.what))
+        return table
 
     def _verdict(self, found: Comparison) -> str:
         verdict = {"a_better": "a is better", "b_better": "b is better"}.get(found.verdict, "undecided")
@@ -379,29 +390,8 @@ def evidence(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if 100.0 <= value < 1e8 else f"{value:.3g}"
 
 
-def _told(event: Event) -> list[str]:
-    """An event in lines of at most 80 columns."""
-    lines, line = [], f"  {_clock(event.at)}  {_plain(event.action):<9}"
-    for word in _plain(event.what).split():
-        if len(line) + 1 + len(word) > WIDTH and line.strip():
-            lines.append(line)
-            line = " " * 22
-        line = f"{line} {_cut(word, WIDTH - 24)}"
-    return [*lines, line.rstrip()]
-
-
 def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "·" for c in text)
-
-
-def _cut(text: str, width: int) -> str:
-    shown = _plain(text)
-    return shown if len(shown) <= width else shown[: max(0, width - 1)] + "…"
-
-
-def _success(slot: SlotReport) -> str:
-    n, k = slot.finished, slot.successes
-    return f"{k} of {n}, {k / n:.1%}" if n else "–"
 
 
 def _interval(slot: SlotReport) -> str:

@@ -34,9 +34,10 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import QueueFull, ReflexError
 from reflex_runtime.core.order import LazyHeap
 from reflex_runtime.core.request import Priority
-from reflex_runtime.robots import Observation, Policy, PolicySpec
+from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.fields import names_of
-from reflex_runtime.robots.policy.observation import Sent
+from reflex_runtime.robots.policy.observation import Observation, Sent
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
 from reflex_runtime.run.wall import WALL
 from reflex_runtime.web.fields import invalid, printable
@@ -74,28 +75,20 @@ class Job:
     loop, or on a thread. done: called on the loop with the value or the error, once; not after `discard`.
     """
 
-    __slots__ = ("client", "done", "gone", "look", "make", "pixels", "share", "size", "tag")
+    __slots__ = ("client", "done", "look", "make", "pixels", "share", "size", "tag")
 
     def __init__(
         self, client: Hashable, share: float, size: int, look: Callable[[], int], make: Callable[[], Any], done: Done
     ) -> None:
-        self.client, self.share, self.size, self.look, self.make, self.done = client, share, size, look, make, done
+        self.client, self.share, self.size, self.look, self.make = client, share, size, look, make
+        self.done: Done | None = done  # None once it is over
         self.pixels = -1  # not looked at yet
         self.tag = 0.0
-        self.gone = False
 
     def forget(self) -> None:
         """Drop its functions, because its request may keep the job for longer."""
-        self.gone = True
-        self.look, self.make, self.done = _nothing, _nothing, _heard
-
-
-def _nothing() -> int:
-    return 0
-
-
-def _heard(value: Any, error: Exception | None) -> None:
-    return
+        self.look = self.make = int
+        self.done = None
 
 
 class DecodeOrder:
@@ -202,12 +195,13 @@ class DecodePool:
         until = time.perf_counter() + TURN_S
         while time.perf_counter() < until and (job := self._light.take()) is not None:
             try:
-                pixels = self._look(job)
-                if pixels * self._pace > LIGHT_S:
-                    job.look = partial(int, pixels)  # its base64 is read, too
-                    self._add_large(job, pixels)
-                    continue
-                value = self._decode(job, pixels)
+                with WALL:
+                    pixels = job.look()
+                    if pixels * self._pace > LIGHT_S:
+                        job.look = partial(int, pixels)  # its base64 is read, too
+                        self._add_large(job, pixels)
+                        continue
+                    value = self._decode(job, pixels)
             except Exception as error:
                 _deliver(job, None, error)
             else:
@@ -216,14 +210,9 @@ class DecodePool:
         if self._turn_due:
             self._loop.call_soon(self._turn)
 
-    def _look(self, job: Job) -> int:
-        with WALL:
-            return job.look()
-
     def _decode(self, job: Job, pixels: int) -> Any:
         began = time.thread_time()  # a batch that runs on the same core makes no picture large
-        with WALL:
-            value = job.make()
+        value = job.make()
         if pixels > LOOK_PIXELS:
             self._pace += 0.1 * ((time.thread_time() - began) / pixels - self._pace)
         return value
@@ -267,14 +256,15 @@ class DecodePool:
                 if self._closed or job is None:
                     return
             try:
-                pixels = self._look(job)
-                if pixels > job.pixels:  # it waited by its bytes
-                    with self._lock:
-                        refused, waiting = self._large.push(job, pixels), self._large.waiting_pixels
-                    if refused is not None:
-                        self._tell(refused, None, self._full(waiting))
-                    continue
-                value = self._decode(job, pixels)
+                with WALL:
+                    pixels = job.look()
+                    if pixels > job.pixels:  # it waited by its bytes
+                        with self._lock:
+                            refused, waiting = self._large.push(job, pixels), self._large.waiting_pixels
+                        if refused is not None:
+                            self._tell(refused, None, self._full(waiting))
+                        continue
+                    value = self._decode(job, pixels)
             except Exception as error:
                 self._tell(job, None, error)
             else:
@@ -292,8 +282,7 @@ class DecodePool:
 
 
 def _deliver(job: Job, value: Any, error: Exception | None) -> None:
-    if not job.gone:
-        done = job.done
+    if (done := job.done) is not None:
         job.forget()
         try:
             done(value, error)
@@ -386,14 +375,11 @@ def job_of(
         return fields.look(sent)
 
     make = partial(observe, policy, request_id, question, received, sent)
-    return Job(client, share, sum(_size(image) for _, _, image in question.images), look, make, done)
-
-
-def _size(image: Image) -> int:
-    """Bytes of a picture as it came."""
-    if isinstance(image, np.ndarray):
-        return image.nbytes
-    return len(image.data) if isinstance(image, Array) else len(image)
+    size = 0  # bytes as they came
+    for _, _, image in question.images:
+        data = image.data if isinstance(image, Array) else image
+        size += data.nbytes if isinstance(data, np.ndarray) else len(data)
+    return Job(client, share, size, look, make, done)
 
 
 def observe(

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import Expired, ReflexError
 from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
-from reflex_runtime.robots import ActionChunk, Observation, Policy, PolicySpec
-from reflex_runtime.robots.policy.observation import Doubt
+from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.observation import ActionChunk, Doubt, Observation
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.decode_pool import (
     SHARES,
     Job,
@@ -160,7 +161,7 @@ class RequestHandler:
             raise
         finally:
             ticket.waiter = waiter = None
-            if job is not None and not job.gone:
+            if job is not None and job.done is not None:
                 self.runtime.decode_pool.discard(job)
         pending.answer = self._answer(pending, served, ticket, chunk)
         return pending.answer
@@ -247,21 +248,24 @@ class RequestHandler:
             self._described = (admission, _batch_of(admission))
         now = pending.answered = time.monotonic()
         total = now - pending.received
-        spent, latency, doubts = _ms(total), served.config.inject_latency_ms, ticket.request.payload.doubts
+        latency, doubts = served.config.inject_latency_ms, ticket.request.payload.doubts
+        times = (total, 1e-3 / total if total > 0.0 else 0.0, started - ticket.arrived, now - started)
+        # Milliseconds to three places, at a quarter of what `round` costs.
+        spent, hz, queued, ran, age = [int(t * 1e6 + 0.5) / 1e3 for t in (*times, now - pending.started)]
         mode, model_hash, config_hash = version.told
         return ActAnswer(
             actions=chunk.actions,
             num_actions=chunk.actions.shape[0],
             action_dim=chunk.actions.shape[1],
             latency_ms=spent,
-            hz=_ms(1e-3 / total) if total > 0 else 0.0,
+            hz=hz,
             denoising_steps=chunk.denoising_steps,
             inference_mode=mode,
             model_hash=model_hash,
             config_hash=config_hash,
             reflex_version=__version__,
             request_id=pending.request_id,
-            timing=Timing(_ms(started - ticket.arrived), _ms(now - started), spent, _ms(now - pending.started)),
+            timing=Timing(queued, ran, spent, age),
             batch=self._described[1],
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,
@@ -298,8 +302,3 @@ def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
         "cause": admission.cause,
         "cost_ms": round(admission.cost * 1e3, 3),
     }
-
-
-def _ms(seconds: float) -> float:
-    """Milliseconds to three places, at a quarter of what `round` costs."""
-    return int(seconds * 1e6 + 0.5) / 1e3

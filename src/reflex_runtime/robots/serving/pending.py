@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.observe.journal_writer import RequestRecord, SentImage
 from reflex_runtime.observe.spans import RequestSpan
-from reflex_runtime.robots import InvalidRequest, Observation, seed_of
+from reflex_runtime.robots.policy.observation import Observation, seed_of
 from reflex_runtime.robots.serving.decode_pool import SHADOW_CLIENT, SHADOW_SHARE, job_of, pixels_in
 from reflex_runtime.robots.serving.question import ActAnswer, Array, Question, array_of
 from reflex_runtime.robots.serving.served import ServedPolicy
 from reflex_runtime.robots.versions.router import Routing
 from reflex_runtime.robots.versions.slots import Version
 from reflex_runtime.web.batch_server import HasHeaders, RequestScope, times_of
+from reflex_runtime.web.errors import InvalidRequest
 
 
 class PendingRequest(RequestScope):

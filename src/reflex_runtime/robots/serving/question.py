@@ -90,16 +90,13 @@ class Question(RequestLimits, kw_only=True, gc=False):
     """What a robot asks. Checked when it is made: the 422 names the field.
 
     images: (camera, field to name in errors, picture). state: in the robot's units. deadline_ms: from when the request
-    reached this machine.
+    reached this machine. episode: by which things are kept of it; set.
     """
 
     images: Sequence[tuple[str, str, Image]] = ()
     state: Sequence[float] | Array | NDArray[Any] | None = None
     instruction: str | None = None
-
-    @property
-    def episode(self) -> str:
-        return episode_key(self.robot_id, self.episode_id)
+    episode: str = ""
 
     def __post_init__(self) -> None:
         if self.episode_id is not None:
@@ -118,6 +115,7 @@ class Question(RequestLimits, kw_only=True, gc=False):
                 if not 0 <= value <= most:
                     raise invalid(name, f"{name}={value}: must be in [0, {most}]")
                 setattr(self, name, value)
+        self.episode = episode_key(self.robot_id, self.episode_id)
         limit = self.deadline_ms
         if limit is not None and not 0.0 < limit <= MAX_DEADLINE_MS:
             raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, {MAX_DEADLINE_MS:g}]")

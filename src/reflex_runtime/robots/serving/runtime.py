@@ -14,7 +14,7 @@ from reflex_runtime.observe.journal import PolicyHead, WarmUpLine
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, hardware
 from reflex_runtime.observe.logs import leave_stuck
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots import Policy
+from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.serving.decode_pool import DecodePool
 from reflex_runtime.robots.serving.served import PolicyPlan, ServedPolicy
@@ -81,8 +81,8 @@ class PolicyRuntime(BatchServer):
     async def load(self) -> None:
         policies = await in_thread(self._load)
         self.state = "warming"
-        self._batcher = self._build(policies)
-        await self._batcher.start(self._warm)
+        self.batcher = self._build(policies)
+        await self.batcher.start(self._warm)
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         self._stopped = True

@@ -14,8 +14,9 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.observe.journal import WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import warmed
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots import Policy, PolicySource, PolicySpec, WarmUp
-from reflex_runtime.robots.policy.spec import WIRES
+from reflex_runtime.robots.policy.base import Policy, WarmUp
+from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
 from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.sources.load import read_source, weight_of
@@ -219,9 +220,7 @@ class ServedPolicy:
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
         return self.rollout.place(episode_id, request_id, time.monotonic(), robot_id, connection)
 
-    def ended(
-        self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object
-    ) -> dict[str, Any]:
+    def ended(self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object) -> dict[str, Any]:
         """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
         of it; 404 for one that is not known, 409 where it may be one of several robots'."""
         told = self.rollout.outcome(episode_id, success, robot_id)

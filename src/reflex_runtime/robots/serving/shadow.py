@@ -29,7 +29,8 @@ from reflex_runtime.core.errors import Dropped, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots import Observation, Policy
+from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
 from reflex_runtime.robots.serving.decode_pool import Done as Made
 from reflex_runtime.robots.versions.slots import SHADOW_QUEUE, Slot, Version

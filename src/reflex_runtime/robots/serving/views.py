@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reflex_runtime.observe import metrics
-from reflex_runtime.robots import PolicySpec
-from reflex_runtime.robots.policy.spec import WIRES, WireMap
+from reflex_runtime.robots.policy.spec import WIRES, PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP

@@ -19,21 +19,19 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.robots import (
+from reflex_runtime.robots.policy.base import Policy, WarmUp
+from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.processors import (
     ActionGuard,
     Fault,
     FaultyProcessor,
     GuardedProcessor,
-    Policy,
-    PolicySource,
-    PolicySpec,
-    WarmUp,
-    load_policy,
+    OnBadAction,
     parse_fault,
 )
-from reflex_runtime.robots.policy.processors import OnBadAction
 from reflex_runtime.robots.policy.rtc import Rtc
-from reflex_runtime.robots.policy.spec import DeviceOptions
+from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.sources.load import load_policy
 from reflex_runtime.run.modules import told
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.processor import Processor, may_run_anywhere
