@@ -28,7 +28,7 @@ BOX, MIDDLE = (16, 16, 48, 40), (32, 28, 32, 24)
 NAMES = "{0: 'red', 1: 'green', 2: 'blue'}"
 GAPS = "{1: 'red', 3: 'blue'}"
 RFDETR = '{"class_names": ["red", "blue"], "class_id_to_name": {"1": "red", "3": "blue"}, "num_classes": 4}'
-POSE, MASKS = {"task": "pose", "kpt_shape": "[2, 3]"}, {"task": "segment"}
+POSE, MASKS, OBB = {"task": "pose", "kpt_shape": "[2, 3]"}, {"task": "segment"}, {"task": "obb"}
 
 
 def head(size: Size, behind: Any, strides: Any = (8, 16, 32), boxes: int = 1) -> Any:
@@ -189,6 +189,8 @@ KNOWN: dict[str, tuple[Callable[[Size], Arrays], Mapping[str, str], str]] = {
         {"names": NAMES, **MASKS},
         "rows without overlaps",
     ),
+    "ultralytics obb": (raw(0, 0, 0.9, 0), {"names": NAMES, **OBB}, "raw head"),
+    "ultralytics obb nms": (rows(0.9, 2, 0, box=MIDDLE), {"names": NAMES, **OBB}, "rows without overlaps"),
     "ultralytics RT-DETR": (in_shares(0, 0, 0.9), {"names": NAMES}, "queries"),
     "ultralytics RT-DETR, two classes": (in_shares(0, 0.9), {"names": "['red', 'blue']"}, "queries"),
     "ultralytics RT-DETR, best": (
@@ -249,7 +251,7 @@ def test_f14_what_exporters_write_finds_its_box(tmp_path: Path, kind: str, form:
     np.testing.assert_allclose(found[0]["boxes"][:1], [BOX], atol=0.1)
     assert len(found[0]["boxes"]) == 1
     assert found[0]["labels"][0] in ("blue", 2, 0 if "one class" in kind else "blue")
-    for part, wanted in {"pose": "keypoints", "segment": "masks"}.items():
+    for part, wanted in {"pose": "keypoints", "segment": "masks", "obb": "polygons"}.items():
         assert (wanted in found[0]) == (part in kind)
 
 
@@ -304,8 +306,7 @@ REFUSED: dict[str, tuple[Callable[[Size], Arrays], Mapping[str, str], str]] = {
     ),
     "classes that are no shares": (raw(-3, -3, 4), {"names": NAMES}, "would score between -3 and 4, expected 0 … 1"),
     "pose without its task": (raw(0.9, 16, 16, 1, 48, 40, 1), {}, "would score between 0 and 48.*has no task"),
-    "turned boxes": (raw(0, 0, 0.9, 0), {"names": NAMES, "task": "obb"}, "its boxes are turned .*--processor"),
-    "turned boxes without their task": (raw(0.9, -0.7), {}, "would score between -0.7 and 0.9"),
+    "obb without its task": (raw(0.9, -0.7), {}, "would score between -0.7 and 0.9"),
     "more classes than names": (raw(0, 0, 0.9, 0, 0), {"names": NAMES}, "5 classes, but its metadata has 3 names"),
     "a class that has no name": (raw(0, 0.9), {"names": GAPS}, "2 classes, but .* 2 names, up to number 3"),
     "a row of no such class": (rows(0.9, 7), {"names": NAMES}, "a class number 7, but its metadata has 3 names"),

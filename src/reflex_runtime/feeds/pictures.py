@@ -59,7 +59,7 @@ class PictureSize:
     drawn: tuple[str, ...] = ("labels", "scores", "tracker_ids", "text", "masks")
 
 
-_PLACES: Final = ("boxes", "keypoints")
+_PLACES: Final = ("boxes", "polygons", "keypoints")
 SMALL: Final = PictureSize(320, 2.0, 70, ("labels", "text", "masks"))
 MIDDLE: Final = PictureSize(480, 0.1, 75)
 LARGE: Final = PictureSize(960, 0.1, 80)

@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from reflex_runtime.feeds.detectors.obb import kept_obb, polygons_of
+
 LETTERBOX: Final = "letterbox"  # the whole picture in the middle, grey around it
 CORNER: Final = "corner"  # the same in the upper left corner
 STRETCH: Final = "stretch"
@@ -37,7 +39,7 @@ class Found:
 
     boxes: [k, 4], x0, y0, x1, y1 in pixels of the graph's input; None if the graph has none. scores: [k]. labels: [k].
     points: [k, m, 2 or 3], x and y in the same pixels, and how visible the point is. masks: [k, h, w] bool, each over
-    the whole input.
+    the whole input. polygons: [k, 4, 2], the corners of boxes that are turned; `boxes` are then around them.
     """
 
     boxes: NDArray[np.float64] | None
@@ -45,6 +47,7 @@ class Found:
     labels: NDArray[np.int64]
     points: NDArray[np.float64] | None = None
     masks: NDArray[np.bool_] | None = None
+    polygons: NDArray[np.float64] | None = None
 
 
 class Dialect:
@@ -150,18 +153,20 @@ class Extras:
     """The columns of a row behind box and scores.
 
     points: keypoints of a detection, each of `dims` columns. prototypes: the output [n, m, h, w] whose m pictures,
-    weighted by m columns and added, are a detection's mask; "" for none.
+    weighted by m columns and added, are a detection's mask; "" for none. angle: whether the box is turned by the last
+    column, see `obb`.
     """
 
     points: int = 0
     dims: int = 3
     prototypes: str = ""
     coefficients: int = 0
+    angle: bool = False
 
     @property
     def columns(self) -> int:
         """How many there are."""
-        return self.points * self.dims + self.coefficients
+        return self.points * self.dims + self.coefficients + self.angle
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +231,10 @@ class RawHead(Dialect):
         scores = classes[np.arange(len(rows)), labels]
         if self.objectness:
             scores = scores * rows[:, 4]
-        behind, boxes = rows[:, first + self.classes :], corners(rows[:, :4])
+        behind, kept = rows[:, first + self.classes :], kept_obb if self.extras.angle else kept_of
+        boxes = np.hstack([rows[:, :4], behind]) if self.extras.angle else corners(rows[:, :4])
         fit = np.flatnonzero(wanted_of(boxes, scores, labels, limits))
-        best = fit[kept_of(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
+        best = fit[kept(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
         return found_of(boxes[best], scores[best], labels[best], behind[best], self.extras, outputs)
 
 
@@ -244,8 +250,8 @@ class YoloxHead(RawHead):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Dialect):
-    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input, score, class. Rows that are
-    not filled have the score 0."""
+    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input (middle, width and height
+    where there is an angle), score, class. Rows that are not filled have the score 0."""
 
     output: str
     extras: Extras = Extras()
@@ -257,7 +263,7 @@ class Rows(Dialect):
         rows = outputs[self.output]
         rows = rows[rows[:, 4] >= limits.score].astype(np.float32, copy=False)
         labels = whole_of(rows[:, 5])
-        boxes = rows[:, :4]
+        boxes = rows[:, [0, 1, 2, 3, 6]] if self.extras.angle else rows[:, :4]
         fit = np.flatnonzero(wanted_of(boxes, rows[:, 4], labels, limits))[: limits.most]
         return found_of(boxes[fit], rows[fit, 4], labels[fit], rows[fit, 6:], self.extras, outputs)
 
@@ -366,13 +372,16 @@ def softmax(values: Array) -> Array:
 def found_of(boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, outputs: Outputs) -> Found:
     """Chosen boxes with their points and masks. behind: [k, extras.columns]. A point that is not finite is at 0, 0, and
     not visible."""
-    points = masks = None
+    points = masks = polygons = None
+    if extras.angle:
+        polygons = polygons_of(boxes.astype(np.float64))
+        boxes = np.concatenate([polygons.min(axis=1), polygons.max(axis=1)], axis=1)
     if extras.points:
         points = behind[:, : extras.points * extras.dims].reshape(-1, extras.points, extras.dims).astype(np.float64)
         points[~np.isfinite(points).all(axis=-1)] = 0.0
     if extras.prototypes:
         masks = _masks(behind[:, -extras.coefficients :], outputs[extras.prototypes])
-    return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks)
+    return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks, polygons)
 
 
 def _masks(weights: Array, prototypes: Array) -> NDArray[np.bool_]:

@@ -224,7 +224,7 @@ def picture_input(
 
 
 def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int, int]) -> dict[str, Any]:
-    """Boxes, scores and labels, and keypoints and masks where the graph has them; see docs/feeds.md.
+    """Boxes, scores and labels, and keypoints, polygons and masks where the graph has them; see docs/feeds.md.
 
     Numbers are rounded to hundredths of a pixel and millionths of a score. Boxes outside of the frame are left out.
     size: width and height of the input.
@@ -242,6 +242,8 @@ def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int,
         points = found.points[fine]  # [k, m, 2 or 3]: x, y, and how visible each is
         places = fit.back(points[..., :2]).round(2)
         result["keypoints"] = np.concatenate([places, points[..., 2:].round(4)], axis=-1).tolist()
+    if found.polygons is not None:
+        result["polygons"] = fit.unbounded(found.polygons[fine]).round(2).tolist()
     if found.masks is not None:
         pairs = zip(found.masks[fine], boxes[fine], strict=True)
         result["masks"] = [_mask(mask, box, fit, size) for mask, box in pairs]

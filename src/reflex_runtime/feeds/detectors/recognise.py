@@ -240,7 +240,7 @@ def _check(trial: Trial, candidate: Candidate) -> None:
         raise ConfigError(f"{trial}: its boxes are corners, expected middles and sizes. Give --processor MODULE:NAME")
     if scores is not None and not ((scores > -0.01) & (scores < 1.01)).all():  # half precision may be a little beyond
         seen = f"classes would score between {scores.min():.3g} and {scores.max():.3g}, expected 0 … 1"
-        raise ConfigError(f"{trial}: {seen}: {_task(trial)}. Keypoints need `task` in its metadata")
+        raise ConfigError(f"{trial}: {seen}: {_task(trial)}. Keypoints and turned boxes need `task` in its metadata")
     if labels is not None and trial.classes and labels.max(initial=0) >= trial.classes:
         raise _other_classes(trial, f"a class number {labels.max():.0f}")
 
@@ -306,8 +306,6 @@ def _one_output(trial: Trial) -> Candidate | None:
     heads, prototypes = ranks.get(3, []), ranks.get(4, [])
     if len(heads) != 1 or len(prototypes) > 1 or len(trial.outputs) != len(heads) + len(prototypes):
         return None
-    if trial.facts.task == "obb":
-        raise ConfigError(f"{trial}: its boxes are turned (task obb). Give --processor MODULE:NAME")
     extras = _extras(trial, prototypes[0] if prototypes else "")
     array = trial.outputs[heads[0]][0]
     return _rows(trial, heads[0], array, extras) or _raw_head(trial, heads[0], array, extras)
@@ -357,6 +355,8 @@ _RECOGNISERS: Final[Sequence[Callable[[Trial], Candidate | None]]] = (_named_box
 
 
 def _extras(trial: Trial, prototypes: str) -> Extras:
+    if trial.facts.task == "obb":
+        return Extras(angle=True)
     count, dims = trial.facts.points or (0, 3)
     if trial.facts.task != "pose" or dims not in (2, 3):
         count = 0

@@ -29,6 +29,8 @@ Colour = tuple[int, int, int]
 COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 DARK, LIGHT = (0, 0, 0), (255, 255, 255)
 MOST_BOXES = 1000  # drawn in a picture
+MOST_CORNERS = 64  # of a polygon
+FARTHEST = 20_000.0  # pixels; a polygon with a corner farther away is drawn as its box
 MOST_TEXT = 500  # characters drawn of a text
 VEIL = 110  # of 255: how much of the colour of a mask covers the picture
 _SHORT = 40  # characters of a text that is kept as drawn
@@ -38,7 +40,7 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
     value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them,
-    keypoints and masks (see docs/feeds.md), text in the corner.
+    keypoints, polygons and masks (see docs/feeds.md), text in the corner.
     What is missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
     by: how many times smaller the picture is than the one that positions are pixels of.
@@ -54,8 +56,11 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
         thick = max(1, min(4, (min(picture.size) + 120) // 180))
         for mask, (_, colour) in zip(_items(value.get("masks")), words, strict=False):
             _tint(picture, mask, colour, by)
-        for box, (_, colour) in zip(boxes, words, strict=True):
-            if box is not None:
+        polygons = _polygons(value.get("polygons"), len(boxes), by)
+        for box, polygon, (_, colour) in zip(boxes, polygons, words, strict=True):
+            if polygon is not None:
+                pen.polygon(polygon, outline=colour, width=thick)
+            elif box is not None:
                 pen.rectangle(box, outline=colour, width=thick)
         for points, (_, colour) in zip(_items(value.get("keypoints")), words, strict=False):
             _dots(pen, points, colour, 2 * thick, by)
@@ -76,6 +81,18 @@ def _boxes(boxes: Any, by: int) -> list[Box | None]:
     for x0, y0, x1, y1 in (rows[:MOST_BOXES] / by).tolist():
         finite = np.isfinite((x0, y0, x1, y1)).all()
         found.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)) if finite else None)
+    return found
+
+
+def _polygons(polygons: Any, count: int, by: int) -> list[list[tuple[float, float]] | None]:
+    """Corners around each box, None for what has none that can be drawn."""
+    rows = _numbers(polygons)
+    if rows.ndim != 3 or rows.shape[0] < count or rows.shape[2] != 2 or not 3 <= rows.shape[1] <= MOST_CORNERS:
+        return [None] * count
+    found: list[list[tuple[float, float]] | None] = []
+    for row in rows[:count] / by:
+        near = bool((np.abs(row) < FARTHEST).all())  # not one that is not a number
+        found.append([(x, y) for x, y in row.tolist()] if near else None)
     return found
 
 

@@ -243,7 +243,7 @@ class Region:
         if not isinstance(value, Mapping) or not (self.left or self.top):
             return value
         result = dict(value)
-        for name, pairs in (("boxes", 2), ("keypoints", 1)):
+        for name, pairs in (("boxes", 2), ("keypoints", 1), ("polygons", 1)):
             if name in result:
                 result[name] = self._moved(result[name], pairs)
         if "masks" in result:
