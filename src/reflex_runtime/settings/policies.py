@@ -27,22 +27,22 @@ class ServeConfig(ServerConfig):
     """The settings of `reflex serve` for a policy."""
 
     provider: str = option(
-        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; there is no silent fallback to another",
+        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; no silent fallback",
         group="what is served",
     )
     threads: int = option(1, "threads of the model per call", low=1, high=256)
     dtype: str = option(
-        "stored", "type of the weights and numbers of a model in PyTorch; by default that of the file",
+        "stored", "number format of a model in PyTorch; by default that of the file",
         choices=("stored", "float32", "bfloat16", "float16"), needs="a model in PyTorch",
     )
     compile: bool = option(
-        False, "compile a model in PyTorch with torch.compile; warming up then takes minutes",
+        False, "torch.compile a model in PyTorch; the warm-up then takes minutes",
         needs="a model in PyTorch",
     )
     cuda_graphs: str = option(
         "",
         "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to (in PyTorch the steps of staged policies); "
-        "without SIZES 1,2,4,8,16,32; GPU only",
+        "without SIZES 1,2,4,8,16,32",
         metavar="SIZES", bare="1,2,4,8,16,32",
     )
     replicas: int = option(
@@ -54,11 +54,11 @@ class ServeConfig(ServerConfig):
     )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     default_prompt: str | None = option(
-        None, "instruction of requests that have none; one that was sent is used, an empty one too",
+        None, "instruction of requests without one; an empty one counts as one",
         needs="a policy that takes an instruction",
     )
     on_bad_action: str = option(
-        "error", "for an action that is not finite: answer an error, or repeat (hold) the episode's last good action",
+        "error", "for an action that is not finite: an error, or hold: repeat the episode's last good action",
         choices=("error", "hold"),
     )
     policy: tuple[str, ...] = option(
@@ -72,11 +72,11 @@ class ServeConfig(ServerConfig):
     )
     policy_b: str = option("", "export of slot b", metavar="DIR")
     split: int = option(
-        50, "percent of the episodes that go to a; at 100 b is loaded and warm but gets none",
+        50, "percent of the episodes that go to a; at 100 b is only loaded and warm",
         low=0, high=100, needs="policy_b", unless="ramp",
     )
     shadow_policy: str = option(
-        "", "export that runs copies of requests when the device is idle; its answers are compared, not sent",
+        "", "export that runs copies of requests on an idle device; its answers are only compared",
         metavar="DIR",
     )
     shadow_sample: float = option(
@@ -86,11 +86,11 @@ class ServeConfig(ServerConfig):
         "", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b"
     )
     ramp_every: str = option(
-        "10m", "how long a stage of the ramp lasts, and how long the guard watches after a hot swap", metavar="TIME",
+        "10m", "length of a stage of the ramp, and of the guard after a hot swap", metavar="TIME",
         needs="ramp|guard",
     )
     guard: str = option(
-        "", "limits for b on a ramp, and for a new policy after a hot swap; beyond them it is rolled back",
+        "", "limits for b on a ramp, and after a hot swap; beyond them it is rolled back",
         metavar="p99=150ms,error=1%",
     )
     max_concurrent: int = option(
@@ -98,32 +98,32 @@ class ServeConfig(ServerConfig):
         group="listening and trust",
     )
     gr00t: str = option(
-        "", "also serve clients of GR00T, on this ZeroMQ address, which must be a loopback one",
+        "", "serve clients of GR00T on this ZeroMQ address (loopback only)",
         metavar="tcp://127.0.0.1:5555",
     )
     gr00t_config: str = option(
-        "n1.6", "the release whose form get_modality_config has; all else is answered in the caller's own",
+        "n1.6", "release whose form get_modality_config has; other answers have the caller's form",
         choices=("n1.6", "n1.5"), needs="gr00t",
     )
     oip_grpc: str = option(
-        "", "also serve OIP (Triton, KServe) over gRPC; elsewhere than loopback only with --api-key",
+        "", "serve OIP (Triton, KServe) over gRPC; beyond loopback only with --api-key",
         metavar="HOST:PORT",
     )
     lerobot: str = option(
-        "", "also serve LeRobot's asynchronous clients, over gRPC; elsewhere than loopback only with --api-key",
+        "", "serve LeRobot's asynchronous clients over gRPC; beyond loopback only with --api-key",
         metavar="HOST:PORT",
     )
     max_batch_cost_ms: float | None = option(
         None,
-        "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency; by default "
-        "100, or eight times the fixed part of the model's time if that is more (twice beside other policies)",
+        "most predicted device time of a batch; by default 100, or eight times the fixed part of the model's time if "
+        "that is more (twice beside other policies)",
         low=10, high=10_000, unit="ms",
         group="batching",
     )
     batch_timeout_ms: float | None = option(
         None,
         "longest time that a free device waits for clients whose next request is due; by default as long as a batch "
-        "may take; 0: it never waits",
+        "may take; 0: never",
         low=0, high=1000, unit="ms",
     )
     max_batch_size: int = option(
@@ -131,19 +131,18 @@ class ServeConfig(ServerConfig):
     )
     deterministic: int = option(
         0,
-        "rows of every call of the model, copies where fewer are asked, so that an answer does not depend on what "
-        "shares its batch; without ROWS 8; 0: off; see docs/policies.md",
+        "rows of every call of the model (filled with copies), so that answers do not depend on what shares the "
+        "batch; without ROWS 8; 0: off; see docs/policies.md",
         low=0, high=256, metavar="ROWS", bare="8",
     )
     cost_model: str = option(
         "affine",
-        "how batch time is predicted: affine learns a fixed and a marginal part, median takes measured time / size",
+        "prediction of batch time: affine learns a fixed and a marginal part, median takes measured time / size",
         choices=("affine", "median"),
     )
     brief_ms: float = option(
         0.3,
-        "batches that are proven to be this brief run on the event loop, without a hand-over to the device thread; "
-        "0: none do",
+        "batches that are proven to be this brief run on the event loop, not on the device thread; 0: none",
         low=0, high=5, unit="ms",
     )
     max_batch: int = option(1, "ignored, accepted for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
@@ -154,7 +153,7 @@ class ServeConfig(ServerConfig):
     max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
     max_queue_s: float = option(
         2.0,
-        "most waiting predicted device time per slot, without background; beyond it 503 queue_full; 0 is no limit",
+        "most predicted device time that waits per slot, without background; beyond it 503 queue_full; 0 is no limit",
         low=0, high=3600, unit="s",
     )
     latest_only: bool = option(
@@ -175,14 +174,14 @@ class ServeConfig(ServerConfig):
         False, "allow --rtc with two policies: a chunk never continues one of the other policy", needs="rtc"
     )
     rtc_schedule: str = option(
-        "LINEAR", "how the weight of the old chunk falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
+        "LINEAR", "how the weight of the old chunk falls to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
         needs="rtc",
     )
     rtc_horizon: int = option(
-        10, "number of actions of the new chunk that the old one affects", low=1, high=1000, needs="rtc"
+        10, "actions of the new chunk that the old one affects", low=1, high=1000, needs="rtc"
     )
     adaptive_steps: bool = option(
-        False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
+        False, "stop denoising when the velocity changes by less than 1 %, after at least 2 steps"
     )
     prefix_cache_mb: float = option(
         256.0, "memory for cached prefixes; 0 is off", low=0, high=1_000_000, unit="MB",
@@ -190,7 +189,7 @@ class ServeConfig(ServerConfig):
     )
     prefix_max_age_chunks: int = option(
         0,
-        "chunks for which a cached prefix is used although the images changed (the policy does not see the new ones)",
+        "chunks for which a cached prefix is used although the images changed",
         low=0,
         high=1000,
         needs="prefix_cache_mb",
@@ -204,7 +203,7 @@ class ServeConfig(ServerConfig):
     )
     probe_cooldown_s: float = option(
         30.0,
-        "while degraded, time until one request is admitted as a probe; doubled if it crashes too, up to 16 times",
+        "while degraded, time until a request is admitted as a probe; doubled if it crashes too, up to 16 times",
         low=0, high=480, unit="s", needs="max_consecutive_crashes",
     )
     drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
@@ -213,17 +212,17 @@ class ServeConfig(ServerConfig):
         group="recording and trace",
     )
     record: str = option(
-        "", "write every request and answer to a file in DIR; read it with reflex replay and reflex report",
+        "", "write every request and answer to a file in DIR, for reflex replay and reflex report",
         metavar="DIR",
     )
     record_images: str = option(
-        "hash_only", "what is recorded of images; only full can be replayed through a model that sees images",
+        "hash_only", "what is recorded of images; a replay through a model that sees them needs full",
         choices=("full", "hash_only", "none"),
         needs="record",
     )
     record_no_gzip: bool = option(False, "do not compress recordings", needs="record")
     record_max_mb: int = option(
-        0, "size of a file after which the next one begins; 0 is no limit", low=0, high=1_000_000, unit="MiB",
+        0, "size at which the next file begins; 0 is no limit", low=0, high=1_000_000, unit="MiB",
         needs="record",
     )
     inject_latency_ms: float = option(

@@ -101,16 +101,16 @@ class ServerConfig:
         metavar="KEY|@FILE", secret=True,
     )
     admin_key: str = option(
-        "", "key of operators: opens all paths, and is the only one that opens /admin, /diagnostics, the journal, "
-        "/status and the dashboard's stream; without it changes are accepted from programs on this machine only",
+        "", "key of operators: opens all paths, and alone /admin, /diagnostics, the journal, /status and the "
+        "dashboard's stream; without it changes are accepted from programs on this machine only",
         metavar="KEY|@FILE", secret=True,
     )
     allow_host: tuple[str, ...] = option(
-        (), "without a key: a further host name of the server, and a site whose pages may POST; * is any",
+        (), "accept this Host and Origin when no API key is set; * is any",
         metavar="NAME", repeat=True, unless="api_key",
     )
     cors: tuple[str, ...] = option(
-        (), "a site whose pages may ask this server and read its answers; * is any; operators' paths take no part",
+        (), "allow cross-origin requests from this origin; * is any; operators' paths stay closed",
         metavar="ORIGIN", repeat=True,
     )
     max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
@@ -121,15 +121,15 @@ class ServerConfig:
         4096, "most open connections; a further one is refused with 503 overloaded", low=1, high=1_000_000
     )
     max_connections_per_address: int = option(
-        0, "most of them that one address may have open (of IPv6, a /64 network); 0 is no limit. Behind a proxy all "
-        "callers are one address",
+        0, "most of them of one address (of IPv6, a /64 network); 0 is no limit. Behind a proxy all callers are one "
+        "address",
         low=0, high=1_000_000,
     )
     idle_timeout_s: float = option(
         75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
     )
     body_timeout_s: float = option(
-        60.0, "time for the body of a request to arrive; beyond it 408. Its head has as long, and 10 s at most",
+        60.0, "time for the body of a request to arrive; beyond it 408. Its head has 10 s at most",
         low=0.1, high=3600, unit="s",
     )
     uds: str = option(
@@ -141,11 +141,11 @@ class ServerConfig:
     )
     supervise: bool = option(
         True,
-        "a small parent process restarts the server after an unasked end; off under another supervisor",
+        "a small parent process restarts the server after a crash; switch it off under another supervisor",
         group="faults and the end",
     )
     log_format: str = option(
-        "text", "lines for people, or a JSON object a line for a log collector", choices=("text", "json")
+        "text", "lines for people, or JSON lines for a log collector", choices=("text", "json")
     )
     otel: str = option(
         "", "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
@@ -172,8 +172,7 @@ class LLMServeConfig(ServerConfig):
         group="what is served",
     )
     lora: tuple[str, ...] = option(
-        (), "a LoRA adapter (PEFT directory): requests ask for MODEL:NAME, and share steps with those that ask for the "
-        "model itself",
+        (), "a LoRA adapter (PEFT directory), which requests name as MODEL:NAME",
         metavar="NAME=DIR", repeat=True,
     )
     device: str = option(
@@ -186,17 +185,16 @@ class LLMServeConfig(ServerConfig):
     )
     dtype: str = option(
         "auto",
-        "number format of the computation; auto is the checkpoint's own if the machine is fast at it",
+        "number format; auto is the checkpoint's own if the machine is fast at it",
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = option(
         "none",
-        "round the weights, on OpenVINO: int8 is a quarter of float32 and close to it, int4 half of that and coarse",
+        "round the weights, on OpenVINO: int8 is close to float32 at a quarter of its size, int4 coarse at an eighth",
         choices=("none", "int8", "int4"),
     )
     cache_dir: str = option(
-        "", "where models converted to OpenVINO are kept; by default in .reflex in the model's directory, or in the "
-        "user's cache directory where that cannot be written",
+        "", "where converted models are kept; by default .reflex in the model's directory, or the user's cache",
         metavar="DIR",
     )
     threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
@@ -211,7 +209,7 @@ class LLMServeConfig(ServerConfig):
     max_gap_ms: float = option(
         0.0,
         "longest gap between two tokens of an answer: prompts are read in steps that keep it, and requests wait while "
-        "one more answer would break it; 0 is 100 ms or eight times the fixed part of a step, and nobody waits",
+        "one more would break it; 0 is 100 ms or eight times the fixed part of a step, and nobody waits",
         low=0, high=60_000, unit="ms",
         group="batching",
     )
@@ -220,19 +218,18 @@ class LLMServeConfig(ServerConfig):
     )
     max_num_seqs: int = option(256, "most requests that generate at the same time", low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step, so that others fit beside it; 0 is no limit of its own",
+        0, "most tokens of one prompt in a step; 0 is no limit of its own",
         low=0, high=1 << 20,
     )
     speculate: str = option(
         "off",
-        "ngram guesses the next tokens of an answer by what the prompt or the answer said before, and computes guesses "
-        "beside the next token where that gives more tokens a second; answers stay the same",
+        "ngram guesses the next tokens from the prompt and the answer, and computes guesses where that gives more "
+        "tokens a second; answers stay the same",
         choices=("off", "ngram"),
     )
     default_tiers: bool = option(
         False,
-        "a request that names no priority is urgent if it streams, and background if it holds several prompts; else "
-        "all are default",
+        "requests without a priority are urgent if they stream, and background if they hold several prompts",
     )
     max_queue: int = option(1000, "most waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
     max_queued_tokens: int = option(
@@ -250,7 +247,7 @@ class LLMServeConfig(ServerConfig):
     prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
     watchdog_s: float = option(
         60.0,
-        "a step that runs longer ends with an error for its callers; after twice the time the server ends; 0 is off",
+        "a step that runs longer fails for its callers; after twice the time the server ends; 0 is off",
         low=0, high=3600, unit="s",
         group="faults and the end",
     )
