@@ -10,9 +10,9 @@ from unittest import mock
 
 from bench.report import Row, row, say
 from reflex_runtime.core import scheduler as scheduler_module
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.forming import Formed, Former
+from reflex_runtime.core.forming import Former
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
@@ -69,10 +69,10 @@ class _Timed(Former):
         self._began = time.thread_time()
         super().__init__(*args)
 
-    def form(self) -> Formed | None:
-        formed = super().form()
+    def form(self) -> Batch | None:
+        batch = super().form()
         self.seconds.append(time.thread_time() - self._began)
-        return formed
+        return batch
 
 
 def _decisions(limit: float | None, count: int) -> Iterator[tuple[float, float]]:

@@ -72,8 +72,8 @@ MUTANTS = [
     M(
         "core/forming.py",
         "later tickets of a passed-over client go",
-        "            blocked.add(client)\n            if cursor is not None:\n                cursor.skip()\n",
-        "            if cursor is not None:\n                cursor.take(0.0)\n",
+        "            passed_over.add(client)\n",
+        "",
     ),
     M(
         "core/order.py",
@@ -127,8 +127,8 @@ MUTANTS = [
     M(
         "core/order.py",
         "a charge is forgotten within a fill",
-        "self._charged.get(client, 0.0) + charge",
-        "self._charged.get(client, 0.0)",
+        "charged.get(client, 0.0) + charge(ticket)",
+        "charged.get(client, 0.0)",
     ),
     M(
         "core/order.py",
@@ -596,7 +596,7 @@ MUTANTS = [
         "if self.preempted and not filled.short_of:",
         "if self.preempted:",
     ),
-    M("core/scheduler.py", "short although nobody waits", 'short_of if partition.waiting else ""', "short_of"),
+    M("core/scheduler.py", "short although nobody waits", "if not partition.waiting:", "if False:"),
     M("core/forming.py", "other stages are not told", '"stage" if len(newcomers) < len(filled.grants) else ', ""),
     M("core/forming.py", "deadlines are not told", 'full.short_of or "budget"', "full.short_of"),
     M("core/forming.py", "room counts as places", 'return "room" if short else "places"', 'return "places"'),
@@ -608,10 +608,10 @@ MUTANTS = [
     ),
     M("core/group.py", "who waits again wants nothing", "self.queued_units += ticket.wants", "pass"),
     M(
-        "core/scheduler.py",
+        "core/group.py",
         "what was cached waits for ever",
-        "queued_units = sum(formed.cached.values())",
-        "queued_units = 0.0",
+        "wanted + sum(batch.cached.values())",
+        "wanted",
     ),
     M("core/admission.py", "an empty queue refuses", "if group.queued > len(leaving) and queued", "if queued"),
     M("core/admission.py", "who leaves still counts", " - sum(t.wants for t in leaving)", ""),
@@ -631,11 +631,11 @@ MUTANTS = [
         "        self._count",
     ),
     M("core/scheduler.py", "a call stays out", "        partition.in_flight -= 1\n", ""),
-    M("core/group.py", "no call is ever out", "partition.in_flight += 1", "pass"),
+    M("core/scheduler.py", "no call is ever out", "partition.in_flight += 1", "pass"),
     M(
         "core/group.py",
         "the group's room is never used up",
-        "self.room -= newcomers",
+        "self.room -= len(entered)",
         "pass",
     ),
     M(
@@ -857,7 +857,7 @@ MUTANTS = [
         "if not full or (self.policy.shed and",
         "if not full or (False and",
     ),
-    M("core/scheduler.py", "a batch formed ahead starts when it was formed", "batch.scheduled_at = now", "pass"),
+    M("core/scheduler.py", "a batch formed ahead starts when it was formed", "batch.scheduled_at = self._now", "pass"),
     M("core/scheduler.py", "what is formed ahead survives a pause", "self._take_back()\n        turns", "turns"),
     M("core/scheduler.py", "a closed scheduler forms ahead", "batch is None and not self._closed", "batch is None"),
     M(

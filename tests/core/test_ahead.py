@@ -41,7 +41,6 @@ def next_start(scheduler: Scheduler, running: Batch, now: float) -> Batch:
     batch = scheduler.start_ahead(now)
     assert batch is not None
     finish(scheduler, running, now, now)
-    scheduler.began(batch, now)
     return batch
 
 
@@ -251,7 +250,6 @@ def test_the_end_of_the_running_batch_may_be_a_failure() -> None:
     ahead = scheduler.start_ahead(0.012)
     assert ahead is not None
     scheduler.complete(running, [Failed(ProcessorError("it broke"))] * 2, 0.012, 0.012)
-    scheduler.began(ahead, 0.012)
     finish(scheduler, ahead, 0.024)
     assert [outcome_of(t) for t in settled(scheduler)] == ["processor_failed"] * 2 + ["ok"] * 2
 
@@ -301,8 +299,6 @@ def _history(seed: int, ahead: bool) -> tuple[list[tuple[float, list[str]]], lis
             found = scheduler.start_ahead(now)
             now += 0.010
             finish(scheduler, running, now, running.expected, Done())
-            if found is not None:
-                scheduler.began(found, now)
         running = found or scheduler.next_batch(now)
         if running is not None:
             began.append((running.scheduled_at, ids(running.grants)))

@@ -1,6 +1,6 @@
 """Forms one batch of one partition: fill it, choose what to leave out, decide whether it is sent now.
 
-Nothing here changes a queue. The result is a `Formed` batch for the scheduler to carry out, or the time until which the
+Nothing here changes a queue. The result is a `Batch` for the scheduler to carry out, or the time until which the
 partition is held. Only resources are reserved, and groups with resources are never held.
 
 Filling: residents that step, then waiting tickets in serving order. Without memory to reserve (`GroupConfig.resources`)
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice, takewhile
 from math import ceil, inf
 from operator import itemgetter
@@ -50,7 +50,7 @@ from reflex_runtime.core.cost import Tally, line_of, tally_of
 from reflex_runtime.core.flush import Filled, Fitter, FlushPolicy, at_risk, window
 from reflex_runtime.core.group import Group, Resources
 from reflex_runtime.core.holding import Holding
-from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
+from reflex_runtime.core.order import MAX_PASSED_OVER, Partition, in_order
 from reflex_runtime.core.request import BACKGROUND, RESIDENT, RUNNING, URGENT, WAITING, Priority, Ticket
 
 _ANY = 1 << 30  # places, where another rule counts them
@@ -94,13 +94,21 @@ class Filling:
         if self._resources is not None:
             return self._fill_by_tiers()
         self._step_up_to(BACKGROUND)
-        filled = self._beside(self.base) if self.base else self._entered
-        cursor = Cursor(self._partition)
-        return self._add(filled, iter(cursor.next, None), inf, cursor)
+        return self._add_in_order(self._beside(self.base) if self.base else self._entered)
 
     def fill_from(self, candidates: Iterable[Ticket], limit: float = inf) -> Filled:
         """The same from these candidates in order, while the batch takes at most `limit` seconds. Without memory."""
-        return self._add(self._beside(self.base), candidates, limit)
+        return self._add(self._beside(self.base), candidates, limit, set())
+
+    def _add_in_order(self, filled: Filled) -> Filled:
+        """Add waiting tickets in serving order."""
+        cost, grants = self._cost, filled.grants
+
+        def charge(ticket: Ticket) -> float:
+            return cost.marginal(ticket, grants[ticket]) / ticket.request.weight if ticket in grants else 0.0
+
+        passed_over: set[Hashable] = set()
+        return self._add(filled, in_order(self._partition, charge, passed_over), inf, passed_over)
 
     def _beside(self, base: Mapping[Ticket, float]) -> Filled:
         """An empty fill beside these residents. With memory, the number that may enter changes during the fill."""
@@ -112,25 +120,23 @@ class Filling:
         return Filled({}, tally_of(self._cost, base), places=places)
 
     def _add(
-        self, filled: Filled, candidates: Iterable[Ticket], limit: float = inf, cursor: Cursor | None = None
+        self, filled: Filled, candidates: Iterable[Ticket], limit: float, passed_over: set[Hashable]
     ) -> Filled:
-        """Add candidates in order to the fill: the one loop that grants units to waiting tickets."""
-        model, budget, places, resources = self._cost, self._budget, filled.places, self._resources
+        """Add candidates in order to the fill: the one loop that grants units to waiting tickets.
+
+        passed_over: clients of which one did not fit, whose later ones must not overtake it.
+        """
+        budget, places, resources = self._budget, filled.places, self._resources
         shares = shares_of_places(self._group, self._partition, self._size)
         tally, grants, left = filled.tally, filled.grants, self._left
         offenders = self._group.offenders if resources is None and self._group.offenders else ()
         over: list[Ticket] | None = None
-        blocked: set[object] = set()
         for ticket in candidates:
             if len(grants) >= places:
                 filled.short_of = self._short_of_places()
                 break
             client = ticket.request.client
-            if client in blocked:
-                continue
-            if ticket.held:  # preempted while held: skipped until its resume
-                if cursor is not None:
-                    cursor.take(0.0)
+            if client in passed_over or ticket.held:  # preempted while held: skipped until its resume
                 continue
             if resources is not None:
                 over = self._come_up_to(ticket.request.priority)
@@ -157,20 +163,16 @@ class Filling:
                     shares[client] -= 1
                 if left is not None:
                     left[client] -= grants[ticket]
-                if cursor is not None and not cursor.last_of_client:
-                    cursor.take(model.marginal(ticket, grants[ticket]) / ticket.request.weight)
                 if apart:
                     filled.apart, filled.short_of = True, "apart"
                     break
                 continue
-            blocked.add(client)
-            if cursor is not None:
-                cursor.skip()
+            passed_over.add(client)
             if why in ("budget", "memory"):
                 filled.passed_over = True
             spent = why if why == "memory" else "budget" if why != "apart" and tally.cost >= budget else ""
             filled.short_of = spent or filled.short_of or why
-            if spent or (len(blocked) >= MAX_PASSED_OVER and why != "apart"):
+            if spent or (len(passed_over) >= MAX_PASSED_OVER and why != "apart"):
                 break
         return filled
 
@@ -223,8 +225,7 @@ class Filling:
         if partition.waiting:
             for ticket in partition.residents:
                 self._present[ticket.tier] += ticket.state is RESIDENT
-            cursor = Cursor(partition)
-            self._add(filled, iter(cursor.next, None), inf, cursor)
+            self._add_in_order(filled)
         self._step_up_to(BACKGROUND)
         free = len(filled.grants) + self._free
         filled.places = free if room is None else min(free, room)
@@ -405,33 +406,19 @@ def shares_of_places(group: Group, partition: Partition, places: int) -> dict[ob
 # -- one batch ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Formed:
-    """A batch that may go. shed: waiting tickets that can no longer be answered in time. short_of, cached, extra: as in
-    `Batch`. preempted: residents that lost their place, in the order it happened. late_after: more must be shed
-    of those that are too late if they run after that time; inf: none."""
-
-    stage: str
-    grants: dict[Ticket, float]
-    cost: float
-    cause: Cause
-    newcomers: list[Ticket]
-    shed: list[Ticket] = field(default_factory=list)
-    short_of: str = ""
-    preempted: list[Ticket] = field(default_factory=list)
-    cached: dict[Ticket, float] = field(default_factory=dict)
-    extra: dict[Ticket, float] = field(default_factory=dict)
-    part: Part | None = None
-    late_after: float = inf
-
-
 class Former:
-    """Forms a batch of one partition at one time."""
+    """Forms a batch of one partition at one time.
+
+    shed: waiting tickets that can no longer be answered in time. preempted: residents that lost their place, in the
+    order it happened. late_after: more must be shed of those that are too late if they run after that time; inf: none.
+    held_until: when to look again, if there is no batch; inf: not without an input.
+    """
 
     def __init__(self, group: Group, partition: Partition, holding: Holding, now: float) -> None:
         self.group, self.partition, self.holding, self.now = group, partition, holding, now
-        self.held_until = inf
-        self._late_after = inf
+        self.held_until = self.late_after = inf
+        self.shed: list[Ticket] = []
+        self.preempted: list[Ticket] = []
         self.policy = self._policy()
 
     def _policy(self) -> FlushPolicy:
@@ -460,26 +447,23 @@ class Former:
 
     # -- the decision ------------------------------------------------------------------------------------------------
 
-    def form(self) -> Formed | None:
-        """The batch to send now, or None; then `held_until` says when to look again (inf: not without an input)."""
+    def form(self) -> Batch | None:
+        """The batch to send now, or None; its scheduler gives it a number."""
         while (part := self.partition.suspects.next()) is not None:
-            if (formed := self._form_part(part)) is not None:
-                return formed
+            if (batch := self._form_part(part)) is not None:
+                return batch
         filling = Filling(self.group, self.partition, self.policy, self.now)
         filled = filling.fill()
-        shed: list[Ticket] = []
+        self.preempted = list(filling.preempted)
         if self.policy.shed and len(self.partition.deadlines):
-            filled, shed = self._select_for_deadlines(filling, filled)
-        if filling.base or (filled.grants and not self._held(filled)):
-            formed = self._finish(filling.base, filled)
-        else:
-            formed = Formed("", {}, 0.0, Cause.IDLE, [])
-        formed.shed, formed.preempted = shed, list(filling.preempted)
-        formed.cached, formed.extra = filling.cached, filling.extra
-        formed.late_after = self._late_after
-        return formed if formed.grants or shed or formed.preempted else None
+            filled, self.shed = self._select_for_deadlines(filling, filled)
+        if not filling.base and (not filled.grants or self._held(filled)):
+            return None
+        batch = self._finish(filling.base, filled)
+        batch.cached, batch.extra = filling.cached, filling.extra
+        return batch
 
-    def form_full(self) -> Formed | None:
+    def form_full(self) -> Batch | None:
         """The batch, if it is full and no deadline is at risk: more requests could not change it, and it is never held.
 
         For a partition without residents.
@@ -490,7 +474,7 @@ class Former:
             return None
         return self._finish({}, filled)
 
-    def _form_part(self, part: Part) -> Formed | None:
+    def _form_part(self, part: Part) -> Batch | None:
         """Members of a failed call, as they ran in it: sent at once, without others. None if others have taken their
         reserved resources meanwhile."""
         resources = self.group.config.resources
@@ -499,16 +483,38 @@ class Former:
         if not part.grants:
             return None
         tally = tally_of(self.group.cost, part.grants)
-        stage = next(iter(part.grants)).stage
-        return Formed(stage, part.grants, tally.cost, Cause.APART, [], short_of="apart", part=part)
+        return self._batch(part.grants, tally.cost, Cause.APART, (), "apart", part)
 
-    def _finish(self, base: dict[Ticket, float], filled: Filled) -> Formed:
+    def _finish(self, base: dict[Ticket, float], filled: Filled) -> Batch:
         grants, newcomers, tally = self._stage(base, filled)
         filled.apart = filled.apart and len(grants) == len(newcomers) == 1
         cause = self._cause(filled, tally, newcomers, bool(base))
-        stage = next(iter(grants)).stage
         short_of = "stage" if len(newcomers) < len(filled.grants) else filled.short_of
-        return Formed(stage, grants, tally.cost, cause, newcomers, short_of=short_of)
+        return self._batch(grants, tally.cost, cause, newcomers, short_of)
+
+    def _batch(
+        self,
+        grants: dict[Ticket, float],
+        cost: float,
+        cause: Cause,
+        newcomers: Sequence[Ticket],
+        short_of: str,
+        part: Part | None = None,
+    ) -> Batch:
+        return Batch(
+            id=0,
+            group=self.group.name,
+            partition=self.partition.key,
+            stage=next(iter(grants)).stage,
+            cause=cause,
+            scheduled_at=self.now,
+            cost=cost,
+            expected=cost if self.group.cost.unit == "seconds" else 0.0,  # until it begins
+            grants=grants,
+            admitted=tuple(newcomers),
+            short_of=short_of,
+            part=part,
+        )
 
     def _cause(self, filled: Filled, tally: Tally, newcomers: Sequence[Ticket], residents: bool) -> Cause:
         """Precedence: single, apart, budget, size, then the event that ended the wait."""
@@ -602,12 +608,17 @@ class Former:
         cap.
         """
         cost, now, most = self.group.cost, self.now, 4 * self.policy.max_batch_size
-        cursor = Cursor(self.partition)
+        charged: dict[Hashable, float] = {}
         found: list[tuple[Priority, float, bool, Ticket]] = []
         hopeless = []
-        for ticket in islice(iter(cursor.next, None), most):
-            share, end = cursor.counter, now + cost.remaining(ticket)
-            cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
+
+        def charge(ticket: Ticket) -> float:
+            return cost.marginal(ticket, 1.0) / ticket.request.weight
+
+        for ticket in islice(in_order(self.partition, charge, ()), most):
+            client, end = ticket.queue.client, now + cost.remaining(ticket)
+            share = charged.get(client, client.counter)
+            charged[client] = share + charge(ticket)
             if end > ticket.deadline:
                 hopeless.append(ticket)
             elif not ticket.held:
@@ -628,7 +639,7 @@ class Former:
         found, more = too_late(
             self.group, self.partition, after, spared, lambda ticket: self._refused(ticket, chosen)
         )
-        self._late_after = after if more else inf
+        self.late_after = after if more else inf
         return found
 
     def _refused(self, ticket: Ticket, chosen: Filled) -> bool:

@@ -348,11 +348,14 @@ class Group(ShareHolder):
         self.usual_size += (n - self.usual_size) * (USUAL if self.usual_size else 1.0)
         return expected
 
-    def scheduled(self, partition: Partition, newcomers: int) -> None:
-        """A batch of the partition is in flight, with so many that entered."""
-        partition.in_flight += 1
+    def take(self, batch: Batch) -> None:
+        """Those that enter with the batch do not wait any more."""
+        entered = batch.admitted
+        self.backlog.remove(entered)
+        wanted = sum([ticket.wants for ticket in entered])  # without what was found cached, which was wanted too
+        self.dequeue(len(entered), wanted + sum(batch.cached.values()))
         if self.room is not None:
-            self.room -= newcomers
+            self.room -= len(entered)
 
     def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> None:
         """A ticket settled; it has already stopped waiting. `settled` follows."""

@@ -27,7 +27,7 @@ updates the heaps. A turn costs O(log partitions), however many wait.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
@@ -294,68 +294,43 @@ class Tier:
         return queues.ascending()
 
 
-class Cursor:
-    """Walks a partition's waiting tickets in serving order while a batch is filled.
+def in_order(
+    partition: Partition, charge: Callable[[Ticket], float], passed_over: Collection[Hashable]
+) -> Iterator[Ticket]:
+    """A partition's waiting tickets in serving order, while a batch is filled. The partition does not change meanwhile.
 
-    A provisional grant moves its client back at once, so that a single fill is fair. The partition does not change.
+    charge: of the ticket that came last, if it is granted: its client moves back at once, so that a single fill is
+    fair. passed_over: clients whose later tickets must not overtake; it may grow meanwhile.
     Only the needed part of a tier's heap is read, so a walk over k tickets costs O(k log k) however many wait.
     """
-
-    def __init__(self, partition: Partition) -> None:
-        self._tiers = iter(partition.tiers)
-        self._queues: Iterator[tuple[Place, ClientQueue]] = iter(())  # those of a tier that were not looked into
-        self._first: tuple[Place, ClientQueue] | None = None  # of those
+    charged: dict[ClientShare, float] = {}
+    for tier in partition.tiers:
+        queues = tier.by_place()
+        first = next(queues, None)  # of the queues that were not looked into
         # What may come next of the others, as a heap: its place, the ticket, its queue, and what of that follows it.
-        self._ahead: list[tuple[Place, Ticket, ClientQueue, Iterator[Ticket]]] = []
-        self._charged: dict[ClientShare, float] = {}
-        self._blocked: set[ClientShare] = set()
-        self._current: tuple[Ticket, ClientQueue, Iterator[Ticket]] | None = None
-        self.counter = 0.0  # of the client of the ticket returned last
-        self.last_of_client = False  # the ticket returned last has no other of its client behind it: `take` may be left
-
-    def next(self) -> Ticket | None:
-        """The next ticket in order, or None at the end."""
-        ahead, charged = self._ahead, self._charged
-        while True:
-            first = self._first
+        ahead: list[tuple[Place, Ticket, ClientQueue, Iterator[Ticket]]] = []
+        while ahead or first is not None:
             if first is not None and (not ahead or first[0] < ahead[0][0]):
                 place, queue = first
-                self._first = next(self._queues, None)
+                first = next(queues, None)
                 rest = iter(queue.tickets)
                 ticket = next(rest)
-            elif ahead:
-                place, ticket, queue, rest = heappop(ahead)
-            elif (tier := next(self._tiers, None)) is not None:
-                self._queues = tier.by_place()
-                self._first = next(self._queues, None)
-                continue
             else:
-                return None
+                place, ticket, queue, rest = heappop(ahead)
             client = queue.client
-            if client in self._blocked:
+            if client.key in passed_over:
                 continue
             counter = client.counter + charged[client] if client in charged else client.counter
             if place[0] < counter or place[1] < ticket.seq:  # it was charged, or its first ticket left: it comes later
                 heappush(ahead, ((counter, ticket.seq), ticket, queue, rest))
                 continue
-            self._current, self.counter = (ticket, queue, rest), counter
-            self.last_of_client = len(queue.tickets) == 1 == len(client.queues)
-            return ticket
-
-    def take(self, charge: float) -> None:
-        """Grant the ticket returned last: its client moves back by `charge`."""
-        assert self._current is not None
-        _, queue, rest = self._current
-        client = queue.client
-        charged = self._charged[client] = self._charged.get(client, 0.0) + charge
-        follower = next(rest, None)
-        if follower is not None:
-            heappush(self._ahead, ((client.counter + charged, follower.seq), follower, queue, rest))
-
-    def skip(self) -> None:
-        """Skip the ticket returned last, and its client's later tickets, which must not overtake it."""
-        assert self._current is not None
-        self._blocked.add(self._current[1].client)
+            yield ticket
+            follower = next(rest, None)
+            if follower is None and len(client.queues) == 1:
+                continue  # nothing of its client is left to be charged
+            charged[client] = charged.get(client, 0.0) + charge(ticket)
+            if follower is not None:
+                heappush(ahead, ((client.counter + charged[client], follower.seq), follower, queue, rest))
 
 
 _EMPTY = Tier()  # shared by all tiers without tickets: most partitions use one of three

@@ -1,9 +1,9 @@
 """The scheduler: inputs, questions, and the order in which the parts are asked.
 
 What may not live here: a clock, a thread, a loop, I/O, randomness, or any rule about whether (`admission`), when
-(`holding`), how much (`cost`) and who (`order`); `forming` composes those into one batch, and `Transitions`
-carries out what becomes of a ticket. Inputs carry `now`, seconds on one monotonic clock that never goes back. Two
-questions are answered: which batch next (`next_batch`), and when to ask again (`wake_at`).
+(`holding`), how much (`cost`) and who (`order`); `forming` composes those into one batch. Inputs carry `now`, seconds
+on one monotonic clock that never goes back. Two questions are answered: which batch next (`next_batch`), and when to
+ask again (`wake_at`).
 
 A driver does, under one lock:
 
@@ -23,7 +23,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
  5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share,
-    of equals the oldest (`Filling.fill`, `Cursor`). If deadlines are at risk, the set of largest value is chosen
+    of equals the oldest (`Filling.fill`, `in_order`). If deadlines are at risk, the set of largest value is chosen
     instead, of equals those first that could not wait, and tickets that can no longer meet theirs are shed
     (`Former._select_for_deadlines`).
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
@@ -31,18 +31,16 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  8. New requests enter a running batch with stages only if they gain more than the residents lose
     (`Former._enters`, `admission`).
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
-10. Shed and preempted tickets leave, the members move to RUNNING, clients are charged (`_apply`, `_take`, `_begin`).
+10. Shed and preempted tickets leave, the members move to RUNNING, clients are charged (`_form`, `_take`, `_begin`).
 
-`complete` then teaches the cost model the batch's time, and settles, keeps or requeues its members (`Transitions`).
-
-`Transitions` moves admitted tickets to their next state and makes the events of it. Every way out of the system ends in
-`settle` or `end_unready`, so that a ticket settles exactly once.
+`complete` then teaches the cost model the batch's time, and settles, keeps or requeues its members (`_ended`,
+`_apart`). Every way out of the system ends in `_settle` or `_end_unready`, so that a ticket settles exactly once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -74,7 +72,7 @@ from reflex_runtime.core.events import (
     RequestSettled,
     SchedulerPaused,
 )
-from reflex_runtime.core.forming import Ahead, Formed, Former, may_lead, put_back
+from reflex_runtime.core.forming import Ahead, Former, may_lead, put_back
 from reflex_runtime.core.group import Group, GroupConfig, tenants_of, turns_of
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import Partition
@@ -97,182 +95,6 @@ _event = tuple.__new__  # for each token and request: a NamedTuple's own constru
 def is_fault(error: BaseException) -> bool:
     """Whether it is the processor's or a request's, and not overload, a deadline or a cancellation."""
     return not isinstance(error, Dropped)
-
-
-class Transitions:
-    """What happens to admitted tickets.
-
-    events: made since they were last taken. settled: tickets that have ended. drained: the scheduler is closed, and
-    what is queued does not run any more.
-    """
-
-    def __init__(self, groups: Mapping[str, Group], leaving: Leaving, holding: Holding) -> None:
-        self._groups = groups
-        self._leaving = leaving
-        self._holding = holding
-        self.events: list[Event] = []
-        self.settled = 0
-        self.drained = False
-
-    # -- a batch came back -----------------------------------------------------------------------------------------
-
-    def ended(
-        self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float, now: float
-    ) -> Iterator[tuple[Ticket, Done | Failed]]:
-        """Move the tickets of a batch to their next state; those that end, to be settled. share: seconds of each."""
-        evidence, took = group.evidence, 0.0
-        done: list[Ticket] = []
-        for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
-            ticket.shared += share
-            if evidence.pending and evidence.probes(ticket):
-                group.clients.shares.charge(ticket.queue.client, share / ticket.request.weight)
-            if isinstance(outcome, Done):
-                ticket.computed += units - outcome.unused
-                ticket.unused += outcome.unused
-                if outcome.earlier:
-                    self._publish(ticket, outcome.earlier, now)
-                done.append(ticket)
-                took += ticket.shared
-                yield ticket, outcome
-            elif isinstance(outcome, More):
-                error = self._stay(partition, ticket, units, outcome, now)
-                if error is not None:
-                    yield ticket, Failed(error)
-            else:
-                assert not isinstance(outcome, Apart)
-                self._publish(ticket, outcome.earlier, now)
-                if len(batch) == 1 and is_fault(outcome.error):
-                    group.offenders.failed(ticket.request.client)
-                yield ticket, outcome
-        if done:
-            group.cost.settled(done)
-            group.ran(took / len(done))
-            group.offenders.answered(done)
-
-    def apart(self, partition: Partition, batch: Batch, now: float) -> Iterator[tuple[Ticket, Failed]]:
-        """Queue the members of a call that failed as a whole again, in halves; those that leave now, to be settled."""
-        part = batch.part
-        origin = Origin() if part is None else part.origin
-        origin.pending -= part is not None
-        wanted = {ticket: units - batch.extra.get(ticket, 0.0) for ticket, units in batch.grants.items()}
-        partition.suspects.split(wanted if batch.extra else batch.grants, origin)
-        for ticket, units in batch.grants.items():
-            ticket.recomputed += units
-            error = self._reside(partition, ticket, now)
-            if error is not None:
-                yield ticket, Failed(error)
-
-    def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More, now: float) -> ReflexError | None:
-        """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
-        value, wants, stage, earlier, unused, extra = more  # at once: this runs for every token
-        if not 0.0 < wants < inf:
-            return ProcessorError(f"More.wants={wants!r}: must be finite and > 0")
-        self._groups[ticket.request.group].steps = True
-        ticket.computed += units
-        ticket.wants, ticket.extra = wants, extra
-        if stage is not None:
-            ticket.stage = stage
-        if unused:
-            ticket.computed -= unused
-            ticket.unused += unused
-        if earlier:
-            self._publish(ticket, earlier, now)
-        self.events.append(_event(RequestProgressed, (now, ticket, value)))
-        if value is not None and ticket.request.streams:
-            ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
-        return self._reside(partition, ticket, now)
-
-    def _publish(self, ticket: Ticket, earlier: tuple[Any, ...], now: float) -> None:
-        """Publish what came before the last answer of a step."""
-        for value in earlier:
-            self.events.append(_event(RequestProgressed, (now, ticket, value)))
-
-    def _reside(self, partition: Partition, ticket: Ticket, now: float) -> ReflexError | None:
-        """Make a ticket that ran wait for its next call. Returns the error if it leaves at this boundary instead."""
-        self.move(ticket, RESIDENT)
-        partition.residents.pop(ticket, None)  # the one that stepped last is at the end
-        partition.residents[ticket] = None
-        if ticket.cancel_requested or ticket.abandoned:
-            return Cancelled("cancelled by the caller")
-        if self.drained:
-            return Drained("the server is shutting down")
-        if ticket.deadline <= now:
-            return Expired("its deadline passed before it was answered")
-        if ticket.deadline < inf:
-            partition.deadlines.push(ticket.deadline, ticket)
-        return None
-
-    # -- one ticket ------------------------------------------------------------------------------------------------
-
-    def preempt(self, group: Group, ticket: Ticket, now: float) -> None:
-        """Preempt a resident, whose resources are released: it starts over from the front of its queue."""
-        ticket.lost = ticket.computed
-        ticket.recomputed += ticket.computed
-        ticket.wants += ticket.computed
-        ticket.computed, ticket.extra = 0.0, ()
-        ticket.stage = ticket.request.stage
-        self.move(ticket, WAITING)
-        group.requeue(ticket)
-        group.left.append(ticket)
-        self.events.append(RequestPreempted(now, ticket))
-
-    def drop(self, ticket: Ticket, error: ReflexError, now: float) -> None:
-        """End a ticket that does not run."""
-        group = self._groups[ticket.request.group]
-        if ticket.state is PREPARING:
-            self.end_preparing(group, ticket, now)
-            self.end_unready(ticket, error, now)
-            return
-        self.settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),), now)
-
-    def end_preparing(self, group: Group, ticket: Ticket, now: float) -> None:
-        """It is prepared, or never will be."""
-        group.end_preparing(ticket, now)
-        self._leaving.unready.discard(ticket)
-
-    def end_unready(self, ticket: Ticket, error: ReflexError, now: float) -> None:
-        """End a ticket that was never ready to run."""
-        self.move(ticket, SETTLED)
-        ticket.outcome = Failed(error)
-        self.settled += 1
-        self.events.append(_event(RequestSettled, (now, ticket)))
-
-    def settle(
-        self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]], now: float
-    ) -> None:
-        """End tickets of one partition, each exactly once."""
-        events, resources, residents = self.events, group.config.resources, partition.residents
-        for ticket, outcome in ended:
-            state = ticket.state
-            if ticket.cancel_requested:  # while it ran: its result is dropped
-                outcome = Failed(Cancelled("cancelled by the caller"))
-            if state is WAITING:
-                partition.take((ticket,))
-                group.backlog.remove((ticket,))
-                group.dequeue(1, ticket.wants)
-            elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
-                group.left.append(ticket)
-            if resources is not None and state is not WAITING:
-                resources.release(ticket)
-            assert state is not SETTLED, ticket
-            ticket.state = SETTLED
-            ticket.outcome = outcome
-            self.settled += 1
-            if ticket.deadline < inf and state is not RUNNING:  # it was discarded when it was scheduled
-                partition.deadlines.discard(ticket)
-            group.leave(ticket, partition, isinstance(outcome, Done), now)
-            events.append(_event(RequestSettled, (now, ticket)))
-        group.settled(partition)
-        self._holding.changed(partition)
-
-    @staticmethod
-    def move(ticket: Ticket, state: TicketState) -> None:
-        """The one way from state to state that checks it against the table; hot paths that need no check assign."""
-        assert state in TRANSITIONS[ticket.state], (ticket, state)
-        ticket.state = state
-
-
-# -- the scheduler -----------------------------------------------------------------------------------------------------
 
 
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
@@ -301,9 +123,11 @@ class Scheduler:
         self._holding = Holding(configs)
         self._in_flight: dict[Batch, None] = {}
         self._ahead = Ahead()
+        self._started: Batch | None = None  # formed ahead, and begins when the one before is complete
         self._leaving = Leaving(self._groups)
-        self._moves = Transitions(self._groups, self._leaving, self._holding)
-        self._events = self._moves.events
+        self._events: list[Event] = []
+        self._drained = False
+        self.settled = 0
         self.unheard: Collection[type[Any]] = ()  # RequestQueued, BatchScheduled, BatchFinished are not made if in here
         self._now = -inf
         self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
@@ -335,10 +159,10 @@ class Scheduler:
             raise
         self._tickets += 1
         for old in replaced:
-            self._moves.drop(old, Superseded("a newer request of the same client replaced it"), self._now)
+            self._drop(old, Superseded("a newer request of the same client replaced it"))
         if displaced is not None:
             full_up = Displaced("the queue is full, and a request that comes before it took its place")
-            self._moves.drop(displaced, full_up, self._now)
+            self._drop(displaced, full_up)
         if ready:
             self._enter(group, ticket, now)
         else:
@@ -363,19 +187,19 @@ class Scheduler:
         if ticket.state is not PREPARING:
             return
         if isinstance(made, ReflexError):
-            self._moves.drop(ticket, made, self._now)
+            self._drop(ticket, made)
             return
         group = self._groups[ticket.request.group]
-        self._moves.end_preparing(group, ticket, self._now)
+        self._end_preparing(group, ticket)
         if ticket.deadline < inf:  # the rest of it: from now on the ticket counts as one that has just arrived
             made = replace(made, time_limit=max(0.0, ticket.deadline - now))
         ticket.request, ticket.stage, ticket.wants = made, made.stage, made.wants
         try:
             in_time(group, ticket, now)
         except Rejected as error:
-            self._moves.end_unready(ticket, error, self._now)
+            self._end_unready(ticket, error)
             return
-        self._moves.move(ticket, WAITING)
+        self._move(ticket, WAITING)
         ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
         self._tickets += 1
         self._enter(group, ticket, now)
@@ -389,7 +213,7 @@ class Scheduler:
         if ticket.state is RUNNING:
             ticket.cancel_requested = True
         elif ticket.state is not SETTLED:
-            self._moves.drop(ticket, Cancelled("cancelled by the caller"), self._now)
+            self._drop(ticket, Cancelled("cancelled by the caller"))
 
     def abandon(self, ticket: Ticket, now: float) -> None:
         """The caller stopped waiting. The ticket keeps its place until it is answered or the next batch is formed."""
@@ -433,7 +257,7 @@ class Scheduler:
         a time. Returns whether more must settle: call it again."""
         self._input(now)
         self._take_back()
-        self._closed, self._holding.draining, self._moves.drained = True, drain, not drain
+        self._closed, self._holding.draining, self._drained = True, drain, not drain
         if not drain:
             self._settle_leaving(forming=False)
         return not drain and self._leaving.behind
@@ -465,10 +289,12 @@ class Scheduler:
         if BatchFinished not in self.unheard:
             self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:
-            self._moves.settle(group, partition, self._moves.apart(partition, batch, self._now), self._now)
+            self._settle(group, partition, self._apart(partition, batch))
         else:
-            ended = self._moves.ended(group, partition, batch, outcomes, elapsed / n, self._now)
-            self._moves.settle(group, partition, ended, self._now)
+            self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / n))
+        if self._started is not None:
+            started, self._started = self._started, None
+            self._begin_ahead(started)
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -492,7 +318,7 @@ class Scheduler:
     def form_ahead(self, now: float) -> Batch | None:
         """The batch to run after those in flight, if waiting until they end could not change it (`Ahead`).
 
-        It is started with `start_ahead`, then `began`; until it is, inputs may take it back.
+        It is started with `start_ahead`; until it is, inputs may take it back.
         """
         self._now = max(self._now, now)
         may = self._ahead.batch is None and not self._closed and len(self._in_flight) == self._max_batches
@@ -503,26 +329,26 @@ class Scheduler:
             partition = next(iter(group.turns.in_order(self._now)), None)
             if partition is None or not may_lead(group, partition):
                 continue
-            formed = Former(group, partition, self._holding, self._now).form_full()
-            if formed is not None:
-                self._ahead.set(self._take(group, partition, formed))
+            batch = Former(group, partition, self._holding, self._now).form_full()
+            if batch is not None:
+                self._take(group, partition, batch)
+                self._ahead.set(batch)
         return self._ahead.batch
 
     def start_ahead(self, now: float) -> Batch | None:
-        """The batch formed ahead, to run at once: what ran before has ended. None if there is none any more, or if that
-        took so long that a member would miss its deadline."""
+        """The batch formed ahead, to run at once: what ran before has ended, and may be completed while it runs.
+
+        None if there is none any more, or if that took so long that a member would miss its deadline.
+        """
         self._now = max(self._now, now)
         if self._ahead.late(self._now):
             self._take_back()
-        return self._ahead.pop()
-
-    def began(self, batch: Batch, now: float) -> None:
-        """A batch formed ahead was started then. What ran before it is complete."""
-        batch.scheduled_at = now
-        for ticket in batch.grants:
-            ticket.started = now
-        group = self._groups[batch.group]
-        self._begin(group, group.active[batch.partition], batch)
+        batch = self._ahead.pop()
+        if len(self._in_flight) > 1:
+            self._started = batch
+        elif batch is not None:
+            self._begin_ahead(batch)
+        return batch
 
     def expire(self, now: float) -> None:
         """Expire tickets and end pauses without forming a batch: for a driver whose device is busy. If very many
@@ -539,11 +365,6 @@ class Scheduler:
         for group in self._groups.values():
             at = min(at, group.turns.resumes_at(), inf if group.paused_until == -inf else group.paused_until)
         return at if len(self._in_flight) >= self._max_batches else min(at, self._holding.ends_at(self._now))
-
-    @property
-    def settled(self) -> int:
-        """Tickets that have ended, so that a driver knows whether callers wait for events."""
-        return self._moves.settled
 
     @property
     def behind(self) -> bool:
@@ -629,8 +450,8 @@ class Scheduler:
         return forming and not self._leaving.holds_up
 
     def _settle_leaving(self, forming: bool) -> None:
-        for ticket, error in self._leaving.due(self._now, self._moves.drained, forming):
-            self._moves.drop(ticket, error, self._now)
+        for ticket, error in self._leaving.due(self._now, self._drained, forming):
+            self._drop(ticket, error)
 
     # -- forming -------------------------------------------------------------------------------------------------------
 
@@ -642,74 +463,53 @@ class Scheduler:
         for partition in group.turns.in_order(self._now):
             while partition.unsettled:
                 former = Former(group, partition, self._holding, self._now)
-                formed = former.form()
-                if formed is None:
+                batch = former.form()
+                if batch is None and not former.shed and not former.preempted:
                     self._holding.put_off(former.held_until)
                     break
-                gap = self._holding.gap_at(group, formed.grants) if group.config.gap_chance else -inf
-                if gap > self._now:
-                    self._holding.put_off(gap)
-                    break
-                self._apply(group, formed)
-                if formed.late_after < inf:
-                    self._leaving.shed(group, partition, formed.late_after)
-                if formed.grants:
-                    return self._begin(group, partition, self._take(group, partition, formed))
-                if formed.late_after < inf:
+                if batch is not None and group.config.gap_chance:
+                    gap = self._holding.gap_at(group, batch.grants)
+                    if gap > self._now:
+                        self._holding.put_off(gap)
+                        break
+                for ticket in former.shed:
+                    self._drop(ticket, Shed("its deadline can no longer be met"))
+                for ticket in former.preempted:
+                    self._preempt(group, ticket)
+                if former.late_after < inf:
+                    self._leaving.shed(group, partition, former.late_after)
+                if batch is not None:
+                    self._take(group, partition, batch)
+                    return self._begin(group, partition, batch)
+                if former.late_after < inf:
                     return None  # the rest of them first: `wake_at` is now
         return None
 
-    def _apply(self, group: Group, formed: Formed) -> None:
-        """Carry out the other decisions of forming: shed, preempted."""
-        for ticket in formed.shed:
-            self._moves.drop(ticket, Shed("its deadline can no longer be met"), self._now)
-        for ticket in formed.preempted:
-            self._moves.preempt(group, ticket, self._now)
-
-    def _take(self, group: Group, partition: Partition, formed: Formed) -> Batch:
+    def _take(self, group: Group, partition: Partition, batch: Batch) -> None:
         """Move the members of a batch out of the queue."""
         self._batches += 1
-        queued_units = sum(formed.cached.values())  # `wants` is without these already
-        cause = formed.cause
-        admission = AdmittedBatch(self._batches, len(formed.newcomers), *cause.names, formed.cost)
-        partition.take(formed.newcomers)
-        group.backlog.remove(formed.newcomers)
-        for ticket in formed.newcomers:
-            queued_units += ticket.wants
+        batch.id, batch.left = self._batches, self.take_left(group.name)
+        admission = AdmittedBatch(batch.id, len(batch.admitted), *batch.cause.names, batch.cost)
+        partition.take(batch.admitted)
+        group.take(batch)
+        for ticket in batch.admitted:
             ticket.admission = admission
             if ticket.started is None:
                 ticket.started = self._now
-        for ticket, units in formed.grants.items():
+        for ticket, units in batch.grants.items():
             assert ticket.state in _READY, ticket
             ticket.state = RUNNING
             if ticket.deadline < inf:  # running tickets do not expire; checked at the boundary
                 partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
-        group.dequeue(len(formed.newcomers), queued_units)
-        group.scheduled(partition, len(formed.newcomers))
         self._holding.sent(partition)
-        batch = Batch(
-            id=self._batches,
-            group=group.name,
-            partition=partition.key,
-            stage=formed.stage,
-            cause=cause,
-            scheduled_at=self._now,
-            cost=formed.cost,
-            expected=formed.cost if group.cost.unit == "seconds" else 0.0,  # until `_begin`
-            grants=formed.grants,
-            admitted=tuple(formed.newcomers),
-            left=self.take_left(group.name),
-            short_of=formed.short_of if partition.waiting else "",
-            cached=formed.cached,
-            extra=formed.extra,
-            part=formed.part,
-        )
-        if formed.part is not None:
-            partition.suspects.take(formed.part)
+        if not partition.waiting:
+            batch.short_of = ""
+        if batch.part is not None:
+            partition.suspects.take(batch.part)
+        partition.in_flight += 1
         self._in_flight[batch] = None
-        return batch
 
     def _begin(self, group: Group, partition: Partition, batch: Batch) -> Batch:
         """The batch is started: charge its clients, and publish it."""
@@ -723,6 +523,14 @@ class Scheduler:
             self._events.append(BatchScheduled(batch.scheduled_at, batch, group.queued, idle_polls))
         self._idle_polls.clear()
         return batch
+
+    def _begin_ahead(self, batch: Batch) -> None:
+        """A batch formed ahead is started, and what ran before it is complete."""
+        batch.scheduled_at = self._now
+        for ticket in batch.grants:
+            ticket.started = self._now
+        group = self._groups[batch.group]
+        self._begin(group, group.active[batch.partition], batch)
 
     def _take_back(self) -> None:
         """Undo the batch formed ahead, if there is one: something changes what runs next."""
@@ -741,3 +549,160 @@ class Scheduler:
         group.enter(ticket, now)
         if self._ahead.batch is not None and self._ahead.gives_way(ticket, group):
             self._take_back()
+
+    # -- a batch came back -----------------------------------------------------------------------------------------
+
+    def _ended(
+        self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
+    ) -> Iterator[tuple[Ticket, Done | Failed]]:
+        """Move the tickets of a batch to their next state; those that end, to be settled. share: seconds of each."""
+        evidence, took = group.evidence, 0.0
+        done: list[Ticket] = []
+        for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
+            ticket.shared += share
+            if evidence.pending and evidence.probes(ticket):
+                group.clients.shares.charge(ticket.queue.client, share / ticket.request.weight)
+            if isinstance(outcome, Done):
+                ticket.computed += units - outcome.unused
+                ticket.unused += outcome.unused
+                if outcome.earlier:
+                    self._publish(ticket, outcome.earlier)
+                done.append(ticket)
+                took += ticket.shared
+                yield ticket, outcome
+            elif isinstance(outcome, More):
+                error = self._stay(partition, ticket, units, outcome)
+                if error is not None:
+                    yield ticket, Failed(error)
+            else:
+                assert not isinstance(outcome, Apart)
+                self._publish(ticket, outcome.earlier)
+                if len(batch) == 1 and is_fault(outcome.error):
+                    group.offenders.failed(ticket.request.client)
+                yield ticket, outcome
+        if done:
+            group.cost.settled(done)
+            group.ran(took / len(done))
+            group.offenders.answered(done)
+
+    def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
+        """Queue the members of a call that failed as a whole again, in halves; those that leave now, to be settled."""
+        part = batch.part
+        origin = Origin() if part is None else part.origin
+        origin.pending -= part is not None
+        wanted = {ticket: units - batch.extra.get(ticket, 0.0) for ticket, units in batch.grants.items()}
+        partition.suspects.split(wanted if batch.extra else batch.grants, origin)
+        for ticket, units in batch.grants.items():
+            ticket.recomputed += units
+            error = self._reside(partition, ticket)
+            if error is not None:
+                yield ticket, Failed(error)
+
+    def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
+        """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
+        value, wants, stage, earlier, unused, extra = more  # at once: this runs for every token
+        if not 0.0 < wants < inf:
+            return ProcessorError(f"More.wants={wants!r}: must be finite and > 0")
+        self._groups[ticket.request.group].steps = True
+        ticket.computed += units
+        ticket.wants, ticket.extra = wants, extra
+        if stage is not None:
+            ticket.stage = stage
+        if unused:
+            ticket.computed -= unused
+            ticket.unused += unused
+        if earlier:
+            self._publish(ticket, earlier)
+        self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
+        if value is not None and ticket.request.streams:
+            ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
+        return self._reside(partition, ticket)
+
+    def _publish(self, ticket: Ticket, earlier: tuple[Any, ...]) -> None:
+        """Publish what came before the last answer of a step."""
+        for value in earlier:
+            self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
+
+    def _reside(self, partition: Partition, ticket: Ticket) -> ReflexError | None:
+        """Make a ticket that ran wait for its next call. Returns the error if it leaves at this boundary instead."""
+        self._move(ticket, RESIDENT)
+        partition.residents.pop(ticket, None)  # the one that stepped last is at the end
+        partition.residents[ticket] = None
+        if ticket.cancel_requested or ticket.abandoned:
+            return Cancelled("cancelled by the caller")
+        if self._drained:
+            return Drained("the server is shutting down")
+        if ticket.deadline <= self._now:
+            return Expired("its deadline passed before it was answered")
+        if ticket.deadline < inf:
+            partition.deadlines.push(ticket.deadline, ticket)
+        return None
+
+    # -- one ticket ------------------------------------------------------------------------------------------------
+
+    def _preempt(self, group: Group, ticket: Ticket) -> None:
+        """Preempt a resident, whose resources are released: it starts over from the front of its queue."""
+        ticket.lost = ticket.computed
+        ticket.recomputed += ticket.computed
+        ticket.wants += ticket.computed
+        ticket.computed, ticket.extra = 0.0, ()
+        ticket.stage = ticket.request.stage
+        self._move(ticket, WAITING)
+        group.requeue(ticket)
+        group.left.append(ticket)
+        self._events.append(RequestPreempted(self._now, ticket))
+
+    def _drop(self, ticket: Ticket, error: ReflexError) -> None:
+        """End a ticket that does not run."""
+        group = self._groups[ticket.request.group]
+        if ticket.state is PREPARING:
+            self._end_preparing(group, ticket)
+            self._end_unready(ticket, error)
+            return
+        self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
+
+    def _end_preparing(self, group: Group, ticket: Ticket) -> None:
+        """It is prepared, or never will be."""
+        group.end_preparing(ticket, self._now)
+        self._leaving.unready.discard(ticket)
+
+    def _end_unready(self, ticket: Ticket, error: ReflexError) -> None:
+        """End a ticket that was never ready to run."""
+        self._move(ticket, SETTLED)
+        ticket.outcome = Failed(error)
+        self.settled += 1
+        self._events.append(_event(RequestSettled, (self._now, ticket)))
+
+    def _settle(
+        self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]
+    ) -> None:
+        """End tickets of one partition, each exactly once."""
+        events, resources, residents = self._events, group.config.resources, partition.residents
+        for ticket, outcome in ended:
+            state = ticket.state
+            if ticket.cancel_requested:  # while it ran: its result is dropped
+                outcome = Failed(Cancelled("cancelled by the caller"))
+            if state is WAITING:
+                partition.take((ticket,))
+                group.backlog.remove((ticket,))
+                group.dequeue(1, ticket.wants)
+            elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
+                group.left.append(ticket)
+            if resources is not None and state is not WAITING:
+                resources.release(ticket)
+            assert state is not SETTLED, ticket
+            ticket.state = SETTLED
+            ticket.outcome = outcome
+            self.settled += 1
+            if ticket.deadline < inf and state is not RUNNING:  # it was discarded when it was scheduled
+                partition.deadlines.discard(ticket)
+            group.leave(ticket, partition, isinstance(outcome, Done), self._now)
+            events.append(_event(RequestSettled, (self._now, ticket)))
+        group.settled(partition)
+        self._holding.changed(partition)
+
+    @staticmethod
+    def _move(ticket: Ticket, state: TicketState) -> None:
+        """The one way from state to state that checks it against the table; hot paths that need no check assign."""
+        assert state in TRANSITIONS[ticket.state], (ticket, state)
+        ticket.state = state

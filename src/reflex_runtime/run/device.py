@@ -23,7 +23,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, cast
 
@@ -188,17 +187,6 @@ BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices
 # for it needs that long to wake up, and would not get it from one that takes it again at once
 
 
-@dataclass(slots=True)
-class _Returned:
-    """A batch that came back and is not completed. next: the one that was started in its place."""
-
-    batch: Batch
-    outcomes: Sequence[Outcome]
-    elapsed: float
-    at: float
-    next: Batch | None = None
-
-
 class Device:
     """Runs a scheduler's batches on processors, one per group, on one thread.
 
@@ -251,7 +239,7 @@ class Device:
         self._one_thread = one_thread
         self._late = False  # the thread still runs a batch that was answered for already
         self._running: tuple[Batch, float] | None = None
-        self._returned: _Returned | None = None
+        self._returned: tuple[Batch, Sequence[Outcome], float, float] | None = None  # to be completed: elapsed, at
         self._ahead = FormingAhead(scheduler, self._lock, clock, self._settle, f"{name}-ahead") if ahead else None
         self.hung = 0
         self.fatal = False
@@ -553,18 +541,14 @@ class Device:
         batch, since = self._running
         self._running = None
         self._settle()
-        self._returned = _Returned(batch, tuple(outcomes), now - since, now)
+        self._returned = batch, tuple(outcomes), now - since, now
 
     def _take_ahead(self, now: float) -> Batch | None:
         """The batch that was formed ahead, if there is one. The lock is held."""
         batch = self.scheduler.start_ahead(now) if self._ahead is not None else None
-        if self._returned is not None and batch is not None:
-            self._returned.next = batch
-        else:
+        if batch is None:
             self._settle()
-            if batch is not None:  # the one before was given up
-                self.scheduler.began(batch, now)
-        if batch is not None:
+        else:
             self._start(batch, now)
         return batch
 
@@ -588,12 +572,10 @@ class Device:
         """Complete the batch that came back, if the next one was started first. The lock is held."""
         returned, self._returned = self._returned, None
         if returned is not None:
-            if returned.batch.group not in self.expendable:
-                self._overrun = max(0.99 * self._overrun, returned.elapsed - returned.batch.expected)
-            # This may be any thread, which knows nothing of the batch.
-            complete(self.scheduler, returned.batch, returned.outcomes, returned.elapsed, returned.at)
-            if returned.next is not None:
-                self.scheduler.began(returned.next, returned.at)
+            batch, _, elapsed, _ = returned
+            if batch.group not in self.expendable:
+                self._overrun = max(0.99 * self._overrun, elapsed - batch.expected)
+            complete(self.scheduler, *returned)  # this may be any thread, which knows nothing of the batch
 
     def _has_news(self) -> bool:
         """Whether what came could change when the sleeping thread is to wake up. The lock is held."""

@@ -194,7 +194,6 @@ class _Loop:
         self.scheduler.complete(batch, outcomes, taken, now)
         self.running = None if self.running is batch else self.running
         if ahead is not None:
-            self.scheduler.began(ahead, now)
             self._start(ahead, 0.0)
         self.done.batches.append(
             Ran(started, taken, len(batch), batch.expected, batch.cause.value)
