@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,10 +18,6 @@ from reflex_runtime.observe.files import create, refused, write_all
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import whole
-
-if TYPE_CHECKING:
-    from reflex_runtime.robots.analysis.replay import ModelReplay
-
 
 _REPLAY_DESCRIPTION = """\
 Replay a recording of `reflex serve --record DIR`.
@@ -131,7 +126,9 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     )
     same = _same_hardware(recording.header.hardware)
     failed = [diff for diff in fail_on if replay.failed(diff, same)]
-    _tell(args, recording, replay, diffs, same)
+    print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}", *replay.lines(diffs), sep="\n")
+    if "latency" in diffs and not same and replay.failed("latency"):
+        print("reflex replay: warning: recorded on other hardware; its latency is not judged", file=sys.stderr)
     if failed:
         print(f"reflex replay: different in {', '.join(failed)} (--fail-on {args.fail_on})", file=sys.stderr)
     return {
@@ -147,51 +144,6 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         "slots": {slot: replay.summary(slot) for slot in sorted({item.slot for item in replay.items})},
         "items": replay.items,
     }
-
-
-def _tell(args: argparse.Namespace, recording: Journal, replay: ModelReplay, diffs: Sequence[str], same: bool) -> None:
-    print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
-    if not replay.items:
-        print("no answered request to replay")
-    for slot in sorted({item.slot for item in replay.items}):
-        told = replay.summary(slot)
-        print(f"{slot}: {told['requests']} replayed, {args.compose}")
-        if "actions" in diffs:
-            _tell_actions(told["actions"])
-        if "cache" in diffs:
-            changes = ", ".join(f"{kind} {n}" for kind, n in told["cache"]["changes"].items())
-            print(f"  cache    {told['cache']['same']} as recorded" + (f"; {changes}" if changes else ""))
-        if "latency" in diffs:
-            _tell_latency(told["latency"], same, args.compose)
-    if replay.left_out:
-        print("not answered, and left out: " + ", ".join(f"{how} {n}" for how, n in replay.left_out.most_common()))
-
-
-def _tell_actions(told: dict[str, Any]) -> None:
-    print(f"  actions  {told['close']} of {told['compared']} the same, {told['equal']} to the last bit", end="")
-    if told["cosine_min"] is not None:
-        far = "another shape" if told["max_abs"] is None else f"largest difference {told['max_abs']:.3g}"
-        print(f"; least cosine {told['cosine_min']:.6f}, {far}", end="")
-    print()
-    if told["composed"]:
-        print(f"           {told['composed']} of them in the recorded company at every step")
-    for error, n in told["errors"].items():
-        print(f"           {n} not compared: {error[:200]}")
-
-
-def _tell_latency(told: dict[str, Any], same: bool, compose: str) -> None:
-    if told["ratio"] is None:
-        more = "" if compose == "recorded" else ": none ran alone in the recording; see --compose recorded"
-        print(f"  latency  no batch to compare{more}")
-        return
-    shift = told["ratio"] - 1.0
-    within = "within" if abs(shift) <= 0.05 else "beyond"
-    print(
-        f"  latency  {told['batches']} batches, median {told['recorded_ms']:.2f} ms recorded, "
-        f"{told['replayed_ms']:.2f} ms now; ratio {told['ratio']:.3f}, {within} 5 %"
-    )
-    if within == "beyond" and not same:
-        print("reflex replay: warning: recorded on other hardware; its latency is not judged", file=sys.stderr)
 
 
 def _tell_other_model(recording: Journal, slot: str | None, found: str, model: str) -> None:

@@ -20,9 +20,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.observe import files
 from reflex_runtime.observe.logs import leave
+from reflex_runtime.run.model_files import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.settings.declare import add_options, flag, one_line, table
-from reflex_runtime.settings.model_files import json_keys
-from reflex_runtime.settings.read import CHECKPOINT_KEYS
 
 if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make

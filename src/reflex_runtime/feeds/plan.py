@@ -22,10 +22,10 @@ from reflex_runtime.feeds.settings import CAMERA, FILES, OF_STAGES, PER_FEED, Fe
 from reflex_runtime.feeds.stages import stages_of
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.model_files import check_kind
 from reflex_runtime.run.modules import imported, in_one_line, made, told
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import check_needs, flag, one_line
-from reflex_runtime.settings.model_files import check_kind
 from reflex_runtime.settings.read import environment, read
 
 LONGEST_S: Final = 3600.0  # for what has no time limit of its own

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from reflex_runtime.core.errors import ConfigError, needed_by
-from reflex_runtime.settings.model_files import read_file
+from reflex_runtime.run.model_files import read_file
 
 SETTINGS_FILE: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"

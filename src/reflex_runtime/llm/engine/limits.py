@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.settings.model_files import read_object
+from reflex_runtime.run.model_files import read_object
 
 GENERATION_FILE: Final = "generation_config.json"
 

@@ -20,8 +20,8 @@ from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, Mo
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE
 from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
+from reflex_runtime.run.model_files import check_files, read_object
 from reflex_runtime.settings.declare import one_of
-from reflex_runtime.settings.model_files import check_files, read_object
 
 DEVICES = ("auto", "cpu", "cuda")
 RUNNERS = ("auto", "openvino", "torch")

@@ -23,8 +23,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runners.checkpoint import read_table
 from reflex_runtime.llm.runners.model_config import ModelConfig
 from reflex_runtime.llm.runners.runner import free_bytes
-from reflex_runtime.settings.model_files import check_files, read_object
-from reflex_runtime.settings.read import JsonObject, shorten
+from reflex_runtime.run.model_files import JsonObject, check_files, read_object, shorten
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"

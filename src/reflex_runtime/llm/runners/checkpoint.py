@@ -3,7 +3,7 @@
 Architectures that are not ours are known to PyTorch and transformers alone; `AnyModelConfig` is what is known of them.
 
 `Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
-the key or tensor, what was found and what is expected. The safetensors format is read by `settings.model_files`: numpy
+the key or tensor, what was found and what is expected. The safetensors format is read by `run.model_files`: numpy
 has no bfloat16, and so errors can name the tensor.
 """
 
@@ -29,8 +29,8 @@ from reflex_runtime.llm.runners.model_config import (
     read_config,
     token_ids,
 )
-from reflex_runtime.settings import model_files
-from reflex_runtime.settings.model_files import read_object
+from reflex_runtime.run import model_files
+from reflex_runtime.run.model_files import read_object
 
 __all__ = ["CONFIG_FILE", "EMBEDDING", "HEAD", "Checkpoint", "ModelConfig", "RopeScaling", "token_ids"]
 

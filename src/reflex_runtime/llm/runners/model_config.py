@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from reflex_runtime.settings.model_files import read_object
-from reflex_runtime.settings.read import JsonObject
+from reflex_runtime.run.model_files import JsonObject, read_object
 
 CONFIG_FILE: Final = "config.json"
 EMBEDDING: Final = "model.embed_tokens.weight"

@@ -44,8 +44,8 @@ from reflex_runtime.llm.runners.checkpoint import (
     weight_files,
 )
 from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig
+from reflex_runtime.run.model_files import read_object
 from reflex_runtime.run.process import telemetry_off
-from reflex_runtime.settings.model_files import read_object
 
 log = logging.getLogger("reflex.llm")
 

@@ -31,8 +31,8 @@ from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_files
 from reflex_runtime.robots.sources.load import directory_of, load_policy, read_source
 from reflex_runtime.robots.sources.memory import SHARE, Room
 from reflex_runtime.run import onnx_session
+from reflex_runtime.run.model_files import read_json
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
-from reflex_runtime.settings.model_files import read_json
 
 SAMPLES: Final = 8
 """Requests made up; batch parity is looked at for 2, 4 and 8 of them."""

@@ -527,6 +527,47 @@ class ModelReplay:
         }
 
 
+    def lines(self, diffs: Sequence[Diff]) -> list[str]:
+        """What people are told of these differences, slot by slot."""
+        told = [] if self.items else ["no answered request to replay"]
+        for slot in sorted({item.slot for item in self.items}):
+            found = self.summary(slot)
+            told.append(f"{slot}: {found['requests']} replayed, {self.compose}")
+            if "actions" in diffs:
+                told += _of_actions(found["actions"])
+            if "cache" in diffs:
+                changes = ", ".join(f"{kind} {n}" for kind, n in found["cache"]["changes"].items())
+                told.append(f"  cache    {found['cache']['same']} as recorded" + (f"; {changes}" if changes else ""))
+            if "latency" in diffs:
+                told.append(f"  latency  {_of_latency(found['latency'], self.compose)}")
+        if self.left_out:
+            ends = ", ".join(f"{how} {n}" for how, n in self.left_out.most_common())
+            told.append(f"not answered, and left out: {ends}")
+        return told
+
+
+def _of_actions(found: dict[str, Any]) -> list[str]:
+    line = f"  actions  {found['close']} of {found['compared']} the same, {found['equal']} to the last bit"
+    if found["cosine_min"] is not None:
+        far = "another shape" if found["max_abs"] is None else f"largest difference {found['max_abs']:.3g}"
+        line += f"; least cosine {found['cosine_min']:.6f}, {far}"
+    told = [line]
+    if found["composed"]:
+        told.append(f"           {found['composed']} of them in the recorded company at every step")
+    return told + [f"           {n} not compared: {error[:200]}" for error, n in found["errors"].items()]
+
+
+def _of_latency(found: dict[str, Any], compose: Compose) -> str:
+    if found["ratio"] is None:
+        more = "" if compose == "recorded" else ": none ran alone in the recording; see --compose recorded"
+        return f"no batch to compare{more}"
+    within = "within" if abs(found["ratio"] - 1.0) <= LATENCY else "beyond"
+    return (
+        f"{found['batches']} batches, median {found['recorded_ms']:.2f} ms recorded, "
+        f"{found['replayed_ms']:.2f} ms now; ratio {found['ratio']:.3f}, {within} {100 * LATENCY:g} %"
+    )
+
+
 def distance(recorded: NDArray[np.float32], replayed: NDArray[Any]) -> tuple[float, float]:
     """(cosine, largest absolute difference) of two chunks of one shape.
 

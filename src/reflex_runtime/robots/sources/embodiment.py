@@ -25,7 +25,7 @@ from reflex_runtime.robots.sources.export_files import (
     read_export_json,
     whole,
 )
-from reflex_runtime.settings.read import JsonObject
+from reflex_runtime.run.model_files import JsonObject
 
 PAIRS: Final = (("mean", "std"), ("min", "max"), ("q01", "q99"), ("q10", "q90"))
 """The kinds of normalisation, by their keys: around a mean, or a range that becomes [-1, 1]."""

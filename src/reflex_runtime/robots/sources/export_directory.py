@@ -46,8 +46,8 @@ from reflex_runtime.robots.sources.export_files import (
     read_prompt,
     whole,
 )
+from reflex_runtime.run import model_files
 from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec, fits
-from reflex_runtime.settings import model_files
 
 # -- the graphs, run by ONNX Runtime -----------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from msgspec import Meta
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.spec import Resize, Size
 from reflex_runtime.robots.policy.tokenizer import PROMPT, STATE_BINS, Cleaning, PromptTemplate
-from reflex_runtime.settings import model_files
-from reflex_runtime.settings.read import JsonObject, described
+from reflex_runtime.run import model_files
+from reflex_runtime.run.model_files import JsonObject, described
 
 CONFIG_FILE: Final = "reflex_config.json"
 

@@ -37,9 +37,8 @@ from reflex_runtime.robots.sources.lerobot_processors import (
     read_steps,
     renames_of,
 )
+from reflex_runtime.run.model_files import CHECKPOINT_KEYS, JsonObject, json_keys, read_table
 from reflex_runtime.run.onnx_session import CPU, CUDA
-from reflex_runtime.settings.model_files import json_keys, read_table
-from reflex_runtime.settings.read import CHECKPOINT_KEYS, JsonObject
 
 CONFIG_FILE: Final = "config.json"
 STAGED: Final = ("smolvla", "pi0", "pi05")

@@ -18,8 +18,7 @@ from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.sources.export_files import read_export_json
-from reflex_runtime.settings.model_files import read_table
-from reflex_runtime.settings.read import shorten
+from reflex_runtime.run.model_files import read_table, shorten
 
 WEIGHTS: Final = "model.safetensors"
 

@@ -33,7 +33,7 @@ from reflex_runtime.robots.sources.export_files import (
 )
 from reflex_runtime.robots.sources.lerobot_checkpoint import check_device, check_lerobot, check_weights, read_robot
 from reflex_runtime.robots.sources.lerobot_processors import WEIGHTS
-from reflex_runtime.settings.read import JsonObject
+from reflex_runtime.run.model_files import JsonObject
 
 OPENPI_FILE: Final = "reflex_openpi.json"
 SIZE: Final = (224, 224)

@@ -16,8 +16,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY, SCRIBE
 from reflex_runtime.llm.engine.load import describe, load
 from reflex_runtime.robots.sources.load import read_source
-from reflex_runtime.settings import model_files
-from reflex_runtime.settings.model_files import MOST_TEXT, check_files, json_keys, read_file, read_table
+from reflex_runtime.run import model_files
+from reflex_runtime.run.model_files import MOST_TEXT, check_files, json_keys, read_file, read_table
 
 
 def stored(file: Path, table: dict[str, Any] | str, size: int) -> Path:
