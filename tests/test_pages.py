@@ -45,6 +45,19 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_files_that_are_named_are_there() -> None:
+    """Those whose name begins with a folder of the package or of the repository; `my_wire.py` is the reader's."""
+    places = [ROOT, SOURCE]
+    tops = {path.name for place in places for path in place.iterdir() if path.is_dir()}
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"`((\w+)/[\w/.-]+\.(?:py|toml|yml|conf|proto|json|md))\b", text):
+            if name[1] in tops and "my_" not in name[0] and not any((place / name[0]).exists() for place in places):
+                missing += [f"{page.name}: {name[0]}"]
+    assert missing == []
+
+
 def test_the_index_has_every_page_once() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"^- \[.+?\]\(([\w-]+\.md)\): ", index, re.MULTILINE)
