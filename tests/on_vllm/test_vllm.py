@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.vllm import versions
+from reflex_runtime.vllm.middleware import Middleware, rewritten
 
 PATIENCE = 300.0  # seconds until a test gives up
 OURS, TRACED = "reflex_runtime.vllm.Scheduler", "reflex_runtime.vllm.Traced"
@@ -152,3 +154,70 @@ def test_another_version_is_refused_before_anything_is_loaded(monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "MODEL", f"--scheduler-cls={OURS}"])
     with pytest.raises(SystemExit, match="installed is"):
         versions.plugin()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "wanted"),
+    [
+        ({"prompt": "a"}, {}, {"prompt": "a"}),
+        ({"user": "u"}, {}, {"user": "u", "vllm_xargs": {"client": "u"}}),
+        ({"user": "u"}, {"client": "h"}, {"user": "u", "vllm_xargs": {"client": "h"}}),
+        ({"vllm_xargs": {"client": "own"}}, {"client": "h"}, {"vllm_xargs": {"client": "own"}}),
+        ({}, {"deadline-ms": "250", "priority": "-1"}, {"priority": "-1", "vllm_xargs": {"deadline_ms": "250"}}),
+        (["user"], {"client": "h"}, ["user"]),
+    ],
+)
+def test_headers_become_arguments(body: Any, headers: dict[str, str], wanted: Any) -> None:
+    raw = {f"x-reflex-{name}".encode(): value.encode() for name, value in headers.items()}
+    assert json.loads(rewritten(json.dumps(body).encode(), raw)) == wanted
+    assert rewritten(b'{"user"', raw) == b'{"user"'
+
+
+def answered(kind: str, *parts: bytes) -> list[Any]:
+    """What a caller gets of an application that answers 200 with these parts: status, headers and body."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind.encode())]})
+        for i, part in enumerate(parts):
+            await send({"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    asyncio.run(Middleware(app)(scope, receive, send))
+    return [sent[0]["status"], dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])]
+
+
+def choice(reason: str, stop: str | None) -> bytes:
+    return json.dumps({"choices": [{"text": "", "finish_reason": reason, "stop_reason": stop}]}).encode()
+
+
+@pytest.mark.parametrize(("code", "status"), [("queue_full", 503), ("deadline_exceeded", 504), ("invalid_config", 400)])
+def test_a_refusal_is_an_error_to_callers(code: str, status: int) -> None:
+    told = choice("abort", code)
+    found, headers, body = answered("application/json", told[:20], told[20:])
+    assert found == json.loads(body)["error"]["code"] == status
+    assert json.loads(body)["error"]["type"] == code
+    assert headers[b"content-length"] == b"%d" % len(body)
+    assert (b"retry-after" in headers) == (status == 503)
+
+
+def test_other_answers_are_sent_on() -> None:
+    for told in (choice("stop", None), choice("abort", None), b"[]", b'"abort"'):
+        assert answered("application/json", told)[::2] == [200, told]
+    events = [b'data: {"choices":[{"finish_reason":"stop"}]}\n\n', b"data: [DONE]\n\n"]
+    assert answered("text/event-stream", *events)[2] == b"".join(events)
+
+
+def test_a_stream_that_ends_without_a_token_says_so() -> None:
+    body = answered("text/event-stream", b"data: [DONE]\n\n")[2]
+    error, done, _ = body.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 503
+    assert done == b"data: [DONE]"

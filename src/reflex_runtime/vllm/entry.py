@@ -94,7 +94,9 @@ def asked_of(request: Request) -> CallerArguments:
     told = getattr(request.sampling_params, "extra_args", None) or {}
     try:
         return msgspec.convert(
-            {name: told[name] for name in CallerArguments.__struct_fields__ if name in told}, CallerArguments
+            {name: told[name] for name in CallerArguments.__struct_fields__ if name in told},
+            CallerArguments,
+            strict=False,
         )
     except msgspec.ValidationError as error:
         raise ConfigError(f"vllm_xargs: {error}") from None

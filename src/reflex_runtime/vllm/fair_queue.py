@@ -19,13 +19,16 @@ Tier = LazyHeap[ClientShare, Place]  # the clients of one priority; their places
 
 
 class FairQueue(RequestQueue):  # type: ignore[misc]
-    """entries: of every request that is in the system, by its id; clients: theirs."""
+    """entries: of every request that is in the system, by its id; clients: theirs.
+
+    taken: what clients were charged for requests that were popped, until the step is known.
+    """
 
     def __init__(self, entries: Mapping[str, Entry], clients: Clients) -> None:
         self._entries, self._clients = entries, clients
         self._waiting: dict[tuple[int, ClientShare], Requests] = {}
         self._tiers: dict[int, Tier] = {}
-        self._taken: dict[ClientShare, float] = {}  # charged for what was popped, until the step is known
+        self.taken: dict[ClientShare, float] = {}
         self._queued: dict[str, Entry] = {}
 
     def add_request(self, request: Request) -> None:
@@ -54,15 +57,15 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         entry = self._first()
         self._remove(entry)
         asked = float(entry.own.num_tokens)
-        self._taken[entry.client] = self._taken.get(entry.client, 0.0) + asked
+        self.taken[entry.client] = self.taken.get(entry.client, 0.0) + asked
         entry.client.counter += asked
         return entry.own
 
     def settle(self) -> None:
         """The step is known, and its members were charged what they got."""
-        for client, asked in self._taken.items():
+        for client, asked in self.taken.items():
             self.give_back(client, asked)
-        self._taken.clear()
+        self.taken.clear()
 
     def give_back(self, client: ClientShare, tokens: float) -> None:
         """Correct an earlier charge. Places in heaps may be too small, never too large."""

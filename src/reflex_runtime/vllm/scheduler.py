@@ -44,12 +44,17 @@ class FairScheduler(TracedScheduler):
         if self.settings.max_gap_ms is not None and not self.scheduler_config.enable_chunked_prefill:
             raise ConfigError("additional_config.reflex.max_gap_ms: without chunked prefill no gap can be promised")
         self.learns |= self.settings.max_gap_ms is not None or self.settings.max_queue_s is not None
+        blocks = self._places + self._tokens // self.block_size + 1
+        self._enough = len(self.kv_cache_config.kv_cache_groups) * blocks  # free ones, for any step
         self.policy = SchedulingPolicy.FCFS  # the one to preempt is the last that runs: the order is ours
         self._clients = Clients()
         self.waiting: FairQueue = FairQueue(self.entries, self._clients)
         self._deadlines: LazyHeap[Entry, float] = LazyHeap()  # of those that may not have their first token
         self._promised: set[Entry] = set()  # with a gap of their own
         self._evidence, self._backlog = Evidence(), Backlog()
+        self._units = self._scheduled = (
+            0  # tokens of the sequences that run, and of all, in the last step with a promise
+        )
         self._outputs = 0.0  # tokens of a request that has ended, on average
         self._refused: list[tuple[Request, ReflexError]] = []  # to be told
 
@@ -65,16 +70,23 @@ class FairScheduler(TracedScheduler):
                 self._refuse(entry, refusal)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._expire(time.monotonic())
-        self._limit()
-        self._order()
+        if self._deadlines:
+            self._expire(time.monotonic())
+        if self._promised or self.settings.max_gap_ms is not None:
+            self._limit()
+        else:
+            self.max_num_scheduled_tokens, self.max_num_active_reqs = self._tokens, self._places
+        if self.kv_cache_manager.block_pool.get_num_free_blocks() < self._enough:
+            self.running.sort(key=self._rank)
         output = super().schedule(throttle_prefills)
         entries = self.entries
         for name, tokens in output.num_scheduled_tokens.items():
             entry = entries[name]
             entry.granted += tokens
             entry.client.counter += tokens
-        self.waiting.settle()
+        if self.waiting.taken:
+            self.waiting.settle()
+        self._scheduled = output.total_num_scheduled_tokens
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -156,8 +168,6 @@ class FairScheduler(TracedScheduler):
         """Prompts get what the tightest promise of the sequences that run leaves."""
         self.max_num_scheduled_tokens, self.max_num_active_reqs = self._tokens, self._places
         promise = None if self.settings.max_gap_ms is None else self.model.gap
-        if promise is None and not self._promised:
-            return
         self.running.sort(key=_reads)
         rows, units, pairs, past, own = 0, 0, 0.0, 0, inf
         for request in self.running:
@@ -172,6 +182,9 @@ class FairScheduler(TracedScheduler):
         if promise is None and own == inf:
             return
         most = self.model.most(rows, 0.0, pairs, past, self.model.allowed(own, rows, pairs))
+        if rows and self._scheduled == self._units:  # the first prompt after steps without takes longest: new shapes
+            most = max(1.0, 0.5 * most)
+        self._units = units
         if self.need_mamba_block_aligned_split:
             most = max(most, float(self.block_size))
         self.max_num_scheduled_tokens = int(min(self._tokens, units + most))
@@ -180,15 +193,11 @@ class FairScheduler(TracedScheduler):
 
     # -- who -------------------------------------------------------------------------------------------------------
 
-    def _order(self) -> None:
-        """Where memory may be short, the last that runs is of the lowest tier, of the client most ahead, the newest."""
-        blocks = len(self.running) + self.max_num_scheduled_tokens // self.block_size
-        groups = len(self.kv_cache_config.kv_cache_groups)
-        if self.kv_cache_manager.block_pool.get_num_free_blocks() < groups * blocks and len(self.running) > 1:
-            self.running.sort(key=self._rank)
-
     def _rank(self, request: Request) -> tuple[int, float, int]:
-        """A client with one request is not ahead of others: its oldest would be preempted, and has most to lose."""
+        """Where one that runs stands while memory is short: vLLM preempts the last.
+
+        A client with one request is not ahead of others: the oldest would be preempted, and has most to lose.
+        """
         entry = self.entries[request.request_id]
         return request.priority, entry.client.counter if entry.client.unsettled > 1 else 0.0, entry.seq
 

@@ -61,7 +61,7 @@ class StepLog:
 
     def called(self) -> None:
         """vLLM calls the scheduler again."""
-        if self._inline and len(self._ran) < len(self._steps):
+        if self._steps and self._inline and len(self._ran) < len(self._steps):
             self._ran.append(time.monotonic() - self._handed)
 
     def scheduled(self, output: SchedulerOutput, entries: Mapping[str, Entry], queued: int, short_of: str) -> Batch:
