@@ -77,7 +77,8 @@ def table_of(routes: Iterable[Route]) -> Table:
 
 def documented() -> dict[str, Table]:
     """What the page says of each server."""
-    rows = re.findall(r"^\| `([A-Z]+ /.*?)` \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    found = re.findall(r"^\| (`[A-Z]+ /.*?`) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    rows = [(path.strip("`"), *keys) for paths, *keys in found for path in paths.split(", ")]
     return {name: {row[0]: row[1 + i] for row in rows if row[1 + i] != "–"} for i, name in enumerate(COLUMNS)}
 
 

@@ -199,11 +199,14 @@ def answered(toy: Toy, name: str, field: str) -> str:
 
 
 def table(toy: Toy) -> str:
-    names = sorted(frozenset[str]().union(*(api.known for api in APIS.values())))
-    rows = [f"| field | {' | '.join(APIS)} |", "| --- " * (1 + len(APIS)) + "|"]
-    for field in names:
+    """Fields that are answered alike share a row; those that every API has come first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for field in sorted(frozenset[str]().union(*(api.known for api in APIS.values()))):
         cells = [answered(toy, name, field) if field in api.known else "–" for name, api in APIS.items()]
-        rows.append(f"| `{field}` | {' | '.join(cells)} |")
+        alike.setdefault(tuple(cells), []).append(f"`{field}`")
+    rows = [f"| field | {' | '.join(APIS)} |", "| --- " * (1 + len(APIS)) + "|"]
+    order = sorted(alike, key=lambda row: (row.count("–"), row))
+    rows += [f"| {', '.join(alike[row])} | {' | '.join(row)} |" for row in order]
     return "\n".join(rows)
 
 
