@@ -62,11 +62,11 @@ def test_t4_a_trace_of_version_1_has_its_batches_on_the_schedulers_clock() -> No
 @pytest.mark.parametrize(
     ("words", "file", "told"),
     [
-        (["trace"], RECORDING, "▸arm-1   ▸arm-0"),
-        (["trace"], TRACE, "▸arm-3   ▸arm-0   ▸arm-2"),
-        (["report"], RECORDING, "deadline_unreachable  2                           4"),
+        (["trace"], RECORDING, "▸arm-1 ▸arm-0"),
+        (["trace"], TRACE, "▸arm-3 ▸arm-0 ▸arm-2"),
+        (["report"], RECORDING, "deadline_unreachable 2 4"),
         (["report"], TRACE, "shadow: 4 pairs"),
-        (["replay", "--schedule"], RECORDING, "batches                    40"),
+        (["replay", "--schedule"], RECORDING, "batches 40 42"),
         (["tune"], RECORDING, "14 requests in 0.1 s"),
     ],
 )
@@ -75,7 +75,7 @@ def test_t4_the_commands_read_version_1(
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main([*words, str(file)]) == 0
-    assert told in capsys.readouterr().out
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_t5_the_requests_of_version_1_go_through_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,10 +40,10 @@ Show the batches of a journal, the file that `reflex serve --trace FILE` or `--r
 prompts step by step and show the steps.
 
 One row per batch: its time, its place (slot, partition, stage), why it was formed then, its requests and their units,
-predicted and measured time, how long the requests that entered had waited, and how many requests stayed in the queue.
+predicted and measured time, how long one that entered had waited at most, and how many requests stayed in the queue.
 `▸` marks a request that entered from the queue with this batch; the others stayed from an earlier step. `…+3` stands
 for three more. Values that are the same in every batch are printed once above the table, and a column of zeros is left
-out. Below 120 columns `wait` is only the longest wait.
+out.
 
 A trace of tokens has one row per step: each request's tokens as prefill or decode, how many of its tokens were computed
 and known before, which requests waited and why, preemptions, cache hits, and blocks in use.

@@ -33,8 +33,6 @@ from reflex_runtime.observe.journal_view import (
 )
 
 ROWS = 40  # a longer table shows a part, unless --last or --from asked for its rows
-NAMES = 8  # members named in a row
-NARROW = 120  # with fewer columns than this, everything but the members is cut short
 LEAST = 12  # columns for the members, whatever else there is
 PLACE = ("slot", "partition", "stage")
 
@@ -114,10 +112,10 @@ def batch_table(
     trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
 ) -> Table:
     """gap_after: after so many rows, say how many batches were left out."""
-    colours, narrow = Colours.of(trace, batches), width < NARROW
-    before, behind = _columns(trace, batches, rows, narrow)
+    colours = Colours.of(trace, batches)
+    before, behind = _columns(trace, batches, rows)
     left_out = f"… {len(batches) - len(rows):,} batches left out …"
-    return _table(before, behind, rows, width, lambda b, room: _who(b, colours, room, narrow), gap_after, left_out)
+    return _table(before, behind, rows, width, lambda b, room: _who(b, colours, room), gap_after, left_out)
 
 
 def _table(
@@ -130,7 +128,7 @@ def _table(
     left_out: str,
 ) -> Table:
     """The columns around `who`, which gets the room that is left and says who is in a batch."""
-    gap = 1 if width < NARROW else 2
+    gap = 1 if width < 120 else 2
     around = (*before, *behind)
     taken = (max(map(cell_len, [*name.split("\n"), *(c.plain for c in cells)])) for name, cells, _ in around)
     room = max(LEAST, width - sum(n + gap for n in taken) - gap)
@@ -146,11 +144,11 @@ def _table(
 
 
 def _columns(
-    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], narrow: bool
+    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine]
 ) -> tuple[list[_Column], list[_Column]]:
     """Those before `who` and behind it; what is the same in each row, or zero, is no column."""
     varying = [name for name in PLACE if vary(batches, name)]
-    share = (16 - len(varying) + 1) // max(1, len(varying)) if narrow else 18
+    share = (16 - len(varying) + 1) // max(1, len(varying))
     before: list[_Column] = [
         ("id", [Text(str(b.id)) for b in rows], True),
         ("at s", [Text(f"{trace.seconds(b):.3f}") for b in rows], True),
@@ -162,15 +160,13 @@ def _columns(
     before.append(("why", [Text(b.cause, "bold red" if b.crashed else "") for b in rows], False))
     before.append(("n", [Text(str(b.size)) for b in rows], True))
     measured = [_ms(b.elapsed) for b in rows]
-    behind: list[_Column] = [("measured\nms" if narrow else "measured ms", list(map(Text, measured)), True)]
+    behind: list[_Column] = [("measured\nms", list(map(Text, measured)), True)]
     if any(b.expected is not None for b in rows):
         predicted = ["–" if b.expected is None else _ms(b.expected) for b in rows]
-        name = "pred.\n/meas. ms" if narrow else "predicted\n/measured ms"
-        behind = [(name, [Text(f"{p}/{m}") for p, m in zip(predicted, measured, strict=True)], True)]
-    waits = [_waited(b, narrow) for b in rows]
-    if any(float(w) for told in waits for w in told):
-        name = "longest\nwait ms" if narrow else "wait ms"
-        behind.append((name, [Text(" / ".join(told)) for told in waits], True))
+        behind = [("pred.\n/meas. ms", [Text(f"{p}/{m}") for p, m in zip(predicted, measured, strict=True)], True)]
+    waits = [max((m.age for m in b.entered), default=None) for b in rows]
+    if any(waits):
+        behind.append(("longest\nwait ms", [Text("" if wait is None else _ms(wait)) for wait in waits], True))
     if any(b.queued for b in rows):
         behind.append(("queued", [Text("" if b.queued is None else str(b.queued)) for b in rows], True))
     return before, behind
@@ -180,31 +176,21 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < 0.9995 else f"{seconds * 1e3:.0f}"
 
 
-def _waited(batch: BatchLine, narrow: bool) -> list[str]:
-    """Shortest, median and longest of those that entered; one value where one entered or there is room for one."""
-    waits = sorted(m.age for m in batch.entered)
-    if narrow or len(waits) < 2:
-        return [_ms(w) for w in waits[-1:]]
-    return [_ms(w) for w in (waits[0], median(waits), waits[-1])]
-
-
-def _who(batch: BatchLine, colours: Colours, room: int, narrow: bool) -> Text:
+def _who(batch: BatchLine, colours: Colours, room: int) -> Text:
     """Members in their colours, with the units granted where those differ from one request."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
-    pad = "" if narrow else " "
-
     def face(member: Member) -> Text:
         colour = colours.hex(member)
         mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
         name = member_name(member, colours.by, clients)
-        return Text(f"{pad}{mark}{name}{units}{pad}", style=f"{ink(colour)} on {colour}")
+        return Text(f"{mark}{name}{units}", style=f"{ink(colour)} on {colour}")
 
-    return chips(batch, face, room, len(batch.members) if narrow else NAMES)
+    return chips(batch, face, room)
 
 
-def chips(batch: BatchLine, face: Callable[[Member], Text], room: int, most: int) -> Text:
-    """Each member's face and what befell it; as many as there is room for, at most `most`, and how many more."""
+def chips(batch: BatchLine, face: Callable[[Member], Text], room: int) -> Text:
+    """Each member's face and what befell it; as many as there is room for, and how many more."""
     text = Text(no_wrap=True)
     for number, member in enumerate(batch.members):
         chip = face(member)
@@ -214,7 +200,7 @@ def chips(batch: BatchLine, face: Callable[[Member], Text], room: int, most: int
         more = f" …+{behind}" if behind else ""
         if number == 0:
             chip.truncate(max(1, room - len(more)), overflow="ellipsis")
-        elif text.cell_len + 1 + chip.cell_len + len(more) > room or number == most:
+        elif text.cell_len + 1 + chip.cell_len + len(more) > room:
             text.append(f" …+{behind + 1}", style="dim")
             break
         else:
@@ -286,7 +272,7 @@ def step_table(
 
     def who(batch: BatchLine, room: int) -> Text:
         form = _form(batch, room)
-        return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room, len(batch.members))
+        return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room)
 
     before, behind = _step_columns(trace, rows, colours, width)
     left_out = f"… {len(batches) - len(rows):,} steps left out …"

@@ -173,6 +173,7 @@ class RolloutReport:
         table = Table("", *(slot.slot for slot in slots), box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in table.columns:
             column.no_wrap, column.overflow = True, "ellipsis"
+        table.columns[0].min_width = 24  # what errors are called stays whole
 
         def row(name: str, tell: Any) -> None:
             table.add_row(name, *(_plain(tell(slot)) for slot in slots))
