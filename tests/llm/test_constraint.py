@@ -284,7 +284,7 @@ def _chain(length: int) -> dict[str, Any]:
         Constraint("grammar", "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(5000)) + '\na5000: "x"'),
         Constraint("json", json.dumps(_chain(3000))),
         Constraint("json", '{"type": "integer", "multipleOf": 99999999}'),
-        Constraint("regex", "go ((((a{1000}){1000}){1000}){1000})"),
+        pytest.param(Constraint("regex", "go ((((a{1000}){1000}){1000}){1000})"), marks=pytest.mark.long),
     ],
     ids=["deep rules", "deep references", "a huge expression", "a long step"],
 )

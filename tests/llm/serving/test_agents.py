@@ -19,7 +19,7 @@ from llm.serving.test_growing_conversations import ScriptedToy
 from reflex_runtime.demo import model_directory
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 from serving.harness import Server
-from serving.openai_toy import Model, Toy
+from serving.openai_toy import Model, Speaker, Toy
 
 REQUESTS = [
     json.loads(line) for line in (Path(__file__).parent / "first_requests.jsonl").read_text("utf-8").splitlines()
@@ -49,6 +49,12 @@ LEAST: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def toy() -> Iterator[Toy]:
     with Toy(Model(max_model_len=4096)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Iterator[Toy]:
+    with Toy(Speaker("an answer of some words")) as server:  # several ask for all that a model has to say
         yield server
 
 
@@ -83,11 +89,12 @@ def wrong(status: int, body: bytes, request: Any) -> str:
 
 
 @pytest.mark.parametrize("first", REQUESTS, ids=NAMES)
-def test_l9_the_first_request_of_an_agent_is_answered(toy: Toy, first: Any) -> None:
-    answer = toy.post(first["path"], first["body"] | {"model": "toy"})
+def test_l9_the_first_request_of_an_agent_is_answered(speaker: Toy, first: Any) -> None:
+    answer = speaker.post(first["path"], first["body"] | {"model": "toy"})
     assert wrong(answer.status, answer.body, first) == ""
 
 
+@pytest.mark.long  # it has much to say
 def test_l9_the_same_of_a_trained_model(scribe: Server) -> None:
     found = {}
     for name, first in zip(NAMES, REQUESTS, strict=True):
