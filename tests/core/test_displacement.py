@@ -17,6 +17,7 @@ from reflex_runtime.core.forming import Filling
 from reflex_runtime.core.group import Resources, UnitPool
 from reflex_runtime.core.request import Priority, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
+from thinned import thinned
 
 from .helpers import Cached, Generation, ask, finish, ids, scheduler_of, take, trained
 from .histories import SCENARIOS, Play
@@ -317,7 +318,7 @@ def test_l5_unless_nothing_could_run_at_all_otherwise() -> None:
 MEMORY = [name for name, scenario in SCENARIOS.items() if scenario.groups[0].pool is not None]
 
 
-@pytest.mark.parametrize("scenario", MEMORY)
+@pytest.mark.parametrize("scenario", thinned(MEMORY, ["memory", "stages_memory"]))
 def test_l5_between_two_preemptions_a_ticket_came_further_than_before(
     scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +459,7 @@ def test_a_batch_tells_what_those_that_enter_found_already_done() -> None:
     assert all(entry == ("b", 3.0, True) for entry in seen)  # it was thrown out, and found what it knew
 
 
+@pytest.mark.long
 def test_the_histories_displace() -> None:
     """A history in which nobody ever gives way would prove nothing."""
     short: defaultdict[str, int] = defaultdict(int)

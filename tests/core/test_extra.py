@@ -151,7 +151,7 @@ def static(takes: Takes, share: float, rows: int, guesses: int) -> float:
     return tokens / takes(rows, 0.0, float(rows * guesses))
 
 
-@pytest.mark.parametrize("share", thinned([0.0, 0.3, 0.6, 0.9], [0.0, 0.6, 0.9]))
+@pytest.mark.parametrize("share", thinned([0.0, 0.3, 0.6, 0.9], [0.0, 0.9]))
 @pytest.mark.parametrize("rows", thinned([1, 8, 32], [1, 32]))
 @pytest.mark.parametrize("takes", [memory_bound, compute_bound, bends])
 def test_l2_guesses_are_computed_where_they_pay(takes: Takes, rows: int, share: float) -> None:

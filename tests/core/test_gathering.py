@@ -18,7 +18,7 @@ from .one_core import OneCore
     [
         pytest.param(8, 0.0013, 7.5, id="8_png"),
         pytest.param(8, 0.00035, 7.5, id="8_jpeg", marks=pytest.mark.long),
-        pytest.param(32, 0.00035, 28.0, id="32_jpeg"),
+        pytest.param(32, 0.00035, 28.0, id="32_jpeg", marks=pytest.mark.long),
     ],
 )
 def test_callers_with_pictures_share_one_batch_where_one_core_decodes_and_runs(
@@ -49,7 +49,9 @@ class TwoGroups:
         return [Late(caller, 0.0001 * i + 0.030 * (i >= 4)) for i, caller in enumerate(callers)]
 
 
-@pytest.mark.parametrize(("fixed", "marginal"), [(0.002, 0.008), (0.016, 0.0012)])
+@pytest.mark.parametrize(
+    ("fixed", "marginal"), [(0.002, 0.008), pytest.param(0.016, 0.0012, marks=pytest.mark.long)]
+)
 def test_callers_do_not_stay_in_two_groups_after_a_fixed_slow_down(fixed: float, marginal: float) -> None:
     """60 ms more from the first request on: until a batch of another size ran, nothing tells them from 15 ms a row."""
     usual = Affine(fixed, marginal)

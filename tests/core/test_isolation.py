@@ -345,7 +345,14 @@ def some(share: float) -> Callable[[int, int], bool]:
     return lambda client, number: random.random() < share
 
 
-@pytest.mark.parametrize(("fixed", "marginal"), [(0.0, 0.002), (0.020, 0.002), (0.050, 0.0)])
+@pytest.mark.parametrize(
+    ("fixed", "marginal"),
+    [
+        pytest.param(0.0, 0.002, marks=pytest.mark.long),
+        (0.020, 0.002),
+        pytest.param(0.050, 0.0, marks=pytest.mark.long),
+    ],
+)
 def test_b18_a_fifth_of_the_clients_bad_costs_the_others_less_than_half(fixed: float, marginal: float) -> None:
     clean = closed_loop(fixed, marginal, lambda client, number: False)
     served, failed, rightly, crashes = closed_loop(fixed, marginal, lambda client, number: client % 5 == 0)
@@ -362,6 +369,7 @@ def test_b18_a_fifth_of_all_requests_bad_fails_those_alone() -> None:
         assert 0.15 * (served + failed) < failed < 0.25 * (served + failed)
 
 
+@pytest.mark.long  # many batches
 def test_b18_a_fifth_of_all_requests_bad_leaves_half_the_throughput_where_time_grows_with_the_batch() -> None:
     clean = closed_loop(0.0, 0.002, lambda client, number: False)
     served = closed_loop(0.0, 0.002, some(0.2))[0]

@@ -289,6 +289,7 @@ def test_f14_it_ends_when_the_reader_of_its_results_left(tmp_path: Path) -> None
     assert b"Broken" not in done.stderr
 
 
+@pytest.mark.long
 def test_f14_a_log_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
     command = f"{sys.executable} -m reflex_runtime feeds a={clip(20, 25)} --realtime --processor mine:Sizes"
     done = subprocess.run(

@@ -93,6 +93,7 @@ def test_i18_feeds_come_go_and_change_and_the_others_are_not_touched(tmp_path: P
         assert {line["value"]["feed"] for line in lines} == {numbers[name]}
 
 
+@pytest.mark.long  # plays for seconds
 def test_i18_tracks_of_a_feed_go_on_while_another_one_changes(tmp_path: Path) -> None:
     pytest.importorskip("trackers")
     general = 'onnx = "shapes"\ntrack = true\n'

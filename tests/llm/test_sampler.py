@@ -12,6 +12,7 @@ from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm.engine.sampler import explain, likeliest, sample, uniform
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
+from thinned import thinned
 
 VOCAB = 300
 
@@ -59,7 +60,7 @@ def test_l8_rows_of_a_larger_array_are_those_rows(params: dict[str, Any]) -> Non
         assert [str(one) for one in found] == [str(one) for one in alone]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", thinned([0.5, 1.0, 1.7], [1.7]))
 def test_l8_tokens_come_as_often_as_they_are_likely(temperature: float) -> None:
     logits = rows(1)
     expected = softmax(logits[0] / np.float32(temperature))

@@ -271,6 +271,7 @@ def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
             engine.processor.request("one two", GenerateParams.of(params, draft_token_ids=wrong))
 
 
+@pytest.mark.long
 def test_l10_a_trace_tells_guesses_from_prompts_and_adds_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from reflex_runtime.run.audience import SLICE
 from reflex_runtime.run.batched import GONE, TaskClients, batched
 from run.helpers import PATIENCE, run
 from run.virtual import JumpingLoop
+from thinned import thinned
 
 
 async def ended(ask: Callable[[], str]) -> str:
@@ -106,7 +107,7 @@ def test_what_no_task_awaits_has_no_client() -> None:
     assert found == [""]
 
 
-@pytest.mark.parametrize("callers", [8, 32])
+@pytest.mark.parametrize("callers", thinned([8, 32], [8]))
 @pytest.mark.parametrize("new", [False, True], ids=["tasks", "new tasks"])
 def test_b15_callers_that_come_back_one_by_one_share_every_call(callers: int, new: bool) -> None:
     """Calls of 5 ms and 5 ms more with all callers, which ask again up to 2 ms after their answer. Virtual time."""

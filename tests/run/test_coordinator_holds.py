@@ -111,6 +111,7 @@ def dearer_together(n: int) -> float:
     return 0.010 if n == 1 else 0.013 * n
 
 
+@pytest.mark.long  # plays for seconds
 def test_f6_frames_run_alone_where_a_call_of_several_takes_longer() -> None:
     many = [camera for _ in range(4) for camera in cameras(5.0, 10.0, 15.0, 30.0)]
     outcome = played(many, dearer_together, BatchConfig(max_batch_size=8), 20.0)
@@ -118,6 +119,7 @@ def test_f6_frames_run_alone_where_a_call_of_several_takes_longer() -> None:
     assert outcome.answered > 20.0 * 90.0, "in calls of eight it is 77 a second"
 
 
+@pytest.mark.long  # plays for seconds
 def test_f6_frames_share_calls_again_when_that_pays() -> None:
     many = [camera for _ in range(4) for camera in cameras(5.0, 10.0, 15.0, 30.0)]
     calls = [0]

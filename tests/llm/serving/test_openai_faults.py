@@ -147,6 +147,7 @@ def test_l9_a_preempted_stream_says_the_same() -> None:
 # -- callers that read slowly ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # measures memory
 def test_l9_a_slow_reader_is_held_alone_and_its_memory_bounded() -> None:
     runner = Model()
     with Toy(runner, send_buffer=4096) as toy:
@@ -601,6 +602,7 @@ def test_l9_many_streams_at_once_say_what_each_says_alone() -> None:
 
 
 
+@pytest.mark.long  # waits for the end of a drain
 def test_l9_a_reader_that_takes_nothing_at_the_end_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with Toy(send_buffer=4096, drain_timeout_s=0.2) as toy:
         with toy.open("slow", max_tokens=6000, stream=True, receive_buffer=2048) as slow:

@@ -522,6 +522,7 @@ def test_l9_the_command_serves_checkpoints_and_an_adapter_to_the_openai_client(w
     assert any("loading" in line for line in server.log)
 
 
+@pytest.mark.long
 def test_l9_the_command_serves_an_export_to_openvino(tmp_path: Path) -> None:
     import openai
 

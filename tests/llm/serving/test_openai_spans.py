@@ -82,6 +82,7 @@ def test_x6_the_sampler_of_a_model_server_is_for_requests_whose_caller_does_not_
     assert all(set(step.links) == {request.ids} for step in steps)
 
 
+@pytest.mark.long
 def test_x6_steps_of_runtime_processes_are_linked_to_the_requests_of_their_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

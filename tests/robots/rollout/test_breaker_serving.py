@@ -180,6 +180,7 @@ def many(server: Server, body: Any, n: int) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.long  # many requests
 def test_v6_1000_client_errors_in_a_row_never_drain(shaken: Server) -> None:
     brink(shaken)
     (episode,) = episodes("b", 1)
@@ -228,6 +229,7 @@ def test_v6_a_cancel_while_it_runs_counts_for_nothing(shaken: Server) -> None:
     not_counted(shaken)
 
 
+@pytest.mark.long  # many requests
 def test_v6_1000_times_queue_full_in_a_row_never_drain(pair: Pair) -> None:
     with two(pair, "--max-queue", "1", "--max-consecutive-crashes", "1", *LONG, held=True) as server:
         (plug,) = episodes("a", 1)

@@ -231,7 +231,7 @@ def differences(p_a: float, p_b: float, split: int, episodes: int, runs: int, se
     return rng.binomial(n_a, p_a, (runs, blocks)) / n_a - rng.binomial(n_b, p_b, (runs, blocks)) / n_b
 
 
-@pytest.mark.parametrize("split", [50, 80, 95])
+@pytest.mark.parametrize("split", thinned([50, 80, 95], [80]))
 def test_v12_a_against_itself_raises_false_alarms_in_less_than_1_percent(split: int) -> None:
     """1,000 comparisons of up to 2,000 episodes at 0.73, looked at after every block."""
     d = differences(0.73, 0.73, split, 2000, 1000, seed=split)
@@ -239,7 +239,7 @@ def test_v12_a_against_itself_raises_false_alarms_in_less_than_1_percent(split: 
     assert alarmed.mean() < 0.01
 
 
-@pytest.mark.parametrize("split", thinned([50, 80, 95], [50, 95]))
+@pytest.mark.parametrize("split", thinned([50, 80, 95], [95]))
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.73, 0.99])
 def test_v12_each_bet_is_wrong_no_more_often_than_alpha(split: int, p: float) -> None:
     """At alpha 5 % there is something to count. The worst case of not inferior is exactly the margin worse."""

@@ -77,6 +77,7 @@ def test_v6_one_client_alone_is_told_from_a_slot_by_its_rate() -> None:
     assert rollout.breaker.verdict == "drain-b"
 
 
+@pytest.mark.long  # many requests
 def test_b18_a_fifth_of_all_requests_bad_fails_a_fifth_and_the_server_stays_ready(tiny: Path) -> None:
     with Server(tiny, "--inject-fault", "prod:raise:0.2") as server:
         seen: list[tuple[str, int]] = []

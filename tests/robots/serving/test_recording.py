@@ -36,6 +36,7 @@ from serving.harness import PATIENCE, STATE, Answer, Server, changed
 from serving.pair import admin
 from serving.requests import busy, marked, queued
 from sim.measured import replay_measured
+from thinned import thinned
 
 PACKED = {"Content-Type": "application/msgpack", "Accept": "application/json"}
 
@@ -462,7 +463,7 @@ def test_t3_a_disk_error_ends_the_recording_and_nothing_else(tiny: Path, there: 
         assert kept.footer is None
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", thinned([".jsonl", ".jsonl.gz"], [".jsonl.gz"]))
 def test_t4_after_kill_9_all_but_the_torn_line_is_read(tiny: Path, there: Path, suffix: str) -> None:
     plain = ("--record-no-gzip",) if suffix == ".jsonl" else ()
     with Server(tiny, "--record", str(there), *plain) as server:
@@ -544,7 +545,7 @@ def pictured(i: int, n: int = 12) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [(), ("--rtc", "--adaptive-steps")])
+@pytest.mark.parametrize("options", thinned([(), ("--rtc", "--adaptive-steps")], [("--rtc", "--adaptive-steps")]))
 def test_t5_a_run_with_images_replayed_in_its_batches_is_equal_to_the_last_bit(
     seeing: Path, there: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

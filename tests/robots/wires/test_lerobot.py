@@ -70,6 +70,7 @@ def refused(status: grpc.StatusCode) -> Iterator[dict[str, Any]]:
     found |= json.loads(dict(info.value.trailing_metadata())["reflex-error"])
 
 
+@pytest.mark.long  # its robot imports PyTorch; `make test-lerobot` has LeRobot itself
 def test_w40_a_robot_gets_its_actions_as_lerobot_and_torch_load_them(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "export", cameras=("front",), model_type="act")
     record = tmp_path / "record"

@@ -155,6 +155,7 @@ def test_every_message_has_its_answer_and_every_error_keeps_the_session(export: 
         assert info.value.rcvd.code == 1000
 
 
+@pytest.mark.long
 def test_a_trial_is_an_episode_and_an_environment_a_robot(export: Path, tmp_path: Path) -> None:
     with served(export, REFLEX_RECORD=str(tmp_path)) as port, robot(port) as client:
         for _ in range(2):
