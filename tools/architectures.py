@@ -20,7 +20,7 @@ from reflex_runtime.llm.runners.torch_runner import TorchRunner
 
 
 def main() -> None:
-    print("| architecture | converted to OpenVINO | on PyTorch |\n| --- | --- | --- |")
+    alike: dict[tuple[str, str], list[str]] = {}
     for kind in SERVED:
         with tempfile.TemporaryDirectory() as place:
             path, target = random_checkpoint(kind, Path(place) / "checkpoint"), Path(place) / "graph"
@@ -35,7 +35,10 @@ def main() -> None:
                 converted = "refused: bounded scores" if "bounds its attention scores" in error.message else str(error)
             found = run(TorchRunner(path, num_blocks=9, block_size=16))
             plain = "equal" if found[0] == expected and found[1] else "DIFFERENT"
-            print(f"| {kind} | {converted} | {plain} |", flush=True)
+            alike.setdefault((converted, plain), []).append(kind)
+    print("| architecture | converted to OpenVINO | on PyTorch |\n| --- | --- | --- |")
+    for cells, kinds in alike.items():
+        print(f"| {', '.join(kinds)} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def test_l8_rounded_weights_are_near_and_take_less_room(tmp_path: Path, weights:
 def test_l8_the_page_names_every_architecture_that_is_tried() -> None:
     page = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text()
     rows = [line.split(" |")[0].removeprefix("| ") for line in page.splitlines() if line.endswith("| equal |")]
-    assert rows == SERVED
+    assert sorted(kind for row in rows for kind in row.split(", ")) == sorted(SERVED)
 
 
 @pytest.mark.parametrize(
