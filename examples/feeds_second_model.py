@@ -17,7 +17,7 @@ class Processor:
     id = "detector and second"
 
     def __init__(self) -> None:
-        self.first, self.second = OnnxFrames(DETECTOR, id="first"), OnnxFrames(DETECTOR, id="second")  # yours
+        self.first, self.second = OnnxFrames(DETECTOR, id="first"), OnnxFrames(DETECTOR, id="second")
 
     def on_start(self) -> None:
         self.first.on_start()
@@ -29,17 +29,16 @@ class Processor:
             if isinstance(result, dict):  # else this frame failed
                 result["then"] = [None] * len(result["boxes"])
                 for box, (x0, y0, x1, y1) in enumerate(np.array(result["boxes"], int).reshape(-1, 4)):
-                    crop = entry.frame[max(0, y0) : y1 + 1, max(0, x0) : x1 + 1]
+                    crop = np.ascontiguousarray(entry.frame[max(0, y0) : y1 + 1, max(0, x0) : x1 + 1])
                     if crop.size:
-                        crops.append(entry._replace(frame=np.ascontiguousarray(crop), view=None))
+                        crops.append(entry._replace(frame=crop, view=None))
                         places.append((result["then"], box))
         for (then, box), answer in zip(places, self.second.process(crops), strict=True):
             then[box] = answer
         return results
 
-    def on_stop(self) -> None:
-        self.first.on_stop()
-        self.second.on_stop()
+    def on_stop(self) -> None:  # the models go with this object
+        pass
 
 
 def main() -> None:
@@ -47,7 +46,8 @@ def main() -> None:
     with Runtime() as runtime:
         both = runtime.coordinator(Processor())
         for seed in (3, 4):
-            runtime.feed(f"door {seed}", ShapesSource(seed, seconds=2.0), Pipeline(batch=both), [results.append])
+            source = ShapesSource(seed, seconds=2.0, realtime=False)
+            runtime.feed(f"door {seed}", source, Pipeline(batch=both), [results.append])
         runtime.wait()
     boxes = [pair for one in results for pair in zip(one.value["labels"], one.value["then"], strict=True)]
     agree = sum(label in then["labels"] for label, then in boxes)
