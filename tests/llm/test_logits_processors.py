@@ -12,7 +12,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm import LLMEngine
-from reflex_runtime.llm.engine.limits import SamplingDefaults, sampling_defaults
+from reflex_runtime.llm.engine.limits import authors_said, sampling_defaults
 from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Sequence
@@ -160,13 +160,13 @@ def said(directory: Path, **values: Any) -> Path:
 
 
 def test_l8_the_files_values_are_the_defaults(tmp_path: Path) -> None:
-    assert sampling_defaults(tmp_path) == SamplingDefaults()
-    assert str(SamplingDefaults()) == ""
+    assert sampling_defaults(tmp_path) == SamplingParams()
+    assert authors_said(SamplingParams()) == ""
     said(tmp_path, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, do_sample=True, eos_token_id=[1])
     found = sampling_defaults(tmp_path)
-    assert found == SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05)
-    assert str(found) == "temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05"
-    assert sampling_defaults(said(tmp_path, top_k=-1, temperature=None)) == SamplingDefaults()
+    assert found == SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
+    assert authors_said(found) == "temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05"
+    assert sampling_defaults(said(tmp_path, top_k=-1, temperature=None)) == SamplingParams()
 
 
 @pytest.mark.parametrize(

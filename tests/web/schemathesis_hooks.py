@@ -34,3 +34,6 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         value = body.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value > few and float(value).is_integer():
             body[name] = few
+    limit_of = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}.get(case.path)
+    if limit_of is not None and body.get(limit_of) is None and body.get("max_tokens") is None:
+        body[limit_of] = 3

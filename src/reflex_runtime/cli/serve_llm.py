@@ -180,8 +180,10 @@ def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
         rows = [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
     show_settings(plan.config, plan.name, rows)
     warn_if_open(plan.config)
-    if told := str(plan.defaults):
-        logging.info("requests that do not say how they are sampled: %s (generation_config.json)", told)
+    from reflex_runtime.llm.engine.limits import authors_said
+
+    if said := authors_said(plan.defaults):
+        logging.info("requests that do not say how they are sampled: %s (generation_config.json)", said)
 
 
 def _ready(model: ServerState, where: str) -> None:

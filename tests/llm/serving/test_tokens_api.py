@@ -1,4 +1,4 @@
-"""L9 /tokenize, /detokenize and /version: what the tokenizer says, without the model."""
+"""L9 /tokenize and /version: what the tokenizer says, without the model."""
 
 from __future__ import annotations
 
@@ -25,35 +25,11 @@ def toy() -> Iterator[Toy]:
 
 def test_l9_tokenize_tells_the_tokens_of_a_text_and_of_a_conversation(toy: Toy) -> None:
     answer = toy.post("/tokenize", {"model": "toy", "prompt": "né"})
-    assert answer.json == {"count": 3, "max_model_len": 512, "tokens": list("né".encode()), "token_strs": None}
-    assert toy.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json["token_strs"] == ["a", "b"]
+    assert answer.json == {"count": 3, "max_model_len": 512, "tokens": list("né".encode())}
     found = toy.post("/tokenize", {"messages": HELLO, "tools": [ADD]}).json
     assert bytes(found["tokens"]).decode() == "tool: add\nuser: hi\nassistant: "
     asked = toy.chat("hi", max_tokens=1).json["usage"]["prompt_tokens"]
     assert toy.post("/tokenize", {"messages": HELLO}).json["count"] == asked
-
-
-def test_l9_detokenize_tells_the_text(toy: Toy) -> None:
-    assert toy.post("/detokenize", {"tokens": list("né".encode())}).json == {"prompt": "né"}
-    assert toy.post("/detokenize", {"model": "toy", "tokens": []}).json == {"prompt": ""}
-
-
-def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "FEW", 3)
-    threads: list[str] = []
-    assert toy.model is not None
-    tokenizer: Any = toy.generator.texts.tokenizer
-    decode = tokenizer.decode
-
-    def noting(ids: list[int]) -> str:
-        threads.append(threading.current_thread().name)
-        return str(decode(ids))
-
-    monkeypatch.setattr(tokenizer, "decode", noting)
-    for text in ("abc", "abcd"):
-        assert toy.post("/detokenize", {"tokens": list(text.encode())}).json == {"prompt": text}
-    assert threads[0] == "toy-server"
-    assert threads[1] != "toy-server"
 
 
 def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +54,10 @@ def test_l9_many_token_ids_are_decoded_piece_by_piece(toy: Toy, monkeypatch: pyt
     plain = decode._IDS.decode
     monkeypatch.setattr(decode, "PIECE", 8)
     monkeypatch.setattr(decode, "_IDS", SimpleNamespace(decode=lambda raw: lengths.append(len(raw)) or plain(raw)))
-    assert toy.post("/detokenize", {"tokens": list(b"a" * 100)}).json == {"prompt": "a" * 100}
+    assert toy.complete(list(b"a" * 100), max_tokens=1).json["usage"]["prompt_tokens"] == 100
     assert max(lengths) < 20
     monkeypatch.setattr(decode, "MOST_TOKENS", 99)
-    assert "at most 99 are taken" in toy.error(toy.post("/detokenize", {"tokens": list(b"a" * 100)}))["message"]
+    assert "at most 99 are taken" in toy.error(toy.complete(list(b"a" * 100)))["message"]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +72,6 @@ def test_l9_many_token_ids_are_decoded_piece_by_piece(toy: Toy, monkeypatch: pyt
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"promt": "a"}, "promt"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [256]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [1.5]}, "tokens"),
-        ("/detokenize", {"tokens": "x" * 70_000}, "tokens"),
-        ("/detokenize", {"tokens": [0] * 513}, "tokens"),
-        ("/detokenize", {"tokens": [0] * 60_000}, "tokens"),
     ],
 )
 def test_l9_what_has_no_tokens_is_refused_by_name(toy: Toy, path: str, fields: Any, param: str) -> None:

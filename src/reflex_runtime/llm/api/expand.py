@@ -18,7 +18,6 @@ from reflex_runtime.ipc.messages import MOST_SCORES, GenerateParams, ScoredToken
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
 from reflex_runtime.llm.api.replies import ReplyContext
-from reflex_runtime.llm.api.tokenize import beside
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser
 from reflex_runtime.llm.engine.tokenizer import Tokenizer, in_thought
@@ -28,6 +27,7 @@ from reflex_runtime.run.audience import Slices, in_order
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.request import HttpRequest
 
+FEW: Final = 1000  # tokens; the texts of more are made beside the loop
 _LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
 
 
@@ -148,7 +148,11 @@ async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[st
         return []
     ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
     decode = partial(tokenizer.decode, whole=asked.prompt_only)  # a character that it begins is the answer's
-    texts = await beside(ids, lambda: [p if isinstance(p, str) else decode(p) for p in asked.prompts])
+
+    def made() -> list[str]:
+        return [p if isinstance(p, str) else decode(p) for p in asked.prompts]
+
+    texts = made() if ids <= FEW else await asyncio.get_running_loop().run_in_executor(None, made)
     return [text for text in texts for _ in range(asked.n)]
 
 

@@ -9,28 +9,26 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from dataclasses import fields as fields_of
 from typing import Any, Final, NoReturn
 
 import msgspec
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams
+from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.engine.limits import SamplingDefaults
+from reflex_runtime.llm.engine.limits import AUTHORS_SAY
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
-DefaultsOf = Callable[[str], SamplingDefaults]  # of a model, by its name; raises ModelNotFound
+DefaultsOf = Callable[[str], SamplingParams]  # of a model, by its name; raises ModelNotFound
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
 """Places of hints that a template follows which names `reasoning_effort`."""
 _OF_PARAMS = re.compile(r"(?:SamplingParams\.)?(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
-_AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,10 @@ class CompletionRequest:
         return f"{self.field}[{number}]" if len(self.prompts) > 1 else self.field
 
 
-_NONE = SamplingDefaults()
+_NONE = SamplingParams()
 
 
-def no_defaults(model: str) -> SamplingDefaults:
+def no_defaults(model: str) -> SamplingParams:
     """Of a model whose authors say nothing."""
     return _NONE
 
@@ -188,7 +186,7 @@ def _asked(
 def _params(
     fields: wire.CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
 ) -> GenerateParams:
-    said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
+    said: dict[str, Any] = {name: getattr(fields, name) for name in AUTHORS_SAY}
     if said["top_k"] == -1:  # of all tokens, as other servers write it
         said["top_k"] = 0
     of_model = defaults(fields.model)

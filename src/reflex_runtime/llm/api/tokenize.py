@@ -1,16 +1,15 @@
-"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers."""
+"""POST /tokenize, as vLLM has it, and /v1/messages/count_tokens: what the tokenizer alone answers."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.api.decode import decode, token_ids
+from reflex_runtime.llm.api.decode import decode
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
 from reflex_runtime.llm.api.fields import ChatFields, FieldTable, Message
 from reflex_runtime.llm.api.messages import InputTokens, counted
@@ -19,29 +18,19 @@ from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.web.fields import encode
 
-T = TypeVar("T")
 Question = tuple[str | None, Sequence[str], Callable[[ModelHost], Awaitable[bytes]]]
 """The model that is asked, places of hints that nothing follows, and what makes the answer."""
-FEW = 1000  # tokens; the texts of more are made beside the loop
 
 
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /tokenize: a prompt, or messages. model: may be left out. return_token_strs: each token's text,
-    too. add_special_tokens, add_generation_prompt: as the model is asked; other values are refused."""
+    """The body of POST /tokenize: a prompt, or messages. model: may be left out. add_special_tokens,
+    add_generation_prompt: as the model is asked; other values are refused."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[msgspec.Raw] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /detokenize."""
-
-    tokens: msgspec.Raw  # many are decoded piece by piece
-    model: str | None = None
 
 
 class TokenIds(msgspec.Struct):
@@ -50,13 +39,6 @@ class TokenIds(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Detokenized(msgspec.Struct):
-    """What /detokenize answers. prompt: their text, special tokens left out."""
-
-    prompt: str
 
 
 TOKENIZE: Final = FieldTable(
@@ -66,9 +48,6 @@ TOKENIZE: Final = FieldTable(
         "chat_template": (), "messages[].audio": (), "messages[].function_call": (),
     },
 )  # fmt: skip
-DETOKENIZE: Final = FieldTable(DetokenizeFields)
-
-
 def tokenize(body: bytes) -> Question:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
     fields, _ = decode(TOKENIZE, body)
@@ -77,13 +56,7 @@ def tokenize(body: bytes) -> Question:
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
         raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
     what, hints = (fields.prompt, ()) if fields.prompt is not None else _conversation(fields)
-    return fields.model, hints, partial(_tokenized, what, bool(fields.return_token_strs))
-
-
-def detokenize(body: bytes) -> Question:
-    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
-    fields, _ = decode(DETOKENIZE, body)
-    return fields.model, (), partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
+    return fields.model, hints, partial(_tokenized, what)
 
 
 def count_tokens(body: bytes) -> Question:
@@ -92,12 +65,9 @@ def count_tokens(body: bytes) -> Question:
     return name, hints, partial(_counted, conversation)
 
 
-async def _tokenized(what: str | Conversation, texts: bool, model: ModelHost) -> bytes:
+async def _tokenized(what: str | Conversation, model: ModelHost) -> bytes:
     ids = await _ids(what, model)
-    token, strings = model.texts.tokenizer.token, None
-    if texts:
-        strings = await beside(len(ids), lambda: [token(id) for id in ids])
-    return encode(TokenIds(len(ids), model.limits.longest, ids, strings))
+    return encode(TokenIds(len(ids), model.limits.longest, ids))
 
 
 async def _counted(conversation: Conversation, model: ModelHost) -> bytes:
@@ -114,13 +84,6 @@ async def _ids(what: str | Conversation, model: ModelHost) -> list[int]:
         raise refused(error, "prompt" if isinstance(what, str) else "messages") from None
 
 
-async def beside(tokens: int, work: Callable[[], T]) -> T:
-    """What it returns; of many tokens it is done in a thread."""
-    if tokens <= FEW:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(None, work)
-
-
 def _conversation(fields: TokenizeFields) -> tuple[Conversation, Sequence[str]]:
     """What the chat endpoint would make of it, and the places of hints."""
     chat = ChatFields(
@@ -129,12 +92,3 @@ def _conversation(fields: TokenizeFields) -> tuple[Conversation, Sequence[str]]:
     asked = chat_request(chat)
     assert asked.conversation is not None
     return asked.conversation, asked.ignored
-
-
-async def _detokenized(ids: list[int], model: ModelHost) -> bytes:
-    longest, most, decoder = model.limits.max_model_len, model.limits.vocab_size, model.texts.tokenizer.decode
-    if len(ids) > longest:
-        raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
-    if ids and not (min(ids) >= 0 and max(ids) < most):
-        raise BadRequest(f"tokens: must be in [0, {most - 1}], not {min(ids)} to {max(ids)}", "tokens")
-    return encode(Detokenized(await beside(len(ids), lambda: decoder(ids))))

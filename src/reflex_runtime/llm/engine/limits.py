@@ -4,9 +4,9 @@ authors chose for what a request does not say."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import SamplingParams
@@ -15,44 +15,36 @@ from reflex_runtime.run.model_files import read_object
 GENERATION_FILE: Final = "generation_config.json"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Defaults from `generation_config.json` for fields of `SamplingParams` that a request omits; without the file, the
-    OpenAI API's own."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __str__(self) -> str:
-        """Those that differ from the API's own."""
-        plain = SamplingDefaults()
-        told = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return ", ".join(f"{name} {value:g}" for name, value in told if value != getattr(plain, name))
+AUTHORS_SAY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's authors may say of how it is sampled, for requests that do not; else it is the OpenAI API's own."""
 
 
-def sampling_defaults(directory: Path | str) -> SamplingDefaults:
+def authors_said(defaults: SamplingParams) -> str:
+    """Those that differ from the API's own."""
+    plain = SamplingParams()
+    said = ((name, getattr(defaults, name)) for name in AUTHORS_SAY)
+    return ", ".join(f"{name} {value:g}" for name, value in said if value != getattr(plain, name))
+
+
+def sampling_defaults(directory: Path | str) -> SamplingParams:
     """Of a model directory. ConfigError that names the file, the key and the range for a value that cannot be.
 
     `do_sample` and `max_new_tokens` are for other programs: in the OpenAI API a request says both.
     """
     file = Path(directory) / GENERATION_FILE
     said = read_object(file) if file.is_file() else {}
-    found = {f.name: said[f.name] for f in fields(SamplingDefaults) if said.get(f.name) is not None}
+    found = {name: said[name] for name in AUTHORS_SAY if said.get(name) is not None}
     for name, value in found.items():
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise ConfigError(f"{file}: {name}={value!r:.200}: must be a {'whole ' if whole else ''}number")
     if found.get("top_k", 0) < 0:  # -1 is off, too, in some files
         found["top_k"] = 0
+    found |= {name: float(value) for name, value in found.items() if name != "top_k"}
     try:
-        SamplingParams(**found)
+        return SamplingParams(**found)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message.removeprefix('SamplingParams.')}") from None
-    typed: dict[str, Any] = {name: value if name == "top_k" else float(value) for name, value in found.items()}
-    return SamplingDefaults(**typed)
 
 
 @dataclass(frozen=True, slots=True)

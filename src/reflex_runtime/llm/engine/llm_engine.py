@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class LLMEngine:
     ) -> None:
         settings = EngineConfig(**config)
         runner, tokenizer = _model(model, tokenizer, block_size, num_blocks, adapters)
-        self._plain = SamplingParams(**asdict(sampling_defaults(model))) if runner is not model and model else _PLAIN
+        self._plain = sampling_defaults(model) if runner is not model and model else _PLAIN
         self.processor = LLMProcessor(runner, tokenizer, settings)
         self.scheduler = Scheduler([self.processor.group])
         self._stepper = Stepper(self.scheduler, {"default": self.processor}, [self._settled, *sinks], clock)

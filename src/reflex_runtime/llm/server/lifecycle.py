@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import Event
-from reflex_runtime.llm.engine.limits import SamplingDefaults
+from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.llm.engine.limits import AUTHORS_SAY
 from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open, Opening
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet
@@ -84,7 +84,7 @@ class ServerState:
             raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {names} {verb}"))
         return found
 
-    def defaults(self, name: str) -> SamplingDefaults:
+    def defaults(self, name: str) -> SamplingParams:
         """How a request is sampled that does not say it. Raises ModelNotFound."""
         self.adapter(name)
         return self.plan.defaults
@@ -95,7 +95,7 @@ class ServerState:
         card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter(name) else None}
         if self.host is not None:
             card["max_model_len"] = self.host.limits.longest
-            card["sampling_defaults"] = asdict(self.plan.defaults)
+            card["sampling_defaults"] = {said: getattr(self.plan.defaults, said) for said in AUTHORS_SAY}
         return card
 
     # -- its states ----------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.ipc.engine import OutputStream
-from reflex_runtime.ipc.messages import Constraint, GenerateParams
+from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
 from reflex_runtime.llm.engine.generation import GenerationRuntime
-from reflex_runtime.llm.engine.limits import Limits, SamplingDefaults
+from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
 from reflex_runtime.llm.engine.series import EngineSeries
@@ -47,7 +47,7 @@ class ModelPlan:
     config: LLMServeConfig
     directory: Path = Path()
     adapters: tuple[str, ...] = ()
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    defaults: SamplingParams = field(default_factory=SamplingParams)
 
 
 class ModelHost(Protocol):
