@@ -33,27 +33,22 @@ def page(name: str) -> str:
 # -- settings.md -------------------------------------------------------------------------------------------------------
 
 
-def _default(field: Any) -> str:
-    value = field.default
-    if value in ("", (), None) or value is False:
-        return "off" if value is False else "–"
-    if value is True:
-        return "on"
-    text = f"{value:.10g}" if isinstance(value, float) else str(value)
-    return f"`{text}` {field.metadata['unit']}".strip()
-
-
-def _range(field: Any, kind: Any) -> str:
-    meta = field.metadata
-    if meta["low"] is not None:
-        return f"{meta['low']:g} to {meta['high']:.10g}"
+def _value(field: Any, kind: Any) -> str:
+    """The default of an option, and what it may be."""
+    value, meta = field.default, field.metadata
     if meta["choices"]:
-        return ", ".join(f"`{choice}`" for choice in meta["choices"])
-    return "on or off" if kind in (bool, bool | None) else "any number of times" if meta["repeat"] else "text"
+        return ", ".join(f"**`{choice}`**" if choice == value else f"`{choice}`" for choice in meta["choices"])
+    if kind in (bool, bool | None):
+        return "on or off" if value is None else "on" if value else "off"
+    if meta["repeat"]:
+        return "repeats"
+    text = f"{value:.10g}" if isinstance(value, float) else str(value)
+    default = "–" if value in ("", None) else f"`{text}` {meta['unit']}".strip()
+    return default if meta["low"] is None else f"{default}, {meta['low']:g} to {meta['high']:.10g}"
 
 
 def _row(field: Any, kind: Any) -> str:
-    return f"| `{flag(field.name)}` | {_default(field)} | {_range(field, kind)} | {described(field)} |"
+    return f"| `{flag(field.name)}` | {_value(field, kind)} | {described(field)} |"
 
 
 def settings_table(kind: type[Any] = ServeConfig) -> str:
@@ -61,14 +56,14 @@ def settings_table(kind: type[Any] = ServeConfig) -> str:
     this returns. Options that are those of `reflex serve EXPORT` in all they say are named in its last row alone."""
     hints = get_type_hints(kind)
     elsewhere = set() if kind is ServeConfig else set(settings_table().splitlines())
-    rows, same = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"], []
+    rows, same = ["| flag | default, range | what it does |", "| --- | --- | --- |"], []
     for heading, options in headed(kind).items():
         told = [_row(field, hints[field.name]) for field in options]
         same += [f"`{flag(field.name)}`" for field, row in zip(options, told, strict=True) if row in elsewhere]
         if own := [row for row in told if row not in elsewhere]:
-            rows += [f"| **{heading}** | | | |", *own]
+            rows += [f"| **{heading}** | | |", *own]
     if same:
-        rows += ["| **as in [Settings](settings.md)** | | | " + ", ".join(same) + " |"]
+        rows += ["| **as in [Settings](settings.md)** | | " + ", ".join(same) + " |"]
     return "\n".join(rows)
 
 
