@@ -48,8 +48,8 @@ MUTANTS = [
     M(
         "core/order.py",
         "dead entries are kept for ever",
-        "is not None and len(self._heap) > FEW",
-        "is not None and len(self._heap) > 10**9",
+        "if len(self._heap) > FEW",
+        "if len(self._heap) > 10**9",
     ),
     M(
         "core/order.py",
@@ -788,10 +788,10 @@ MUTANTS = [
     M(
         "core/cost.py",
         "clients without waiting tickets have shares",
-        "        if not own[1]:",
-        "        if False:",
+        "if own[1] == 1:",
+        "if False:",
     ),
-    M("core/cost.py", "rounding of seconds is carried on", "        if not self._counted:", "        if False:"),
+    M("core/cost.py", "rounding of seconds is carried on", "if not by_client:", "if False:"),
     M("core/cost.py", "what is replaced counts ahead", "found -= ticket.seconds", "found -= 0.0 * ticket.seconds"),
     M("core/cost.py", "what is replaced counts in its share", "waiting -= sum(", "waiting -= 0.0 * sum("),
     M("core/cost.py", "a newcomer has no share", "+ (own is None)", ""),

@@ -287,10 +287,9 @@ SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget writ
 class Backlog:
     """Running totals. Background work is not included: only its count is limited."""
 
-    __slots__ = ("_by_client", "_by_priority", "_counted")
+    __slots__ = ("_by_client", "_by_priority")
 
     def __init__(self) -> None:
-        self._counted = 0  # tickets
         self._by_priority = [0.0] * BACKGROUND
         self._by_client: dict[Hashable, list[float]] = {}  # [seconds, tickets]
 
@@ -303,7 +302,6 @@ class Backlog:
         """Add a waiting ticket with its predicted device seconds; 0.0 if they are not known."""
         request = ticket.request
         if seconds > 0.0 and request.priority is not BACKGROUND:
-            self._counted += 1
             ticket.seconds = seconds
             self._by_priority[request.priority] += seconds
             own = self._by_client.setdefault(request.client, [0.0, 0])
@@ -312,19 +310,22 @@ class Backlog:
 
     def remove(self, tickets: Iterable[Ticket]) -> None:
         """Remove tickets that wait no more."""
+        by_client, by_priority = self._by_client, self._by_priority
         for ticket in tickets:
-            request, seconds, ticket.seconds = ticket.request, ticket.seconds, 0.0
+            seconds = ticket.seconds
             if seconds == 0.0:
                 continue
-            self._counted -= 1
-            self._by_priority[request.priority] -= seconds
-            own = self._by_client[request.client]
-            own[0] -= seconds
-            own[1] -= 1
-            if not own[1]:
-                del self._by_client[request.client]
-            if not self._counted:
-                self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
+            ticket.seconds = 0.0
+            request = ticket.request
+            by_priority[request.priority] -= seconds
+            own = by_client[request.client]
+            if own[1] == 1:
+                del by_client[request.client]
+            else:
+                own[0] -= seconds
+                own[1] -= 1
+        if not by_client:
+            self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
 
     def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
         """Waiting seconds of this priority and those before it, without the given leaving tickets."""
@@ -357,7 +358,7 @@ class Evidence:
     def __init__(self) -> None:
         # By shape, and by key: when, and the seconds that its batch took.
         self._renewed: dict[Hashable, tuple[float, float]] = {}
-        self._flying: dict[Hashable, int] = {}  # batches that are about to renew it, by shape and key
+        self._flying: dict[Batch, set[Hashable]] = {}  # those that run, and what they are about to renew
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
     def refuses(self, ticket: Ticket, now: float) -> bool:
@@ -368,9 +369,10 @@ class Evidence:
             return probe is not ticket and not (probe.state is WAITING and _limit(ticket) > _limit(probe))
         of_shape, _ = self._since(shape, now)
         of_key, seconds = self._since(key, now)
-        if shape not in self._flying and now - of_shape >= RENEW:
+        flying = set().union(*self._flying.values())
+        if shape not in flying and now - of_shape >= RENEW:
             return False
-        return key in self._flying or now - of_key < max(RENEW, seconds / SHARE)
+        return key in flying or now - of_key < max(RENEW, seconds / SHARE)
 
     def probe(self, ticket: Ticket) -> None:
         """Admit the ticket against the estimate, as a probe."""
@@ -381,15 +383,12 @@ class Evidence:
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
     def scheduled(self, batch: Batch) -> None:
-        for key in _keys(batch):
-            self._flying[key] = self._flying.get(key, 0) + 1
+        kinds = {(request.shape, request.cost_class) for ticket in batch.grants if (request := ticket.request)}
+        self._flying[batch] = kinds.union([shape for shape, _ in kinds])
 
     def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
         """The batch came back. clean: without a fault."""
-        for key in _keys(batch):
-            self._flying[key] -= 1
-            if not self._flying[key]:
-                del self._flying[key]
+        for key in self._flying.pop(batch):
             if clean:
                 self._renew(key, now, elapsed)
 
@@ -414,12 +413,6 @@ class Evidence:
         if key not in self._renewed and len(self._renewed) >= MAX_KEYS:
             del self._renewed[next(iter(self._renewed))]
         self._renewed[key] = (now, seconds)
-
-
-def _keys(batch: Batch) -> set[Hashable]:
-    """The shapes of its members, and what has an estimate of its own."""
-    kinds = {(request.shape, request.cost_class) for ticket in batch.grants if (request := ticket.request)}
-    return kinds.union([shape for shape, _ in kinds])
 
 
 def _key(ticket: Ticket) -> Hashable:
@@ -691,7 +684,6 @@ class _OneShotTally(Tally):
         self._fixed = 0.0
         self._n = 0
         self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
-        self._classes: set[Hashable] = set()  # of the members
         self._offered: Ticket | None = None  # the last one, and the cost with it
         self._offered_cost = 0.0
         self.measured = False
@@ -709,20 +701,19 @@ class _OneShotTally(Tally):
         return self._fit.sigma if self._fit is not None else 0.15
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        cost = self.with_ticket(ticket)
+        cost = self._offered_cost = self.with_ticket(ticket)
         if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
             return 0.0
-        self._offered, self._offered_cost = ticket, cost
+        self._offered = ticket
         return 1.0
 
     def add(self, ticket: Ticket, units: float) -> None:
         self.cost = self._offered_cost if self._offered is ticket else self.with_ticket(ticket)
         self._offered = None
         self._n += 1
-        k = ticket.request.cost_class
-        if k not in self._classes:
-            self._classes.add(k)
-            self.dearest = max(self.dearest, self._fixed + self._slopes[k])
+        alone = self._fixed + self._slopes[ticket.request.cost_class]
+        if alone > self.dearest:
+            self.dearest = alone
 
     def with_ticket(self, ticket: Ticket) -> float:
         """Predicted seconds if the ticket joined."""

@@ -75,10 +75,12 @@ class LazyHeap(Generic[T, K]):
         if len(heap) > FEW + 2 * len(entries):
             self._compact()
 
-    def discard(self, item: T) -> None:
-        """Forget the item if it is there."""
+    def discard(self, *items: T) -> None:
+        """Forget these items if they are there."""
         entries = self._entries
-        if entries.pop(item, None) is not None and len(self._heap) > FEW + 2 * len(entries):
+        for item in items:
+            entries.pop(item, None)
+        if len(self._heap) > FEW + 2 * len(entries):
             self._compact()
 
     def put(self, item: T, key: K | None) -> None:
@@ -260,12 +262,12 @@ class ByArrival(dict[Ticket, None]):
 
 
 class ClientQueue:
-    """One client's tickets of one priority in one tier of one partition."""
+    """One client's tickets of one priority in one tier of one partition. key: in its client's `queues`."""
 
-    __slots__ = ("client", "tickets")
+    __slots__ = ("client", "key", "tickets", "tier")
 
-    def __init__(self, client: ClientShare) -> None:
-        self.client = client
+    def __init__(self, client: ClientShare, tier: Tier, key: tuple[Tier, Priority]) -> None:
+        self.client, self.tier, self.key = client, tier, key
         self.tickets = ByArrival()
 
     @property
@@ -382,7 +384,7 @@ class Partition(ShareHolder):
         key = (tier, ticket.request.priority)
         queue = client.queues.get(key)
         if queue is None:
-            queue = client.queues[key] = ClientQueue(client)
+            queue = client.queues[key] = ClientQueue(client, tier, key)
             queue.tickets[ticket] = None
         else:
             queue.tickets.add(ticket)
@@ -397,15 +399,17 @@ class Partition(ShareHolder):
 
     def take(self, tickets: Iterable[Ticket]) -> None:
         """Waiting tickets stop waiting."""
+        emptied: list[ClientQueue] = []
         for ticket in tickets:
-            tier, queue = self.tiers[ticket.tier], ticket.queue
-            waiting: ByArrival = queue.tickets
-            del tier.tickets[ticket], waiting[ticket]
-            if not waiting:
-                tier.queues.discard(queue)
-                del queue.client.queues[(tier, ticket.request.priority)]
+            queue: ClientQueue = ticket.queue
+            del queue.tier.tickets[ticket], queue.tickets[ticket]
+            if not queue.tickets:
+                emptied.append(queue)
+                del queue.client.queues[queue.key]
             if ticket.tier is BACKGROUND:
                 self.promotions.discard(ticket)
+        for tier in {queue.tier for queue in emptied}:
+            tier.queues.discard(*emptied)
 
     def promote(self, now: float) -> int:
         """Count background tickets that waited long enough as default, with their client's older ones. Returns how
