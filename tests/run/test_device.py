@@ -112,9 +112,10 @@ def test_v10_an_expendable_group_that_was_late_gets_its_turn_again_by_itself() -
     late = LateDevice()
     device, first = late.device, late.ask("spare")
     late.now += 0.9
-    assert device.check(60.0) == 101.0
+    assert device.look(60.0) == 101.0
     late.now += 0.3
-    assert device.check(60.0) is None  # given up
+    device.look(60.0)
+    assert device.hung == 1
     assert isinstance(first.outcome, Failed)
     assert late.pauses() == [(101.2, inf)]
     late.now += 0.8
@@ -142,7 +143,8 @@ def test_v10_an_expendable_batch_may_be_as_late_as_others_are_on_this_machine() 
     late.ask("spare")
     late.now += 5.0
     assert late.device.limit_of(60.0) == pytest.approx(6.0, rel=0.05)
-    assert late.device.check(60.0) is not None
+    late.device.look(60.0)
+    assert late.device.hung == 0
     late.spare.gate.set()
     assert late.device.stop()
 
@@ -151,11 +153,11 @@ def test_v10_a_thread_that_was_lost_twice_over_or_reset_meanwhile_brings_no_rest
     late = LateDevice()
     late.ask("spare")
     late.now += 2.0
-    late.device.check(60.0)
+    late.device.look(60.0)
     late.device.resume("spare")  # an operator
     late.ask("spare")
     late.now += 2.0
-    late.device.check(60.0)
+    late.device.look(60.0)
     assert len(late.pauses()) == 3
     late.spare.gate.set()  # both come back
     assert late.next_pause() == (104.0, 104.0 + 60 * 2.0)

@@ -136,17 +136,18 @@ class Scheduler:
 
     # -- inputs ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float, ready: bool = True) -> Ticket:
+    def submit(self, request: Request, now: float, ready: bool = True, held: bool = False) -> Ticket:
         """Admit a request, or raise the `Rejected` that says why not.
 
         ready: False if something must be done before it can run (decode a picture). It has its place, counts for its
-        client's cap, and its deadline runs; no batch takes it before `prepared`.
+        client's cap, and its deadline runs; no batch takes it before `prepared`. held: as after `hold`.
         """
         self._input(now)
         group = self._groups.get(request.group)
         if group is None:
             raise ConfigError(f"Request.group={request.group!r}: not one of {sorted(self._groups)}")
         ticket = Ticket(request, self._tickets, now)
+        ticket.held = held
         if group.config.latest_only and self._ahead.asked_by(request.client):
             self._take_back()
         replaced = group.superseded_by(request) if group.config.latest_only else []

@@ -444,10 +444,9 @@ class _Driver:
 
     def look(self) -> float:
         """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""
-        self.device.expire()
-        at = self.device.check(self.watchdog)
+        at = self.device.look(self.watchdog)
         self.deliver()
-        return self.device.clock() + self.watchdog if at is None else at
+        return at
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
         """The inbox for answers to coroutines of this loop."""

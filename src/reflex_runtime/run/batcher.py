@@ -81,8 +81,7 @@ class Batcher(Generic[V]):
         )  # fmt: skip
         self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
         self.scheduler.unheard = self._audience.unheard
-        self._watchdog = watchdog
-        self._soon = min(watchdog, LoopDevice.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
+        self._watchdog = watchdog or inf
         self._clock = clock
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -257,8 +256,8 @@ class Batcher(Generic[V]):
             if not self.scheduler.idle:  # what is left, after the loop had its turn
                 assert self._loop is not None
                 self._wake_soon(self._loop)
-        elif self._watchdog > 0:
-            self._arm(self._clock() + self._soon)
+        else:  # a batch may start
+            self._arm(self._clock() + self.device.soonest(self._watchdog))
 
     def _notified(self) -> None:
         """An answer is among the events; called on any thread."""
@@ -283,21 +282,9 @@ class Batcher(Generic[V]):
             self._pump_soon()
         self._idle.look()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
-            self._arm(self._due())
+            self._arm(self.device.look_at(self._watchdog))
 
     # -- the timer -----------------------------------------------------------------------------------------------------
-
-    def _due(self) -> float:
-        """Handle expiry and the watchdog while the device is busy."""
-        since = self.device.running_since
-        if since is not None:
-            at = self.device.wake_at()
-        else:  # the thread may still be in a batch that was given up: deadlines are for the loop meanwhile
-            at = self.device.expires_at() if self.device.busy else inf
-        if self._watchdog > 0 and not self.scheduler.idle:
-            limit = self.device.limit_of(self._watchdog)
-            at = min(at, self._clock() + self._soon if since is None else since + limit)
-        return at
 
     def _arm(self, at: float) -> None:
         """Set the timer to `at`, unless it is set to an earlier time. An early one does no harm: it is set anew."""
@@ -311,12 +298,10 @@ class Batcher(Generic[V]):
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at = None, inf
-        self.device.expire()
-        if self._watchdog > 0:
-            self.device.check(self._watchdog)
+        at = self.device.look(self._watchdog)
         if not self._pump_due:  # else it is called in this turn anyway, and one call of it fills a turn
             self._pump()
-        self._arm(self._due())
+        self._arm(at)
 
     def _fatal_from_thread(self) -> None:
         if self._loop is None or self._on_fatal is None:

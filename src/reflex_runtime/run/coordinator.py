@@ -474,13 +474,10 @@ class BatchCoordinator:
                 continue  # an earlier alarm, or the end
             with self._setting:
                 self._alarm = inf  # first, so that later inputs set it again
+            at = self.clock() + self._watchdog
             try:
-                self._device.expire()
-                self._device.check(self._watchdog)
+                at = self._device.look(self._watchdog)
                 self._deliver()
             except Exception:  # it must go on: batches and deadlines depend on it
                 log.exception("%s: the timekeeper failed", self.id)
-            if not self._scheduler.idle:
-                since = self._device.running_since
-                hangs = (self.clock() if since is None else since) + self._watchdog
-                self._set_alarm(min(hangs, self._device.expires_at()))
+            self._set_alarm(at)

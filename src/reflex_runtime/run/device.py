@@ -264,15 +264,13 @@ class Device:
         """Admit a request; its end is in the events. Raises `Rejected` (also an event).
 
         wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
-        ready: False if no batch may take it before `prepared`. held: `Scheduler.hold` before the device sees it.
+        ready: False if no batch may take it before `prepared`. held: it gets nothing until `Scheduler.resume`.
         """
         with self._lock:
             settled = self.scheduler.settled
-            ticket = self.scheduler.submit(request, self.clock(), ready)
-            if held:
-                self.scheduler.hold(ticket, self.clock())
+            ticket = self.scheduler.submit(request, self.clock(), ready, held)
             ticket.waiter = waiter
-            if wake and self._bell.waiting and self._must_wake(ticket):
+            if wake and self._bell.waiting and self._has_news():
                 self._bell.ring()
             settles = self.scheduler.settled != settled  # another request had to make room for it
         if settles:
@@ -314,21 +312,31 @@ class Device:
         self._notify()
         return result
 
-    def expire(self) -> None:
-        """Settle what is past its deadline while the device is busy; a free device does so itself."""
+    def look(self, watchdog: float) -> float:
+        """What a driver's timer does: settle what is past its deadline while the device is busy (a free one does so
+        itself), and give up a batch that has run for `watchdog` seconds (or its `limit_of`). Returns when to look
+        again: `look_at`."""
         with self._lock:
             if self.busy:
                 self.scheduler.expire(self.clock())
+            hangs = self._running is not None and self.clock() - self._running[1] >= self.limit_of(watchdog)
+            if hangs:
+                self._give_up_hung(self.limit_of(watchdog))
+        if hangs:
+            self._tell_lost()
+        return self.look_at(watchdog)
 
-    def wake_at(self) -> float:
-        """When the scheduler has something due."""
-        with self._lock:
-            return self.scheduler.wake_at()
+    def soonest(self, watchdog: float) -> float:
+        """Seconds in which a batch may hang that starts at once."""
+        return min(watchdog, self.EXPENDABLE_S) if self.expendable else watchdog
 
-    def expires_at(self) -> float:
-        """The earliest deadline of what waits."""
+    def look_at(self, watchdog: float) -> float:
+        """When a driver must `look`: at the next deadline, or when the batch that runs has run for too long."""
         with self._lock:
-            return self.scheduler.expires_at()
+            if self._running is not None:
+                return min(self.scheduler.wake_at(), self._running[1] + self.limit_of(watchdog))
+            at = self.scheduler.expires_at() if self._late else inf
+            return at if self.scheduler.idle else min(at, self.clock() + self.soonest(watchdog))
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""
@@ -381,29 +389,6 @@ class Device:
             scheduler.pause(group, now, now)
 
         self.input(ask)
-
-    def check(self, limit: float) -> float | None:
-        """Give up a batch that has run for `limit` seconds (or its `limit_of`).
-
-        Returns when to check again, None when nothing runs.
-        """
-        with self._lock:
-            if self._running is None:
-                return None
-            batch, since = self._running
-            limit = self.limit_of(limit)
-            if self.clock() - since < limit:
-                return since + limit
-            self.hung += 1
-            error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
-            if self._one_thread:
-                self._cut_short(error)
-            else:
-                if batch.group in self.expendable:
-                    self._astray[self._generation] = (batch.group, since)
-                self._lose(error)
-        self._tell_lost()
-        return None
 
     def stop(self, timeout: float = 5.0) -> bool:
         """Run the batches that the scheduler still forms, settle the rest, stop the thread. Returns whether it ended in
@@ -581,10 +566,6 @@ class Device:
         """Whether what came could change when the sleeping thread is to wake up. The lock is held."""
         return not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until
 
-    def _must_wake(self, ticket: Ticket) -> bool:
-        """Whether the sleeping device may have something to do before the time until which it sleeps."""
-        return not self.scheduler.decision_current or ticket.deadline < self._bell.until
-
     def _has_work(self) -> bool:
         """Whether something is due now. The lock is held."""
         return self.scheduler.wake_at() <= self.clock()
@@ -638,6 +619,19 @@ class Device:
         while self.scheduler.close(self.clock(), drain=False):
             pass
         self._ended.set()
+
+    def _give_up_hung(self, limit: float) -> None:
+        """The batch that runs has run for `limit` seconds. The lock is held; `_tell_lost` follows without it."""
+        assert self._running is not None
+        batch, since = self._running
+        self.hung += 1
+        error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
+        if self._one_thread:
+            self._cut_short(error)
+            return
+        if batch.group in self.expendable:
+            self._astray[self._generation] = (batch.group, since)
+        self._lose(error)
 
     def _tell_lost(self) -> None:
         self._notify()
