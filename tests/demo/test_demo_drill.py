@@ -157,6 +157,7 @@ def test_too_few_episodes_for_a_drill_are_refused() -> None:
     assert main(["--ab", "--robots", "65"]) == 2
 
 
+@pytest.mark.long  # forty episodes
 def test_demo_ab_breaks_b_and_brings_it_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

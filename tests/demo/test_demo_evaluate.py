@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a c
 
 
 @pytest.mark.parametrize(
-    ("processes", "more"), [(1, ()), (1, ("--one-message",)), pytest.param(2, (), marks=pytest.mark.long)]
+    ("processes", "more"),
+    [(1, ("--one-message",)), *(pytest.param(processes, (), marks=pytest.mark.long) for processes in (1, 2))],
 )
 def test_an_evaluation_plays_every_situation_once(
     processes: int, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ def test_a_fleet_is_served_and_added_up(stub: Stub, v2: BundledPolicy) -> None:
     assert sum(told["success"] for _, told in stub.outcomes) == sum(e.success for e in result.episodes)
 
 
+@pytest.mark.long
 def test_every_run_names_its_episodes_anew(stub: Stub) -> None:
     for _ in range(2):
         run_demo(stub.url, robots=1, episodes=2, tasks=TASKS, max_steps=1)

@@ -49,6 +49,7 @@ def test_it_is_small_and_says_where_it_comes_from() -> None:
     assert "Apache-2.0" in (SCRIBE / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_transformers_reads_it_and_writes_the_same(engine: LLMEngine, library: Any) -> None:
     import torch
 

@@ -110,7 +110,7 @@ def test_a_name_holds_no_credentials() -> None:
 
 def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[feeds\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[cameras\]'"):
         source_of("a.mp4")
 
 

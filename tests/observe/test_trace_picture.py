@@ -158,6 +158,7 @@ def test_of_thousands_of_batches_the_newest_are_drawn_and_the_picture_says_so(tm
     assert all(f"robot_{k}" in words(svg) for k in range(3))
 
 
+@pytest.mark.long
 def test_of_many_grants_in_few_batches_those_are_drawn_for_which_there_is_room(tmp_path: Path) -> None:
     batches = [batch(i, [member(64 * i + k, client=f"c{k % 4}") for k in range(64)]) for i in range(1, 61)]
     assert len(gids(draw(tmp_path, trace_of(batches, PROD)), "grant-")) == SEGMENTS // 64 * 64

@@ -38,6 +38,7 @@ def test_the_bound_is_what_trying_everything_finds(seed: int) -> None:
     assert most_on_time(arrivals, LIMIT, FIXED, MARGINAL) == tried_all(arrivals)
 
 
+@pytest.mark.long
 def test_the_servers_defaults_are_within_two_per_cent_of_what_is_possible() -> None:
     """With many robots, none of them greedy: the planner must not take chance for greed (1,000 robots, −5.8 points)."""
     bench = compare.Bench(duration=8.0, noise=0.0)  # the bound knows no noise

@@ -48,6 +48,7 @@ def test_x7_a_replica_that_dies_loses_what_it_had_and_its_robots_ask_another_at_
     assert found.busiest > steady.busiest
 
 
+@pytest.mark.long
 def test_x7_the_busiest_replica_decides_how_many_are_needed() -> None:
     plan = PLAN._replace(robots=310, duration=4.0)
     sizing = size_fleet(plan)

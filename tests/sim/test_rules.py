@@ -53,6 +53,7 @@ def on_time(results: compare.Results, rule: str, rate: str) -> float:
     ("rate", "least", "others_at_most"),
     [("250/s", 0.96, 1.0), ("300/s", 0.90, 0.92), ("400/s", 0.73, 0.3), ("600/s", 0.51, 0.05)],
 )
+@pytest.mark.long
 def test_in_overload_the_window_rule_answers_on_time_what_simple_rules_do_not(
     overload: compare.Results, rate: str, least: float, others_at_most: float
 ) -> None:
@@ -95,6 +96,7 @@ def test_nobody_waits_for_callers_that_do_not_come_back_soon() -> None:
     assert window.p50 <= always.p50
 
 
+@pytest.mark.long
 def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "rules.png"
     assert main(["compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(picture)]) == 0
@@ -119,6 +121,7 @@ def lost(report: Report) -> int:
 
 
 @pytest.mark.parametrize("case", ["30 + 10 fps", "30 + 30 + 10 + 5 fps", "30 + 1 fps", "60 + 25 + 12 fps"])
+@pytest.mark.long
 def test_f6_cameras_of_different_rates_lose_no_frame_and_no_time(feeds: list[compare.Results], case: str) -> None:
     for results in feeds:
         by_rule = next(by_rule for name, by_rule in results.items() if name.startswith(case))
@@ -173,7 +176,7 @@ def test_f6_waiting_loses_no_frame_that_starting_at_once_would_have_saved(runs: 
     [
         (Affine(0.120, 0.0), Fixed(0.002)),  # shipped otherwise: eight in turn with eight
         (Affine(0.020, 0.002), Around(0.003, 0.001)),
-        (Affine(0.008, 0.0005), Around(0.0045, 0.0003)),  # back after half of a
+        pytest.param(Affine(0.008, 0.0005), Around(0.0045, 0.0003), marks=pytest.mark.long),  # back after half of a
     ],
 )
 def test_b6_two_groups_that_alternate_become_one(device: Affine, think: Think) -> None:

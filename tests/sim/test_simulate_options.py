@@ -32,6 +32,7 @@ def test_rate_is_what_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures(capsys)["offered"][0] == pytest.approx(200.0, rel=0.1)
 
 
+@pytest.mark.long
 def test_arrivals_of_each_kind_are_others(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ("poisson", "bursty", "diurnal", "heavy", "closed")
     assert len({str(figures(capsys, "--arrivals", kind)) for kind in kinds}) == len(kinds)

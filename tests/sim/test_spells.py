@@ -126,7 +126,7 @@ def test_b17_a_device_that_stays_too_slow_is_tried_once_a_second() -> None:
     assert all(a.latency == 0.0 for a in refused)  # at once, not after a wait
 
 
-@pytest.mark.parametrize(("share", "times"), [(0.05, 50.0), (0.10, 10.0)])
+@pytest.mark.parametrize(("share", "times"), [pytest.param(0.05, 50.0, marks=pytest.mark.long), (0.10, 10.0)])
 def test_b17_stalls_do_not_end_in_refusing_everybody(share: float, times: float) -> None:
     """Compared with a scheduler that knows the usual times and never learns from a stall."""
 

@@ -253,6 +253,7 @@ def test_x4_every_expression_has_an_answer_and_no_alert_fires_on_a_policy_that_i
 
 
 @needs_prometheus
+@pytest.mark.long  # three servers
 def test_x4_the_same_of_a_language_model_with_workers_and_of_feeds(tmp_path: Path) -> None:
     with ExitStack() as running:
         collector, receiver = running.enter_context(Collector()), Receiver()

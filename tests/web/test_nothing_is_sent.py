@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from serving.harness import changed
+from thinned import thinned
 
 PATIENCE = 240.0  # seconds until a test gives up: imports under strace take long on a busy machine
 CALLS = "connect,sendto,sendmsg,sendmmsg"
@@ -148,7 +149,7 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("name", thinned(SERVERS, ["policy", "model"]))
 def test_no_server_sends_anything_or_writes_to_the_users_home_but_its_own_cache(
     name: str, tiny: Path, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_x6_signals_of_feeds(tmp_path: Path) -> None:
         assert feeds.stop(signal.SIGQUIT) == 0
 
 
+@pytest.mark.long
 def test_x6_a_signal_to_the_whole_group_does_not_end_a_runtime_process_before_its_server() -> None:
     with Server("scribe", "--kv-cache-gb", "0.05", "--workers", "1", supervised=True) as server:
         (worker,) = psutil.Process(server.process.pid).children()

@@ -333,6 +333,7 @@ def test_b19_a_model_server_that_crashes_comes_back_and_keeps_its_socket(latch: 
         assert server.stop() == 0
 
 
+@pytest.mark.long  # waits for a watchdog
 def test_b19_a_model_that_hangs_for_good_ends_its_server_and_another_takes_over(latch: Latch) -> None:
     before = IN_A_STEP.format(wait=latch.wait)
     with Server("scribe", *SMALL, "--watchdog-s", "1", before=before, supervised=True) as server:
