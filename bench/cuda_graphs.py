@@ -63,7 +63,7 @@ def difference(plain: Policy, graphs: Policy) -> float:
     for n in COMPARED:
         for starts in ([0] * n, list(range(n))):
             ones, others = (
-                policy.answers([policy._warm_request(seed) for seed in range(n)], starts) for policy in (plain, graphs)
+                policy.answers([policy.sample(seed, "look") for seed in range(n)], starts) for policy in (plain, graphs)
             )
             worst = max(worst, *(np.abs(a.actions - b.actions).max() for a, b in zip(ones, others, strict=True)))
     return float(worst)

@@ -29,7 +29,7 @@ from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import Export, Policy, load_policy
 from reflex_runtime.robots.policy.observation import GuardReport
-from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.handler import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
 from reflex_runtime.robots.serving.runtime import header_of
 from reflex_runtime.robots.versions.breaker import Breaker

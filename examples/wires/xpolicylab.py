@@ -28,8 +28,15 @@ from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader, WireObservation
 from reflex_runtime.robots.serving.question import ActAnswer, Question
-from reflex_runtime.robots.wires.common import answer_details, limits_in, nd_in, question_of, unpack
-from reflex_runtime.robots.wires.message_session import MessageSession, socket_route
+from reflex_runtime.robots.wires.common import (
+    MessageSession,
+    answer_details,
+    limits_in,
+    nd_in,
+    question_of,
+    socket_route,
+    unpack,
+)
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import invalid, printable

@@ -9,8 +9,7 @@ from typing import Any
 
 from reflex_runtime.robots import Export, PolicySource
 from reflex_runtime.robots.app import application
-from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import CallerLeft

@@ -19,8 +19,7 @@ import pytest
 
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.openapi import act_example, document
-from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.access import NO_KEYS, Keys

@@ -21,8 +21,7 @@ from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.robots.app import application
-from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig

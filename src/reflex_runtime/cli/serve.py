@@ -32,7 +32,7 @@ from reflex_runtime.web.access import warn_if_open
 from reflex_runtime.web.replicas import devices_of, settings_of
 
 if TYPE_CHECKING:
-    from reflex_runtime.robots.serving.served import PolicyPlan
+    from reflex_runtime.robots.serving.runtime import PolicyPlan
     from reflex_runtime.web.supervisor import Parent
 
 

@@ -19,8 +19,7 @@ from reflex_runtime.robots.openapi import OUTCOME, POLICIES, document
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.admin import Admin
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.serving.views import ServerViews, Views
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.declare import did_you_mean

@@ -168,7 +168,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         self.pipeline.clear()
         self.flow.unparsed = b""
         self.reflex.left(len(self.connections))
-        self._cancel(CallerLeft("the caller left"))
+        self._cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The caller has closed its side, which looks like leaving: what needs no waiting is answered, and no more."""
@@ -181,7 +181,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
     def _hang_up(self) -> None:
         if not self.cycle.response_complete:
             self.cycle.disconnected = True
-            self._cancel(CallerLeft("the caller left"))
+            self._cancel()
             self.transport.close()
 
     def _over(self) -> int:
@@ -373,10 +373,11 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         else:
             self._end(error)
 
-    def _cancel(self, error: ReflexError) -> None:
+    def _cancel(self, error: ReflexError | None = None) -> None:
+        """End what is being answered, with this error, or because its caller has left."""
         running = self._running
         if running is not None and not running.response_complete and self._task is not None:
-            self._task.cancel(error)
+            self._task.cancel(error or CallerLeft("the caller left"))
 
     def _end(self, error: ReflexError) -> None:
         """What comes is no request: answer that, or what came before it, and close."""

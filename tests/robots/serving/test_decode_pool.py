@@ -375,11 +375,11 @@ def test_a_picture_of_few_bytes_and_very_many_pixels_waits_by_its_pixels() -> No
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 HELD = '''
-import reflex_runtime.robots.policy.fields as policy
+import reflex_runtime.robots.policy.observation as policy
 
 decode = policy.decode_image
-def held(data, *how):
-    image = decode(data, *how)
+def held(data, *how, **named):
+    image = decode(data, *how, **named)
     if policy.pixels_of(data) > 1 << 20:
         with open({began!r}, "a") as began:
             began.write("x")

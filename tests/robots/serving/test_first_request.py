@@ -17,7 +17,7 @@ from reflex_runtime.settings import ServeConfig
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.robots.serving.runtime import PolicyPlan
 from reflex_runtime.web.supervisor import bind
 from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 

@@ -14,8 +14,7 @@ import PIL.Image
 import pytest
 
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
-from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Array, Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App

@@ -123,11 +123,11 @@ class CheckContext:
         return DeviceOptions(self.provider, self.threads)
 
     @property
-    def instructions(self) -> list[str | None]:
+    def instructions(self) -> list[str]:
         """What the samples ask for: the one named, else the first and the last words of the vocabulary."""
         spec = self.spec
         if not spec.takes_text:
-            return [None]
+            return [""]
         if self.instruction:
             return [self.instruction]
         words = spec.config.get("tokenizer") if spec.tokenizer is not None else None
@@ -139,19 +139,9 @@ class CheckContext:
         return [" ".join(known[: spec.max_tokens]), " ".join(known[-spec.max_tokens :])]
 
     def sample(self, number: int, without: frozenset[str] = frozenset()) -> Request:
-        """A made-up request, the same for the same number in every process: noise as pictures, a state near its mean.
-
-        It has no episode: nothing is cached. without: cameras that are left out.
-        """
-        spec, rng, texts = self.policy.spec, np.random.Generator(np.random.PCG64(number)), self.instructions
-        images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()}
-        observation = self.policy.prepare(
-            images={name: image for name, image in images.items() if name not in without},
-            instruction=texts[number % len(texts)],
-            state=sample_state(spec, rng),
-            request_id=f"sample-{number}",
-        )
-        return self.policy.request(observation, client=number)
+        """A made-up request, in words that the policy knows."""
+        texts = self.instructions
+        return self.policy.sample(number, texts[number % len(texts)], without)
 
     def joints(self, which: NDArray[Any]) -> str:
         names = self.spec.embodiment.action_names
@@ -179,14 +169,6 @@ def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.fl
     state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.middle
     middle = transformed(offset, spec.action_transforms, state)
     return middle, np.abs(transformed(offset + scale, spec.action_transforms, state) - middle)
-
-
-def sample_state(spec: PolicySpec, rng: np.random.Generator) -> NDArray[np.float32] | None:
-    """A state within one standard deviation of its mean, in the robot's units; None where the policy takes none."""
-    if not spec.takes_state:
-        return None
-    drawn = rng.uniform(-1.0, 1.0, spec.state_dim).astype(np.float32)
-    return drawn if spec.state_norm is None else spec.state_norm.denormalise(drawn)
 
 
 # -- reading it --------------------------------------------------------------------------------------------------------

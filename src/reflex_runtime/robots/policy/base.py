@@ -14,13 +14,13 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.robots.policy.fields import ObservationFields
 from reflex_runtime.robots.policy.model import PolicyModel, WholeModel, stacked
 from reflex_runtime.robots.policy.observation import (
     ActionChunk,
     CacheUse,
     Glimpse,
     Observation,
+    ObservationFields,
     ObservationHistory,
     Sent,
     noise_of,
@@ -231,7 +231,7 @@ class Policy(BaseProcessor):
         self.model.warming = True
         try:
             for measured, size in order:
-                tickets = [Ticket(self._warm_request(i), i, 0.0) for i in range(size)]
+                tickets = [Ticket(self.sample(i, "warm up"), i, 0.0) for i in range(size)]
                 ran = run_through(self, tickets, self.stages, group=self.slot, shape=self.shape, clock=clock)
                 if measured:
                     batches += ran
@@ -240,19 +240,22 @@ class Policy(BaseProcessor):
             self.model.warming = False
         return WarmUp(_usual(batches), finished)
 
-    def _warm_request(self, seed: int) -> Request:
-        spec, rng = self.spec, np.random.Generator(np.random.PCG64(seed))
+    def sample(self, number: int, instruction: str, without: frozenset[str] = frozenset()) -> Request:
+        """A made-up request, the same for the same number in every process: noise as pictures, a state within one
+        standard deviation of its mean. It has no episode: nothing is cached. without: cameras that are left out."""
+        spec, rng = self.spec, np.random.Generator(np.random.PCG64(number))
+        images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()}
         state = None
-        if spec.takes_state:  # the mean, once normalised
-            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.middle
+        if spec.takes_state:
+            state = rng.uniform(-1.0, 1.0, spec.state_dim).astype(np.float32)
+            state = state if spec.state_norm is None else spec.state_norm.denormalise(state)
         observation = self.prepare(
-            images={name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()},
-            instruction="warm up" if spec.takes_text else None,
+            images={name: image for name, image in images.items() if name not in without},
+            instruction=instruction if spec.takes_text else None,
             state=state,
-            seed=seed,
-            request_id=f"warm-up-{seed}",
+            request_id=f"sample-{number}",
         )
-        return self.request(observation)
+        return self.request(observation, client=number)
 
     def answers(self, requests: Sequence[Request], starts: Sequence[int] = ()) -> list[ActionChunk]:
         """Their answers without a scheduler, from batches of all that are under way; the first error is raised.

@@ -35,8 +35,7 @@ from reflex_runtime.core.errors import QueueFull, ReflexError
 from reflex_runtime.core.order import LazyHeap
 from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.policy.base import Policy
-from reflex_runtime.robots.policy.fields import names_of
-from reflex_runtime.robots.policy.observation import Observation, Sent
+from reflex_runtime.robots.policy.observation import Observation, Sent, names_of
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
 from reflex_runtime.run.wall import WALL

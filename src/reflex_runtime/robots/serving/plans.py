@@ -7,7 +7,7 @@ from itertools import groupby
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.model import PolicySource
-from reflex_runtime.robots.serving.served import PolicyPlan
+from reflex_runtime.robots.serving.runtime import PolicyPlan
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.load import read_source, weight_of
 from reflex_runtime.robots.sources.memory import check_two_policies

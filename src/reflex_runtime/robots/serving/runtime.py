@@ -1,33 +1,355 @@
-"""The part of a policy server below the wires: its policies on one device, their batcher and sinks."""
+"""The part of a policy server below the wires: its policies on one device, each with its slots and their versions, how
+they are rolled out, and its own settings."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchFinished
-from reflex_runtime.observe.journal import PolicyHead, WarmUpLine
-from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, hardware
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.observe.journal import PolicyHead, WarmUpLine, episode_key
+from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, hardware, warmed
 from reflex_runtime.observe.logs import leave_stuck
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.base import Policy, WarmUp
+from reflex_runtime.robots.policy.model import PolicySource
 from reflex_runtime.robots.policy.observation import warm_decoders
-from reflex_runtime.robots.serving.decode_pool import DecodePool
-from reflex_runtime.robots.serving.served import PolicyPlan, ServedPolicy
-from reflex_runtime.robots.versions.slots import SHADOW, Slot
+from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
+from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
+from reflex_runtime.robots.serving.shadow import Shadowing
+from reflex_runtime.robots.sources.load import read_source, weight_of
+from reflex_runtime.robots.sources.memory import check_two_policies
+from reflex_runtime.robots.versions.breaker import Breaker
+from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
+from reflex_runtime.robots.versions.rollout import Change, Rollout
+from reflex_runtime.robots.versions.router import Routing
+from reflex_runtime.robots.versions.slo import Objective, SloTracker
+from reflex_runtime.robots.versions.slots import (
+    MISTAKES,
+    SHADOW,
+    Slot,
+    Version,
+    check_alike,
+    faults_of,
+    group_of,
+    load,
+    warmed_up,
+)
 from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
+from reflex_runtime.settings.read import environment
 from reflex_runtime.web.batch_server import BatchServer
+from reflex_runtime.web.errors import Conflict, NotFound, SloViolated
 from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
 
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """What is to be served under one name.
+
+    specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with its own settings in force.
+    weight: its share of the device's time against other policies.
+    """
+
+    name: str
+    config: ServeConfig
+    specs: Mapping[str, PolicySource]
+    weight: float = 1.0
+
+
+class ServedPolicy:
+    """The versions of one policy, in slots; `place` chooses the slot of a request.
+
+    served: the slots that answer requests. cameras: names under which images are looked at, also of what was exchanged:
+    callers follow one by one. slots: empty before `build`.
+    """
+
+    def __init__(self, plan: PolicyPlan, server: PolicyRuntime, alone: bool = True) -> None:
+        """alone: it is the only one of its server, where its slots are groups by their own names."""
+        self.name, self.config, self.weight, self.alone = plan.name, plan.config, plan.weight, alone
+        self._sources = dict(plan.specs)
+        self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
+        self.slo = self._objective()
+        self.cameras = cameras_of(plan.specs.values())
+        self._server = server
+        self.rollout = self._rollout()
+        self.slots: dict[str, Slot] = {}
+        self.shadow: Shadowing | None = None
+        self.loading = 0  # loads in progress, abandoned ones included
+        server.audience.add(self.rollout)
+        if self.slo is not None:
+            server.audience.add(self.slo)
+        for slot, spec in plan.specs.items():
+            self._add_series(slot, spec.embodiment.name or "unknown")
+
+    @property
+    def policy(self) -> Policy:
+        """The first slot's policy for new requests."""
+        return self.slots[self.served[0]].policy
+
+    @property
+    def spec(self) -> PolicySpec:
+        return self.slots[self.served[0]].policy.spec if self.slots else self._sources[self.served[0]]
+
+    @property
+    def specs(self) -> dict[str, PolicySpec]:
+        """What is in the slots, or will be; the first slot's first."""
+        return {name: slot.policy.spec for name, slot in self.slots.items()} or {**self._sources}
+
+    def group(self, slot: str) -> str:
+        """The group of a slot: its name in the scheduler, metrics and journals."""
+        return slot if self.alone else f"{self.name}.{slot}"
+
+    @property
+    def health(self) -> str:
+        """The server's state, or degraded: none of its slots answers."""
+        degraded = self._server.state == "ready" and self.rollout.breaker.verdict == "degraded"
+        return "degraded" if degraded else self._server.state
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """How its latency objective is met; empty without one."""
+        return {} if self.slo is None else {"slo": {"violated": self.slo.violated, "value_ms": self.slo.value_ms}}
+
+    def shown(self) -> dict[str, Any]:
+        """What the live view has of it: its health, its versions, and how they compare."""
+        told = self.rollout.snapshot(time.monotonic()) | self.objective
+        told["state"] = self.health
+        told["groups"] = {slot.name: slot.group for slot in self.slots.values()}
+        told["versions"] = {name: slot.version.name for name, slot in self.slots.items()}
+        if self.shadow is not None:
+            told["shadow"] = dict(self.shadow.snapshot())
+        return told
+
+    # -- start and end -------------------------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Policy]:
+        """The policies by slot. For a thread that may take long; ConfigError when one is wrong."""
+        check_alike(self._sources)
+        return {slot: load(self.config, slot, spec, self.group(slot)) for slot, spec in self._sources.items()}
+
+    def build(self, policies: Mapping[str, Policy]) -> list[GroupConfig]:
+        """Put what was loaded into the slots. Returns how the scheduler is to treat them."""
+        config = self.config
+        faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
+        self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
+        tenant = "" if self.alone else self.name
+        return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
+
+    def join(self, batcher: Batcher) -> None:
+        """Its slots are groups of this batcher now."""
+        server = self._server
+        if SHADOW in self.slots:
+            self.shadow = Shadowing(
+                self.slots[SHADOW],
+                batcher,
+                server.decode_pool,
+                self.config.shadow_sample,
+                server.metrics,
+                server.audience.publish,
+                lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **asdict(found)),
+                lambda text: self.rollout.changed(time.monotonic(), "shadow", text, {}),
+            )
+            server.audience.add(self.shadow)
+
+    def warm(self) -> list[WarmUpLine]:
+        """Run every slot's policy, on the device thread. Returns what that taught, for journals."""
+        found = []
+        for holder in self.slots.values():
+            ran = warmed_up(holder.policy, MISTAKES)
+            ran.teach(self._server.batcher.scheduler.cost_model(holder.group))
+            learned = warmed(holder.group, ran.batches, ran.finished)
+            found += [] if learned is None else [learned]
+        return found
+
+    def look(self, now: float) -> None:
+        """Call it once a second: the objective, guards, and versions that are no longer needed."""
+        if self.slo is not None:
+            self.slo.check(now)
+        for name, tripped in self.rollout.evaluate(now).items():
+            if not tripped:
+                self.slots[name].settle()
+            elif (back := self.slots[name].go_back()) is not None:
+                self.rollout.exchanged(name, now)
+                numbers = {"slot": name, "version": back.name}
+                self.rollout.changed(now, "load", f"slot {name} is {back.name} again: the guard tripped", numbers)
+        for name, slot in self.slots.items():
+            if slot.loaded > 1:
+                for version in slot.let_go(self._active(slot.group)):
+                    log.info("slot %s: %s is unloaded", name, version.name)
+
+    def _active(self, group: str) -> list[Hashable]:
+        """Partitions of a slot's group that hold tickets; the device thread changes them."""
+        found: list[Hashable] = self._server.batcher.device.input(lambda scheduler, now: scheduler.partitions(group))
+        return found
+
+    def drain(self) -> None:
+        """The end has begun."""
+        if self.shadow is not None:
+            self.shadow.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def place(
+        self, episode_id: str | None, request_id: str, robot_id: str | None = None, connection: Hashable = None
+    ) -> Routing:
+        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
+        if self.slo is not None and not self.slo.admits():
+            raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
+        return self.rollout.place(episode_id, request_id, time.monotonic(), robot_id, connection)
+
+    def ended(self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object) -> dict[str, Any]:
+        """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
+        of it; 404 for one that is not known, 409 where it may be one of several robots'."""
+        told = self.rollout.outcome(episode_id, success, robot_id)
+        if told["counted"]:
+            self._server.metrics.ended(self.group(told["slot"]), success)
+        if not told["repeated"]:
+            for slot in self.slots.values():
+                slot.policy.forget(episode_key(told.get("robot_id"), episode_id))
+            self.note("outcome", **told, **fields)
+        return told
+
+    def note(self, kind: str, **fields: object) -> None:
+        """Write a note into every journal."""
+        self._server.note(kind, **fields, **({} if self.alone else {"policy": self.name}))
+
+    # -- the operator --------------------------------------------------------------------------------------------------
+
+    def inject(self, texts: Sequence[str]) -> None:
+        """Replace the injected faults from the next batch on. ConfigError for a wrong one."""
+        for slot, faults in faults_of(texts, tuple(self.slots), "faults").items():
+            self.slots[slot].inject(faults)
+        log.warning("FAULT INJECTION: %s", ", ".join(texts) or "none any more")
+
+    @property
+    def faults(self) -> list[str]:
+        """The injected faults in force."""
+        return [str(fault) for slot in self.slots.values() for fault in slot.faults]
+
+    # -- hot swap: loaded beside, warmed, switched; the old one is let go, or comes back if `--guard` trips ------------
+
+    async def exchange(self, name: str, source: str) -> Version:
+        """Put the policy of this source into a slot. ConfigError leaves everything as it is, and Conflict while a ramp
+        runs."""
+        rollout = self.rollout
+        rollout.may_exchange()
+        version, warm = await self._loaded(name, source)
+        slot, now = self.slots[name], time.monotonic()
+        guarded = bool(self.config.guard) and name != SHADOW
+        self._server.batcher.device.input(lambda scheduler, _: warm.teach(scheduler.cost_model(slot.group)))
+        slot.exchange(version, keep=guarded)
+        rollout.exchanged(name, now, now + Ramp.every_of(self.config.ramp_every) if guarded else None)
+        numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
+        rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
+        self.cameras |= cameras_of([version.policy.spec])
+        if self.shadow is not None and name == SHADOW:
+            self.shadow.resume()
+        return version
+
+    async def _loaded(self, name: str, source: str) -> tuple[Version, WarmUp]:
+        """A version of this source, ready for the slot, and what warming it has taught."""
+        if name not in self.slots:
+            raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self.slots)}")
+        if self.config.captured_sizes:
+            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
+        slot = self.slots[name]
+        await in_thread(lambda: self._check_room(source))
+        spec = await in_thread(lambda: read_source(source))
+        self._check_fits(slot, spec)
+        self.loading += 1  # if this is cancelled, the thread goes on
+        try:
+            policy = await in_thread(lambda: load(self.config, name, spec, slot.group))
+            version = slot.made(policy)
+            warm = await in_thread(lambda: warmed_up(policy))
+        except Exception:
+            self.loading -= 1
+            raise
+        self.loading -= 1
+        return version, warm
+
+    def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
+        """ConfigError when a policy cannot take the place of what the slot has."""
+        check_alike({**self.specs, f"{slot.name} (new)": spec})
+        expected = slot.policy.spec.inference_mode
+        if spec.inference_mode != expected:
+            raise ConfigError(
+                f"{spec.source}: export_kind: found {spec.inference_mode!r}, expected {expected!r} as in slot "
+                f"{slot.name}, whose batch costs were learned so: restart the server to serve the other kind"
+            )
+
+    def _check_room(self, source: str) -> None:
+        """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
+        provider = PROVIDERS.get(self.config.provider, self.config.provider)
+        own = list(self.slots.values())
+        beside = sum(slot.loaded * slot.policy.spec.model_bytes for slot in self._server.slots if slot not in own)
+        loaded, count = [slot.policy.spec for slot in own], sum(slot.loaded for slot in own)
+        check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1, beside=beside)
+
+    # -- pieces --------------------------------------------------------------------------------------------------------
+
+    def _objective(self) -> SloTracker | None:
+        config = self.config
+        return SloTracker(Objective.parse(config.slo), config.slo_mode, self.group("")) if config.slo else None
+
+    def _rollout(self) -> Rollout:
+        config = self.config
+        guard = RampGuard.parse(config.guard) if config.guard else None
+        ramp = None
+        if config.ramp:
+            ramp = partial(Ramp, Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every), guard)
+        return Rollout(
+            self.served,
+            Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
+            config.split,
+            ramp,
+            guard,
+            on_change=self._changed,
+            on_moved=self._moved,
+            prefix=self.group(""),
+        )
+
+    def _add_series(self, slot: str, embodiment: str) -> None:
+        metrics, server, group = self._server.metrics, self._server, self.group(slot)
+
+        def queued() -> float:
+            return server.batcher.scheduler.queued(group) if server.loaded else 0.0
+
+        def in_flight() -> float:
+            return server.batcher.scheduler.unsettled(group) if server.loaded else 0.0
+
+        def backlog() -> float:
+            return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.loaded else 0.0
+
+        wires, policy = tuple(WIRES) if slot in self.served else ("",), "" if self.alone else self.name
+        metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
+        if slot in self.served:
+            metrics.add_verdict(group, partial(self._drained, slot))
+
+    def _drained(self, slot: str) -> bool:
+        return self.rollout.breaker.verdicts[slot] != "ok"
+
+    def _changed(self, change: Change) -> None:
+        self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
+
+    def _moved(self, episodes: Sequence[str]) -> None:
+        """The episodes go on in the other slot: what is carried over from this one would be a jump there."""
+        for slot in self.slots.values():
+            for episode in episodes:
+                slot.policy.forget(episode)
 
 
 class PolicyRuntime(BatchServer):

@@ -11,8 +11,7 @@ from reflex_runtime.robots.policy.spec import WIRES, PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP
-from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.serving.served import ServedPolicy
+from reflex_runtime.robots.serving.runtime import PolicyRuntime, ServedPolicy
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from reflex_runtime.core.errors import ConfigError, not_installed
-from reflex_runtime.robots.policy.fields import ObservationFields
-from reflex_runtime.robots.policy.observation import Observation, noise_of
+from reflex_runtime.robots.policy.observation import Observation, ObservationFields, noise_of
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.serving.handler import Asked, RequestHandler
-from reflex_runtime.robots.serving.pending import PendingRequest
+from reflex_runtime.robots.serving.handler import Asked, PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.question import (
     ACT,
     JSON_NUMPY,

@@ -41,9 +41,8 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.robots.policy.lru import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec
-from reflex_runtime.robots.serving.handler import RequestHandler
+from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.pending import PendingRequest
 from reflex_runtime.robots.serving.question import LEROBOT, Question
 from reflex_runtime.robots.wires.common import Episodes
 from reflex_runtime.robots.wires.lerobot_client import (

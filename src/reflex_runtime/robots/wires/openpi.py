@@ -29,14 +29,16 @@ from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, text_of
 from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
 from reflex_runtime.robots.wires.common import (
     Episodes,
+    Frame,
+    MessageSession,
     answer_details,
     limits_in,
     limits_of,
     nd_in,
     question_of,
+    socket_route,
     unpack,
 )
-from reflex_runtime.robots.wires.message_session import Frame, MessageSession, socket_route
 from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error
 from reflex_runtime.web.fields import invalid_input

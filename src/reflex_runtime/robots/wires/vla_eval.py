@@ -24,8 +24,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.observation_reader import PROMPTS, text_of
 from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
-from reflex_runtime.robots.wires.common import limits_in, question_of, unpack
-from reflex_runtime.robots.wires.message_session import MessageSession, socket_route
+from reflex_runtime.robots.wires.common import MessageSession, limits_in, question_of, socket_route, unpack
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.errors import ClientError, describe_error
