@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
+from reflex_runtime.core.batch import Batch, Done, Outcome
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ReflexError
 from reflex_runtime.core.flush import Affine, FlushPolicy
@@ -34,7 +34,6 @@ from reflex_runtime.ipc.generate_calls import (
     BatchDispatched,
     BatcherStats,
     Call,
-    RuntimeMessages,
     SentBatch,
     alone,
 )
@@ -156,12 +155,11 @@ class GenerateBatcher:
         self.config = config
         self._client, self._registry, self._clock = client, registry, clock
         self._stats = BatcherStats(series, on_batch_dispatched)
-        self._refused = self._aborted = self._expired = 0  # not admitted; cancelled; timed out
+        self._refused = self._aborted = self._expired = self._errors = 0  # not admitted; cancelled; timed out; lost
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
         self._steps = StepHold(lambda: registry.active_count() > 0, config.min_hold_ms / 1000.0)
         sinks = [self._stats, *sinks]
         self._dispatcher = Dispatcher([_group(config, self._steps)], self._send, sinks, registry.limit + 64, clock)
-        self._exchange = RuntimeMessages(client, config.call_timeout_ms / 1000.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reserving = False
         registry.say = client.notify
@@ -244,7 +242,7 @@ class GenerateBatcher:
             "refused": self._refused,
             "rejections": stats.rejections,
             "fallbacks": dict(stats.fallbacks),
-            "transport_errors": self._exchange.errors,
+            "transport_errors": self._errors,
             "backpressure_pauses": stats.pauses,
             "partitions": stats.lanes(),
         }
@@ -381,15 +379,14 @@ class GenerateBatcher:
     def _send(self, batch: Batch) -> Awaitable[Sequence[Outcome]]:
         if not self._client.ready:
             batch.notes[UNSENT] = True
-            self._exchange.errors += 1
+            self._errors += 1
             self._room_changed()  # none of the places that the scheduler counted is taken
             raise self._client.unavailable()
-        message = SentBatch(batch, bool(alone(batch.partition)))
         if not self._registry.active_count():
             self._steps.begins(batch.scheduled_at)
         for ticket in batch.grants:
             self._departs(ticket, batch.scheduled_at)
-        self._exchange.write(message)
+        message = SentBatch(self._client, batch)
         assert self._loop is not None
         if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
             self._client.flush()
@@ -416,12 +413,10 @@ class GenerateBatcher:
 
     async def _answered(self, message: SentBatch) -> list[Outcome]:
         """The outcome of each request of a message."""
-        batch = message.batch
         try:
-            return await self._exchange.read(message)
-        except ReflexError as error:
-            failed = Failed(copy.copy(error))  # a copy without traceback, which would hold the message: a cycle
-            return [failed] * len(batch)
+            return await message.read(self.config.call_timeout_ms / 1000.0)
+        finally:
+            self._errors += message.errors
 
     # -- the registry's ------------------------------------------------------------------------------------------------
 

@@ -63,82 +63,74 @@ class Call:
 
 
 class SentBatch:
-    """A batch that was sent. alone: each of its requests is a call of its own. sent: answers that are awaited."""
+    """A batch that was sent, and its answers. alone: each of its requests is a call of its own. errors: 1 where the
+    message failed as a whole, and for each request by itself that never got an answer."""
 
-    __slots__ = ("alone", "batch", "calls", "sent")
+    __slots__ = ("_client", "_sent", "alone", "batch", "calls", "errors")
 
-    def __init__(self, batch: Batch, alone: bool) -> None:
-        self.batch, self.alone = batch, alone
-        self.sent: list[asyncio.Future[Raw]] = []
+    def __init__(self, client: RuntimeClient, batch: Batch) -> None:
+        self._client, self.batch, self.alone = client, batch, bool(alone(batch.partition))
         self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
+        self.errors = 0
+        self._sent: list[asyncio.Future[Raw]] = []
+        if not self.alone and BATCH_GENERATE not in client.capabilities:  # it was ready when they were queued
+            self._fall_back("capability")
+        self._write()
 
-    def fall_back(self, reason: str) -> None:
+    async def read(self, limit: float) -> list[Outcome]:
+        """The outcome of each of its requests. limit: seconds for the answers."""
+        error: ReflexError
+        try:
+            async with asyncio.timeout(limit):
+                return await (self._each() if self.alone else self._all())
+        except TimeoutError:
+            error = ProcessorHung(f"the runtime did not answer within {1000.0 * limit:g} ms")
+        except ConnectionLost as lost:
+            error = copy.copy(self._unheard(lost))  # without traceback, which would hold the message: a cycle
+        except ReflexError as failed:
+            error = copy.copy(failed)
+        self.errors += 1
+        return [Failed(error)] * len(self.calls)
+
+    def forget(self, _: object = None) -> None:
+        """Drop its answers."""
+        for call in self._sent:
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # retrieved: asyncio would log it
+        self._sent = []  # their errors have this message in their tracebacks: break the reference cycle
+
+    def _fall_back(self, reason: str) -> None:
         """Send each of its requests as a call of its own, although they should share a message."""
         self.batch.notes[FALLBACK] = reason
         self.alone = True
 
-    def forget(self, _: object = None) -> None:
-        """Drop its answers."""
-        for call in self.sent:
-            if not call.cancel() and not call.cancelled():
-                call.exception()  # retrieved: asyncio would log it
-        self.sent = []  # their errors have this message in their tracebacks: break the reference cycle
-
-
-class RuntimeMessages:
-    """Messages to one runtime and their answers. limit: seconds for an answer.
-
-    errors: messages that failed as a whole, and requests by themselves that never got an answer.
-    """
-
-    def __init__(self, client: RuntimeClient, limit: float) -> None:
-        self._client, self._limit = client, limit
-        self.errors = 0
-
-    def write(self, message: SentBatch) -> None:
-        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was ready when they were queued
-            message.fall_back("capability")
-        params = [call.params for call in message.calls]
-        if message.alone:
-            message.sent = [self._client.call(GENERATE, one) for one in params]
+    def _write(self) -> None:
+        params = [call.params for call in self.calls]
+        if self.alone:
+            self._sent = [self._client.call(GENERATE, one) for one in params]
         else:
-            message.sent = [self._client.call(BATCH_GENERATE, {"requests": params})]
+            self._sent = [self._client.call(BATCH_GENERATE, {"requests": params})]
 
-    async def read(self, message: SentBatch) -> list[Outcome]:
-        """The outcome of each of its requests. Raises the error of the whole message."""
+    async def _all(self) -> list[Outcome]:
         try:
-            async with asyncio.timeout(self._limit):
-                return await (self._each(message) if message.alone else self._all(message))
-        except TimeoutError:
-            self.errors += 1
-            raise ProcessorHung(f"the runtime did not answer within {1000.0 * self._limit:g} ms") from None
-        except ConnectionLost as lost:
-            self.errors += 1
-            raise self._unheard(lost) from None
-        except ReflexError:
-            self.errors += 1
-            raise
-
-    async def _all(self, message: SentBatch) -> list[Outcome]:
-        try:
-            answer = await message.sent[0]
+            answer = await self._sent[0]
         except OversizeFrame:  # nothing was written; each by itself may fit
-            if len(message.calls) == 1:
+            if len(self.calls) == 1:
                 raise
-            message.fall_back("oversize")
-            self.write(message)
-            return await self._each(message)
+            self._fall_back("oversize")
+            self._write()
+            return await self._each()
         results = _RESULT.read(answer).results
-        if len(results) != len(message.calls):
-            raise ProtocolError(f"the runtime answered {len(results)} requests of {len(message.calls)}", INTERNAL_ERROR)
+        if len(results) != len(self.calls):
+            raise ProtocolError(f"the runtime answered {len(results)} requests of {len(self.calls)}", INTERNAL_ERROR)
         return [
             _outcome(call, item.result if item.success else item.error or _UNEXPLAINED)
-            for call, item in zip(message.calls, results, strict=True)
+            for call, item in zip(self.calls, results, strict=True)
         ]
 
-    async def _each(self, message: SentBatch) -> list[Outcome]:
-        answers = await asyncio.gather(*message.sent, return_exceptions=True)
-        return [self._one(call, answer) for call, answer in zip(message.calls, answers, strict=True)]
+    async def _each(self) -> list[Outcome]:
+        answers = await asyncio.gather(*self._sent, return_exceptions=True)
+        return [self._one(call, answer) for call, answer in zip(self.calls, answers, strict=True)]
 
     def _one(self, call: Call, answer: Raw | BaseException) -> Outcome:
         """The outcome of a request that went by itself."""
