@@ -38,13 +38,14 @@ class Lines {
     this.box = box;
     box.hidden = true; // until it has a value
     this.data = [[], ...names.map(() => [])];
+    this.moved = names.map(() => false);
     const faint = getComputedStyle(document.body).getPropertyValue("--faint"), rule = getComputedStyle(document.body).getPropertyValue("--rule");
     const axis = { stroke: faint, grid: { stroke: rule, width: 1 }, ticks: { show: false } };
     this.plot = new uPlot({
       width: this.width(), height: 150, pxAlign: false,
       cursor: { drag: { x: false, y: false } },
       scales: { x: { time: false }, y: { range: range ?? ((_, least, most) => [0, most > 0 ? most * 1.1 : 1]) } },
-      axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 30, 60], values: (_, ticks) => ticks.map((at) => `−${Math.round((this.last ?? at) - at)} s`) }, { ...axis, size: 48 }],
+      axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 30, 60], values: (_, ticks) => ticks.map((at) => ticked((this.last ?? at) - at)) }, { ...axis, size: 48 }],
       series: [
         { label: "when", value: (_, at) => (at === null ? "–" : secondsAgo((this.last ?? at) - at)) },
         ...names.map((label, i) => ({ label, stroke: COLOURS[i], dash: DASHES[i], width: 1.5, points: { show: false }, value: (_, v) => (v === null ? "–" : v.toFixed(v < 10 && !Number.isInteger(v) ? 2 : 0)) })),
@@ -60,6 +61,11 @@ class Lines {
   add(at, values) {
     this.last = at;
     if (values.some((value) => value !== null)) this.box.hidden = false;
+    const rows = this.plot.root.querySelectorAll(".u-legend .u-series"); // the first is the time
+    values.forEach((value, i) => {
+      this.moved[i] ||= Boolean(value); // what was always zero says nothing
+      rows[i + 1].style.display = this.moved[i] || values.length === 1 ? "" : "none";
+    });
     [at, ...values].forEach((value, i) => {
       this.data[i].push(value);
       if (this.data[i].length > KEPT) this.data[i].shift();
@@ -68,6 +74,10 @@ class Lines {
     this.plot.setData(this.data);
     if (this.plot.cursor.idx === null || this.plot.cursor.left < 0) this.plot.setLegend({ idx: this.data[0].length - 1 });
   }
+}
+
+function ticked(seconds) {
+  return Math.round(seconds) ? `−${Math.round(seconds)} s` : "now";
 }
 
 function secondsAgo(seconds) {

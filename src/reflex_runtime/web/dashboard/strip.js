@@ -303,6 +303,7 @@ export function aboutBatch(batch) {
 export function milliseconds(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const ms = seconds * 1000;
+  if (!ms) return "0 ms";
   if (ms >= 10000) return `${(ms / 1000).toFixed(1)} s`;
   return ms >= 100 ? `${Math.round(ms)} ms` : ms >= 10 ? `${ms.toFixed(1)} ms` : `${ms.toFixed(2)} ms`;
 }
@@ -313,6 +314,8 @@ export function round(value) {
 }
 
 function shortName(client, most) {
+  const connection = / (#\d+)$/.exec(client); // its number says more than the address
+  if (client.length > most && connection) return connection[1];
   return client.length <= most ? client : `…${client.slice(1 - most)}`;
 }
 
