@@ -156,7 +156,8 @@ class BatchServer:
         if limit and others >= limit:
             many = f"{others} requests are being answered, at most {limit} may be"
             raise TooManyRequests(many, retry_after=1.0, concurrent_requests=others, max_concurrent=limit)
-        self.need_loaded()
+        if not self.loaded:
+            self.need_loaded()
         if self.state == DRAINING:
             raise Closed("the server is shutting down", retry_after=1.0)
 

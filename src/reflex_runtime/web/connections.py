@@ -114,7 +114,7 @@ class _PipelineFlow(FlowControl):
 
     def read_on(self) -> None:
         """Pause or resume, by what waits."""
-        if self.unparsed or (self._behind and self.full):
+        if self.unparsed or self.full:
             self.pause_reading()
         else:
             super().resume_reading()
@@ -123,6 +123,8 @@ class _PipelineFlow(FlowControl):
 
     @property
     def full(self) -> bool:
+        if not self._behind:
+            return False
         return len(self._behind) > BEHIND or sum(len(cycle.body) for cycle, _ in self._behind) > HEAD_BYTES
 
 

@@ -415,7 +415,7 @@ class ObservationFields:
 
     def look(self, images: Mapping[str, Sent]) -> int:
         """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
-        pixels = sum(pixels_of(*found) for found in self.found(images).values())
+        pixels = sum([pixels_of(*found) for found in self.found(images).values()])
         if pixels > MAX_REQUEST_PIXELS:
             most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
             raise InvalidRequest(f"images: {pixels:,} pixels to decode in all, {most}", "images")

@@ -111,7 +111,7 @@ class DecodeOrder:
         job.pixels = pixels
         job.tag = max(self._now, self._ends.get(job.client, 0.0)) + pixels / job.share
         self._ends[job.client] = job.tag
-        if len(self._ends) > 64 + 2 * len(self):  # those that virtual time has passed have nothing to pay
+        if len(self._ends) > 64 + 2 * len(self._waiting):  # those that virtual time has passed have nothing to pay
             self._ends = {client: end for client, end in self._ends.items() if end > self._now}
         self._waiting.push(job.tag, job)
         self.waiting_pixels += pixels
@@ -127,7 +127,8 @@ class DecodeOrder:
         if top is None:
             return None
         tag, job = top
-        self.discard(job)
+        self.waiting_pixels -= job.pixels
+        self._waiting.discard(job)
         self._now = max(self._now, tag)
         return job
 
@@ -205,7 +206,7 @@ class DecodePool:
                 _deliver(job, None, error)
             else:
                 _deliver(job, value, None)
-        self._turn_due = len(self._light) > 0
+        self._turn_due = self._light.waiting_pixels > 0
         if self._turn_due:
             self._loop.call_soon(self._turn)
 
@@ -358,6 +359,8 @@ def decoded_base64(text: str) -> bytes:
 def _decoded(text: str) -> bytes:
     if text.find("=", 0, len(text) - 2) >= 0:
         raise ValueError("padding before its end")
+    if len(text) <= PIECE:
+        return pybase64.b64decode(text, validate=True)
     return b"".join(pybase64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))
 
 
