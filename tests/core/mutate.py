@@ -108,8 +108,8 @@ MUTANTS = [
     M(
         "core/order.py",
         "promotion leaves the elders behind",
-        "for ticket in list(due.queue.tickets):",
-        "for ticket in [due]:",
+        "[*takewhile(lambda ticket: ticket is not due, due.queue.tickets), due]",
+        "[due]",
     ),
     M("core/order.py", "17 may be passed over", "MAX_PASSED_OVER = 16", "MAX_PASSED_OVER = 17"),
     M(
@@ -119,10 +119,10 @@ MUTANTS = [
         "for queue in tier.queues}) > 0",
     ),
     M(
-        "core/order.py",
+        "core/group.py",
         "promoted out of turn",
-        "top[0] <= now:\n            due",
-        "top[0] <= now + 1e9:\n            due",
+        "top[0] <= now:\n            partition = self.active",
+        "top[0] <= now + 1e9:\n            partition = self.active",
     ),
     M(
         "core/order.py",

@@ -19,7 +19,7 @@ from reflex_runtime.core.batch import Batch, Cause, Offenders
 from reflex_runtime.core.cost import Backlog, CostModel, Evidence, TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import Controller, FlushPolicy, Planner
-from reflex_runtime.core.order import Clients, ClientShare, Partition, ShareHolder, Shares, Turns
+from reflex_runtime.core.order import Clients, ClientShare, LazyHeap, Partition, ShareHolder, Shares, Turns
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.think_times import ThinkTimes
 
@@ -227,6 +227,7 @@ class Group(ShareHolder):
         self.usual_size = 0.0  # of its batches, a slow mean
         self.seconds_per_item = 0.0
         self.left: list[Ticket] = []  # residents gone since the last batch
+        self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default
         self.promoted = 0
         self.steps = False  # whether a request has ever come back for another step
 
@@ -234,7 +235,7 @@ class Group(ShareHolder):
         """The partition, made if it is new."""
         found = self.partitions.get(key)
         if found is None:
-            found = self.partitions[key] = Partition(key)
+            found = self.partitions[key] = Partition(key, self.promotions)
             self._rest(found)
         return found
 
@@ -266,7 +267,7 @@ class Group(ShareHolder):
             if now + self.cost.remaining(ticket) > ticket.deadline:  # admitted all the same
                 self.evidence.probe(ticket)
         if ticket.tier is BACKGROUND:
-            self._age(ticket, partition)
+            self._age(ticket)
         self.turns.came(partition)
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now, len(partition.unsettled) - 1)
@@ -387,7 +388,7 @@ class Group(ShareHolder):
         partition.requeue(ticket)
         self.turns.touched[partition] = None
         if ticket.tier is BACKGROUND:
-            self._age(ticket, partition)
+            self._age(ticket)
         self._count(ticket)
 
     def _count(self, ticket: Ticket) -> None:
@@ -405,16 +406,19 @@ class Group(ShareHolder):
         self.queued -= count
         self.queued_units = self.queued_units - units if self.queued else 0.0  # no rounding is carried on
 
-    def _age(self, ticket: Ticket, partition: Partition) -> None:
+    def _age(self, ticket: Ticket) -> None:
         """Note when a background ticket counts as default."""
         limit = ticket.request.time_limit
         promote_at = ticket.arrived + min(self.config.promote_after, inf if limit is None else 0.5 * limit)
         if promote_at < inf:
-            partition.promotions.push(promote_at, ticket)
+            self.promotions.push(promote_at, ticket)
 
     def promote(self, now: float) -> None:
-        """Apply aging to every partition."""
-        self.promoted += self.turns.promote(now)
+        """Count background tickets that waited long enough as default."""
+        while (top := self.promotions.first()) is not None and top[0] <= now:
+            partition = self.active[top[1].request.partition]
+            self.promoted += partition.promote(top[1])
+            self.turns.touched[partition] = None
 
     def price(self, ticket: Ticket, units: float, marginal: float, size: int, cause: Cause) -> float:
         """What a client of weight 1 is charged for these units in a batch of this size: their cost in a batch of the

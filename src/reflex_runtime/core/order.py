@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 from typing import Generic, TypeVar
 
@@ -341,15 +341,15 @@ _EMPTY = Tier()  # shared by all tiers without tickets: most partitions use one 
 class Partition(ShareHolder):
     """Tickets that may share a batch: the waiting ones by tier, the residents, and every unsettled one by arrival."""
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: Hashable, promotions: LazyHeap[Ticket, float]) -> None:
+        """promotions: its group's background tickets by the time they count as default."""
         super().__init__()  # counter: its device time in seconds
-        self.key = key
+        self.key, self._promotions = key, promotions
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.residents: dict[Ticket, None] = {}
         self.suspects = Suspects()
         self.unsettled: dict[Ticket, None] = {}  # tickets, by arrival
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
-        self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
         self.in_flight = 0  # batches
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
@@ -407,30 +407,24 @@ class Partition(ShareHolder):
                 emptied.append(queue)
                 del queue.client.queues[queue.key]
             if ticket.tier is BACKGROUND:
-                self.promotions.discard(ticket)
+                self._promotions.discard(ticket)
         for tier in {queue.tier for queue in emptied}:
             tier.queues.discard(*emptied)
 
-    def promote(self, now: float) -> int:
-        """Count background tickets that waited long enough as default, with their client's older ones. Returns how
-        many."""
-        moved = 0
-        while (top := self.promotions.first()) is not None and top[0] <= now:
-            due = top[1]
-            for ticket in list(due.queue.tickets):
-                self.take((ticket,))
-                ticket.tier = DEFAULT
-                self.append(ticket, ticket.queue.client)
-                moved += 1
-                if ticket is due:
-                    break
-        return moved
+    def promote(self, due: Ticket) -> int:
+        """Count a background ticket as default, with its client's older ones. Returns how many."""
+        elders = [*takewhile(lambda ticket: ticket is not due, due.queue.tickets), due]
+        for ticket in elders:
+            self.take((ticket,))
+            ticket.tier = DEFAULT
+            self.append(ticket, ticket.queue.client)
+        return len(elders)
 
     def clear(self) -> None:
         """Drop all entries of an empty partition's queues."""
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.suspects.clear()
-        self.deadlines, self.promotions = LazyHeap(), LazyHeap()
+        self.deadlines = LazyHeap()
 
 
 # -- turns of partitions -----------------------------------------------------------------------------------------------
@@ -455,7 +449,6 @@ class Turns:
         self._by_share: LazyHeap[Partition, tuple[float, int]] = LazyHeap()
         self._urgent: LazyHeap[Partition, float] = LazyHeap()
         self._deadlines: LazyHeap[Partition, float] = LazyHeap()  # the earliest of each
-        self._promotions: LazyHeap[Partition, float] = LazyHeap()
         self._pauses: LazyHeap[Partition, float] = LazyHeap()
 
     def came(self, partition: Partition) -> None:
@@ -485,16 +478,6 @@ class Turns:
             top[1].paused_until = -inf
             self.touched[top[1]] = None
             self._refresh()
-
-    def promote(self, now: float) -> int:
-        """Count background tickets that waited long enough as default. Returns how many."""
-        self._refresh()
-        moved = 0
-        while (top := self._promotions.first()) is not None and top[0] <= now:
-            moved += top[1].promote(now)
-            self.touched[top[1]] = None
-            self._refresh()
-        return moved
 
     def in_order(self, now: float) -> Iterator[Partition]:
         """The partitions that could take a turn, each once, in the order above."""
@@ -531,12 +514,10 @@ class Turns:
             partition, _ = touched.popitem()
             oldest = partition.oldest() if partition.paused_until == -inf else None
             first = partition.deadlines.first()
-            due = partition.promotions.first()
             self._by_share.put(partition, None if oldest is None else (partition.counter, oldest.seq))
             urgent = oldest is not None and partition.tiers[URGENT].tickets
             self._urgent.put(partition, oldest.seq if oldest is not None and urgent else None)
             self._deadlines.put(partition, None if first is None else first[0])
-            self._promotions.put(partition, None if due is None else due[0])
             self._pauses.put(partition, partition.paused_until if partition.paused_until > -inf else None)
 
 

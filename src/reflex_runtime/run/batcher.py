@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -264,10 +265,7 @@ class Batcher(Generic[V]):
         if self._pump_due or self._loop is None:
             return
         self._pump_due = True
-        try:
-            self._loop.call_soon_threadsafe(self._pump)
-        except RuntimeError:  # the loop is closed, and its waiters are gone
-            return
+        self._from_thread(self._pump)
 
     def _pump_soon(self) -> None:
         assert self._loop is not None
@@ -304,12 +302,14 @@ class Batcher(Generic[V]):
         self._arm(at)
 
     def _fatal_from_thread(self) -> None:
-        if self._loop is None or self._on_fatal is None:
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._on_fatal)
-        except RuntimeError:  # the loop is closed
-            return
+        if self._on_fatal is not None:
+            self._from_thread(self._on_fatal)
+
+    def _from_thread(self, call: Callable[[], None]) -> None:
+        """Let the loop call it, unless it is closed and its waiters are gone."""
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(call)
 
 
 def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None:

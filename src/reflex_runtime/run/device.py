@@ -513,8 +513,17 @@ class Device:
 
     def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
         """The batch to run now, and residents to drop where there is none. The lock is held."""
-        if (found := self._take_ahead(now) or self._form(now)) is not None:
-            return found, ()
+        batch = self.scheduler.start_ahead(now) if self._ahead is not None else None
+        if batch is None:
+            self._settle()
+            began = self.clock()
+            batch = self.scheduler.next_batch(now)
+            now = self.clock()
+            if batch is not None and self._ahead is not None:
+                self._ahead.formed(batch, now - began)
+        if batch is not None:
+            self._start(batch, now)
+            return batch, ()
         return None, [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
 
     def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
@@ -527,26 +536,6 @@ class Device:
         self._running = None
         self._settle()
         self._returned = batch, tuple(outcomes), now - since, now
-
-    def _take_ahead(self, now: float) -> Batch | None:
-        """The batch that was formed ahead, if there is one. The lock is held."""
-        batch = self.scheduler.start_ahead(now) if self._ahead is not None else None
-        if batch is None:
-            self._settle()
-        else:
-            self._start(batch, now)
-        return batch
-
-    def _form(self, now: float) -> Batch | None:
-        """The batch that the scheduler forms now. The lock is held."""
-        began = self.clock()
-        batch = self.scheduler.next_batch(now)
-        if batch is not None:
-            now = self.clock()
-            if self._ahead is not None:
-                self._ahead.formed(batch, now - began)
-            self._start(batch, now)
-        return batch
 
     def _start(self, batch: Batch, now: float) -> None:
         self._running = (batch, now)
