@@ -22,7 +22,8 @@ from reflex_runtime.llm.app import serving as making
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.server.lifecycle import ServerState
-from reflex_runtime.llm.server.model_host import ModelPlan, Open, opened
+from reflex_runtime.llm.server.local_model import opened
+from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.serve import Make, serving

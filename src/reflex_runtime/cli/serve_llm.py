@@ -134,7 +134,7 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor."""
     from reflex_runtime.llm.app import serving
-    from reflex_runtime.llm.server.model_host import opened
+    from reflex_runtime.llm.server.local_model import opened
     from reflex_runtime.llm.server.workers import one_bound
 
     plan = plan_of(config, directory)

@@ -6,7 +6,7 @@ The process gets a factory of engines, not a model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from reflex_runtime.ipc import messages as wire
@@ -28,6 +28,28 @@ class OutputStream(Stream[wire.TokenOutput]):
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
         self.prompt_scores: list[wire.ScoredToken] = []
         self.held = False
+
+
+async def merged(
+    streams: Sequence[OutputStream], bell: asyncio.Event
+) -> AsyncIterator[tuple[int, list[wire.TokenOutput]]]:
+    """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
+
+    Raises the first error that one of them ends with.
+    """
+    still = dict(enumerate(streams))
+    while still:
+        bell.clear()
+        for number, stream in list(still.items()):
+            ended = stream.ended  # asked first: what comes later rings again
+            outputs = stream.take()
+            if outputs:
+                yield number, outputs
+            if ended:
+                stream.take()
+                del still[number]
+        if still:
+            await bell.wait()
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""`GenerationRuntime` and its streams, without HTTP: what a reader sees, what a slow one costs, and that whatever
+"""`LocalModel` and its streams, without HTTP: what a reader sees, what a slow one costs, and that whatever
 happens every stream ends once and every block comes home.
 """
 
@@ -21,12 +21,12 @@ from llm.steps import faults
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority, TicketState
+from reflex_runtime.ipc.engine import merged
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.app import ModelServer
-from reflex_runtime.llm.engine.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.server.model_host import LocalModel
+from reflex_runtime.llm.server.local_model import GenerationStream, LocalModel
 from reflex_runtime.llm.server.worker_engine import WorkerEngine
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.settings import LLMServeConfig
@@ -56,7 +56,7 @@ class Run:
         self.processor = LLMProcessor(self.runner, ByteTokenizer(), EngineConfig(**config))
         self.events: list[Event] = []
         self.news = asyncio.Event()  # set with every event
-        self.runtime = GenerationRuntime(self.processor, sinks=[self._saw], unread=unread, patience=patience)
+        self.runtime = LocalModel(self.processor, sinks=[self._saw], unread=unread, patience=patience)
 
     def _saw(self, event: Event) -> None:
         self.events.append(event)

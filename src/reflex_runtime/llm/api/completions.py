@@ -17,11 +17,11 @@ from typing import Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.ipc.engine import merged
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
 from reflex_runtime.llm.api.expand import queued
 from reflex_runtime.llm.api.replies import ModelApi, ReplyContext, Usage, Writer
-from reflex_runtime.llm.engine.generation import merged
 from reflex_runtime.llm.server.lifecycle import ServerState
 from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.observe.spans import Spans

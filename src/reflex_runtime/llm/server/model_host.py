@@ -1,34 +1,23 @@
-"""What runs the model of a server: what it is given, what the server asks of it, and the model in this process.
-
-`reflex serve` has a `LocalModel` when it runs without workers, and every runtime process has one behind its connection.
-"""
+"""What runs the model of a server: what it is given, and what the server asks of it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
-from reflex_runtime.llm.engine.generation import GenerationRuntime
 from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
-from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
-from reflex_runtime.llm.engine.series import EngineSeries
-from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
-from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
+from reflex_runtime.llm.engine.tokenizer import Texts
+from reflex_runtime.observe.journal_writer import turn_all
 from reflex_runtime.observe.live import LiveProcess
-from reflex_runtime.observe.series import STREAMS, SeriesSet
 from reflex_runtime.run.audience import Sink
-from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import LLMServeConfig
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
@@ -124,102 +113,3 @@ class Opening:
 
 
 Open = Callable[[Opening], Awaitable[ModelHost]]
-Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
-
-
-class LocalModel(GenerationRuntime, ModelHost):
-    """The model in this process. Made by `opened`."""
-
-    def __init__(self, processor: LLMProcessor, opening: Opening) -> None:
-        super().__init__(processor, watchdog=opening.plan.config.watchdog_s, on_fatal=opening.lost)
-        trace = opening.plan.config.trace
-        self.trace = JournalWriter(trace, [processor.group]) if trace else None
-        if self.trace is not None:
-            self.add_sink(self.trace)
-        self._holds = SeriesSet(STREAMS, opening.registry).counter("reflex_stream_holds_total")
-        self.add_sink(EngineSeries(processor, lambda: self.waiting, opening.registry))
-
-    @property
-    def state(self) -> str:
-        """degraded while a step hangs."""
-        return "degraded" if self.hangs else "ready"
-
-    def health(self) -> dict[str, Any]:
-        processor, limits = self.processor, self.limits
-        body = {
-            "runner": processor.runner.name,
-            "max_model_len": limits.max_model_len,
-            "running": self.running,
-            "waiting": self.waiting,
-            "kv_cache_usage": round(processor.pool.usage, 6),
-            "kv_cache_tokens": limits.cache_tokens,
-            "hung_steps": self.batcher.device.hung,
-        }
-        if processor.config.speculate != "off" or processor.drafted:
-            body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
-        if self.trace is not None and self.trace.error is not None:
-            body["trace_error"] = str(self.trace.error)
-        return body
-
-    def add_sink(self, sink: Sink) -> None:
-        self.batcher.add_sink(sink)
-
-    def remove_sink(self, sink: Sink) -> None:
-        self.batcher.remove_sink(sink)
-
-    def queues(self) -> dict[str, Any]:
-        """Events without an answer are delivered first."""
-        self.batcher.flush()
-        groups: dict[str, Any] = self.batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
-        return groups
-
-    def refresh(self) -> None:
-        """Bring the series up to date."""
-        self.batcher.flush()
-        self._holds.value = float(self.holds)
-
-    async def metrics(self) -> bytes:
-        """Nothing beyond what is in the registry."""
-        self.refresh()
-        return b""
-
-    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
-        clean = await super().close(drain, timeout)
-        if self.trace is not None:
-            self.trace.close()
-        return clean
-
-
-def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
-    """How to open the model that `load` makes of its plan, in a thread of its own."""
-
-    async def open(opening: Opening) -> LocalModel:
-        opening.reached("loading")
-        plan = opening.plan
-        runner, tokenizer = await in_thread(partial(load, plan))
-        same = {f.name: getattr(plan.config, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
-        config = EngineConfig(enable_prefix_caching=plan.config.prefix_caching, **same)
-        processor = LLMProcessor(runner, tokenizer, config)
-        opening.reached("warming")
-        model = LocalModel(processor, opening)
-        try:
-            await model.start(lambda: warm_up(runner))
-        except Exception:
-            await model.close(False, 0.0)
-            raise
-        return model
-
-    return open
-
-
-def warm_up(runner: Runner) -> None:
-    """Run steps of a few shapes, so that the first request does not wait for one-off work.
-
-    They write to block 0, whose rows are written again before they are read.
-    """
-    whole = min(runner.block_size, runner.max_model_len)
-    for past, new in ((0, whole - 1), (whole - 1, 1)):
-        if new:
-            ids, positions = np.zeros(new, np.int64), np.arange(past, past + new, dtype=np.int64)
-            begins, table = np.array([0, new], np.int32), np.zeros(1, np.int32)
-            runner.forward(Step(ids, positions, np.array([past], np.int32), begins, table, np.array([0, 1], np.int32)))

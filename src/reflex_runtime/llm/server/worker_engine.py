@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.engine import Engine, Load
-from reflex_runtime.llm.engine.generation import GenerationStream
 from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.llm.server.model_host import LocalModel, ModelPlan, Opening, opened
+from reflex_runtime.llm.server.local_model import GenerationStream, LocalModel, opened
+from reflex_runtime.llm.server.model_host import ModelPlan, Opening
 from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
 from reflex_runtime.run.process import freeze_loaded, in_thread

@@ -1,30 +1,45 @@
-"""Token generation under the asyncio driver: requests go in, streams of tokens come out.
+"""The model in this process, under the asyncio driver: requests go in, streams of tokens come out.
 
-The device thread runs steps and does not depend on readers: tokens wait in their stream. A stream that is read slowly
-is held at the scheduler, and no other: its memory here is bounded. Everything in this module happens on the event loop.
+`reflex serve` has one when it runs without workers, and every runtime process has one behind its connection. The device
+thread runs steps and does not depend on readers: tokens wait in their stream. A stream that is read slowly is held at
+the scheduler, and no other: its memory here is bounded. Everything in this module happens on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.engine import OutputStream
-from reflex_runtime.ipc.messages import Constraint, TokenOutput
+from reflex_runtime.ipc.messages import Constraint, GenerateParams, TokenOutput
 from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
-from reflex_runtime.llm.engine.processor import LLMProcessor
+from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
 from reflex_runtime.llm.engine.sequence import Sequence
-from reflex_runtime.llm.engine.tokenizer import Texts
+from reflex_runtime.llm.engine.series import EngineSeries
+from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
+from reflex_runtime.llm.runners.runner import Runner, Step
+from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Opening
+from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.series import STREAMS, SeriesSet
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Batcher
+from reflex_runtime.run.process import in_thread
 
 log = logging.getLogger("reflex.server")
+
+Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occupies a place and blocks
@@ -36,7 +51,7 @@ class GenerationStream(OutputStream):
 
     __slots__ = ("_followers", "_runtime", "_stalls", "_ticket", "scores")
 
-    def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, sequence: Sequence) -> None:
+    def __init__(self, runtime: LocalModel, bell: asyncio.Event | None, sequence: Sequence) -> None:
         super().__init__(bell, sequence.num_prompt_tokens)
         self._runtime = runtime
         self._ticket: Ticket | None = None  # None before it is submitted, and once it is not wanted
@@ -92,13 +107,14 @@ class GenerationStream(OutputStream):
             self._runtime.resume(stream)
 
 
-class GenerationRuntime:
-    """Generates tokens for the requests of one event loop, on one model whose steps run in a thread.
+class LocalModel(ModelHost):
+    """The model in this process, for the requests of one event loop. Its steps run in a thread. Made by `opened`.
 
-    processor: taken over; closed with the runtime. watchdog: seconds that a step may take until its callers are told; a
-    model that has not come back in twice that time is given up (`on_fatal`, on the loop, once). sinks: see `Batcher`.
-    unread: outputs of a stream that may wait for its reader. patience: seconds that a stream is held for a reader that
-    takes nothing; then it is taken back. holds: how often a stream was held for its reader.
+    processor: taken over; closed with the model. registry: for its series. trace: its journal, "" for none. watchdog:
+    seconds that a step may take until its callers are told; a model that has not come back in twice that time is given
+    up (`on_fatal`, on the loop, once). sinks: see `Batcher`. unread: outputs of a stream that may wait for its reader.
+    patience: seconds that a stream is held for a reader that takes nothing; then it is taken back. holds: how often a
+    stream was held for its reader.
     """
 
     events = frozenset({BatchFinished, RequestProgressed})  # as a sink; ends come to each stream's own callback
@@ -106,7 +122,9 @@ class GenerationRuntime:
     def __init__(
         self,
         processor: LLMProcessor,
+        registry: CollectorRegistry | None = None,
         *,
+        trace: str = "",
         watchdog: float = 60.0,
         sinks: Iterable[Sink] = (),
         on_fatal: Callable[[], None] | None = None,
@@ -119,13 +137,18 @@ class GenerationRuntime:
             {processor.name: processor}, [processor.group], [self, *sinks], watchdog,
             on_fatal=self._given_up, one_thread=True,
         )  # fmt: skip
-        self.request = processor.request  # for `submit`
         self.holds = 0
         self.queueing = asyncio.Lock()
         self._watchdog, self._on_fatal = watchdog, on_fatal
         self._hung: asyncio.TimerHandle | None = None
         self._streams: dict[Ticket, GenerationStream] = {}
         self.texts = Texts(processor.tokenizer, most=processor.limits.max_model_len)
+        self.trace = JournalWriter(trace, [processor.group]) if trace else None
+        if self.trace is not None:
+            self.add_sink(self.trace)
+        registry = registry or CollectorRegistry()
+        self._holds = SeriesSet(STREAMS, registry).counter("reflex_stream_holds_total")
+        self.add_sink(EngineSeries(processor, lambda: self.waiting, registry))
 
     async def start(self, prepare: Callable[[], object] | None = None) -> None:
         """Start the thread. prepare: see `Batcher.start`."""
@@ -140,6 +163,8 @@ class GenerationRuntime:
         if self._hung is not None:
             self._hung.cancel()
         self.texts.close()
+        if self.trace is not None:
+            self.trace.close()
         return ended and not self.batcher.device.busy
 
     @property
@@ -152,11 +177,12 @@ class GenerationRuntime:
 
     @property
     def limits(self) -> Limits:
-        """What requests are measured against."""
         return self.processor.limits
 
+    def request(self, prompt: Seq[int], params: GenerateParams, matcher: Matcher | None = None) -> Request:
+        return self.processor.request(prompt, params, matcher)
+
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
-        """See `ModelHost.compiled`."""
         if constraint is None:
             return None
         return await self.texts.compiled(self.processor.constraints.compile, constraint)
@@ -164,7 +190,7 @@ class GenerationRuntime:
     def submit(
         self, request: Request, bell: asyncio.Event | None = None, first: GenerationStream | None = None
     ) -> GenerationStream:
-        """Admit a request that `processor.request` made. Raises `Rejected`.
+        """Admit a request that `request` made. Raises `Rejected`.
 
         bell: set whenever there is something to read, for a reader of several streams. first: one with the same prompt.
         This one waits until that has computed it, and finds it in the prefix cache; where that is asked what the model
@@ -255,22 +281,85 @@ class GenerationRuntime:
         if on_fatal is not None:
             on_fatal()
 
+    # -- what the server asks ------------------------------------------------------------------------------------------
 
-async def merged(streams: Seq[OutputStream], bell: asyncio.Event) -> AsyncIterator[tuple[int, list[TokenOutput]]]:
-    """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
+    @property
+    def state(self) -> str:
+        """degraded while a step hangs."""
+        return "degraded" if self.hangs else "ready"
 
-    Raises the first error that one of them ends with.
+    def health(self) -> dict[str, Any]:
+        processor, limits = self.processor, self.limits
+        body = {
+            "runner": processor.runner.name,
+            "max_model_len": limits.max_model_len,
+            "running": self.running,
+            "waiting": self.waiting,
+            "kv_cache_usage": round(processor.pool.usage, 6),
+            "kv_cache_tokens": limits.cache_tokens,
+            "hung_steps": self.batcher.device.hung,
+        }
+        if processor.config.speculate != "off" or processor.drafted:
+            body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
+        if self.trace is not None and self.trace.error is not None:
+            body["trace_error"] = str(self.trace.error)
+        return body
+
+    def add_sink(self, sink: Sink) -> None:
+        self.batcher.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        self.batcher.remove_sink(sink)
+
+    def queues(self) -> dict[str, Any]:
+        """Events without an answer are delivered first."""
+        self.batcher.flush()
+        groups: dict[str, Any] = self.batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        return groups
+
+    def refresh(self) -> None:
+        """Bring the series up to date."""
+        self.batcher.flush()
+        self._holds.value = float(self.holds)
+
+    async def metrics(self) -> bytes:
+        """Nothing beyond what is in the registry."""
+        self.refresh()
+        return b""
+
+
+def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
+    """How to open the model that `load` makes of its plan, in a thread of its own."""
+
+    async def open(opening: Opening) -> LocalModel:
+        opening.reached("loading")
+        runner, tokenizer = await in_thread(partial(load, opening.plan))
+        said = opening.plan.config
+        same = {f.name: getattr(said, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
+        config = EngineConfig(enable_prefix_caching=said.prefix_caching, **same)
+        processor = LLMProcessor(runner, tokenizer, config)
+        opening.reached("warming")
+        model = LocalModel(
+            processor, opening.registry, trace=said.trace, watchdog=said.watchdog_s, on_fatal=opening.lost
+        )
+        try:
+            await model.start(lambda: warm_up(runner))
+        except Exception:
+            await model.close(False, 0.0)
+            raise
+        return model
+
+    return open
+
+
+def warm_up(runner: Runner) -> None:
+    """Run steps of a few shapes, so that the first request does not wait for one-off work.
+
+    They write to block 0, whose rows are written again before they are read.
     """
-    still = dict(enumerate(streams))
-    while still:
-        bell.clear()
-        for number, stream in list(still.items()):
-            ended = stream.ended  # asked first: what comes later rings again
-            outputs = stream.take()
-            if outputs:
-                yield number, outputs
-            if ended:
-                stream.take()
-                del still[number]
-        if still:
-            await bell.wait()
+    whole = min(runner.block_size, runner.max_model_len)
+    for past, new in ((0, whole - 1), (whole - 1, 1)):
+        if new:
+            ids, positions = np.zeros(new, np.int64), np.arange(past, past + new, dtype=np.int64)
+            begins, table = np.array([0, new], np.int32), np.zeros(1, np.int32)
+            runner.forward(Step(ids, positions, np.array([past], np.int32), begins, table, np.array([0, 1], np.int32)))
