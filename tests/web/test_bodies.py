@@ -22,7 +22,6 @@ from reflex_runtime.llm.api import decode
 from reflex_runtime.llm.api import requests as openai
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.robots.policy.observation import InvalidRequest
-from reflex_runtime.robots.serving.decode_pool import PIECE, _from_base64
 from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires import act
@@ -30,6 +29,7 @@ from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import Overloaded
+from reflex_runtime.web.pictures import PIECE, picture_bytes
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
 from serving.openai_toy import Model, Toy, toy_model
@@ -421,11 +421,11 @@ def test_max_bodies_mb_has_a_range() -> None:
 def test_h1_a_picture_decoded_in_pieces_is_the_same_and_padding_stands_at_its_end() -> None:
     for size in (PIECE // 4 * 3 - 1, PIECE // 4 * 3, 2 * PIECE + 1):
         data = bytes(i * 31 % 256 for i in range(size))
-        assert _from_base64(base64.b64encode(data).decode(), "image") == data
+        assert picture_bytes(base64.b64encode(data).decode(), "image") == data
     piece = "A" * (PIECE - 2)
     for wrong in (piece + "==" + "AAAA", piece + "AA" + "A", piece + "!!", "A" * PIECE + "A==="):
         with pytest.raises(InvalidRequest, match="not base64"):
-            _from_base64(wrong, "image")
+            picture_bytes(wrong, "image")
 
 
 # -- messages of unknown size ------------------------------------------------------------------------------------------

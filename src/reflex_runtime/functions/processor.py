@@ -21,7 +21,7 @@ from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, OnnxSession
-from reflex_runtime.run.processor import BaseProcessor, name_of, payloads_of, wrapped
+from reflex_runtime.run.processor import BaseProcessor, checked_results, name_of, payloads_of, wrapped
 from reflex_runtime.run.wall import Wall
 
 log = logging.getLogger("reflex.server")
@@ -74,15 +74,8 @@ class Function:
             log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)
 
     def checked(self, results: Any, count: int) -> Sequence[Any]:
-        """One result for each item, or the error that says what came instead."""
-        ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
-        if not ordered or isinstance(results, dict | str | bytes):
-            what = f"a {type(results).__name__}"
-        elif len(results) != count:
-            what = f"{len(results)} results for {count} items"
-        else:
-            return results  # type: ignore[no-any-return]
-        raise ProcessorError(f"{name_of(self.function)} returned {what}; it must return one result for each item")
+        """One result for each item, or the error that says what came instead; the call is then repeated in parts."""
+        return checked_results(self.function, results, ProcessorError, count)
 
     def close(self) -> None:
         runner = getattr(self._local, "runner", None)

@@ -18,7 +18,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.web.arrays import array_in, check_json
 from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
 from reflex_runtime.web.fields import invalid, invalid_field, printable
-from reflex_runtime.web.pictures import decode_picture
+from reflex_runtime.web.pictures import decode_picture, decoded_base64, picture_bytes
 
 BYTES: Final = b"application/octet-stream"
 NPY: Final = b"application/x-npy"
@@ -234,7 +234,7 @@ def _of_bytes(value: Mapping[Any, Any]) -> Any:
     """The array in {dtype, shape, data}; data is base64 in JSON."""
     data = value.get("data")
     if isinstance(data, str):
-        data = pybase64.b64decode(data, validate=True)
+        data = decoded_base64(data)
     try:
         return array_in(data, value.get("dtype"), value.get("shape"))
     except ClientError as error:
@@ -252,11 +252,11 @@ def _picture(value: Any) -> Any:
     """A picture of Pillow's, in colours and upright."""
     import PIL.Image
 
-    if isinstance(value, str):
-        value = pybase64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
-    if not isinstance(value, bytes):
-        raise ValueError("must be a PNG or JPEG")
     try:
+        if isinstance(value, str):
+            value = picture_bytes(value, "picture")
+        if not isinstance(value, bytes):
+            raise ValueError("must be a PNG or JPEG")
         return PIL.Image.fromarray(decode_picture(value, "picture"))
     except InvalidRequest as error:
         raise ValueError(error.message) from None

@@ -276,17 +276,21 @@ def payloads_of(batch: Batch) -> list[Any]:
     return [ticket.request.payload for ticket in batch.grants]
 
 
-def checked_results(function: Any, results: Any) -> Sequence[Any]:
-    """The function's results. Raises ResultCountMismatch for a dict, a text, None, an iterator."""
+def checked_results(
+    function: Any, results: Any, wrong: type[ProcessorError] = ResultCountMismatch, count: int | None = None
+) -> Sequence[Any]:
+    """The function's results. Raises `wrong` for a dict, a text, None, an iterator; and for another number than
+    `count`. A plain ProcessorError lets the call be repeated in parts."""
     ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
     if not ordered or isinstance(results, (Mapping, str, bytes)):
         if inspect.iscoroutine(results):
             results.close()
-        raise ResultCountMismatch(
-            f"{name_of(function)} returned a {type(results).__name__}; it must return a list with one result for each "
-            "item, in order"
-        )
-    return results  # type: ignore[no-any-return]
+        found = f"a {type(results).__name__}"
+    elif count not in (None, len(results)):
+        found = f"{len(results)} results for {count} items"
+    else:
+        return results  # type: ignore[no-any-return]
+    raise wrong(f"{name_of(function)} returned {found}; it must return a list with one result for each item, in order")
 
 
 def is_async(function: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from reflex_runtime.run.pictures import SIDEWAYS, turn_of, whole
@@ -216,3 +217,43 @@ def _jpeg(data: bytes, field: str, least: tuple[int, int] | None) -> Picture | N
         min_factor=1, strict=True,
     )  # fmt: skip
     return image
+
+
+# -- base64 ------------------------------------------------------------------------------------------------------------
+
+
+PIECE: Final = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
+
+
+def picture_bytes(text: str, field: str) -> bytes:
+    """The bytes of a picture that came as base64, or as a data URL of it."""
+    if text.startswith("data:"):
+        head, comma, text = text.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise InvalidRequest(f"{field}: a data URL must be data:image/…;base64,…", field)
+    try:
+        return decoded_base64(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: not base64: {error}", field) from None
+
+
+def decoded_base64(text: str) -> bytes:
+    """The bytes of a text, in pieces, so that other threads run in between. ValueError where it is not base64.
+
+    Both alphabets of RFC 4648 are read, and lines as MIME breaks them.
+    """
+    try:
+        return _decoded(text)
+    except ValueError:
+        plain = text.replace("\r", "").replace("\n", "").replace("-", "+").replace("_", "/")
+        if plain == text:
+            raise
+        return _decoded(plain + "=" * (-len(plain) % 4))  # of URLs, where it is mostly left out
+
+
+def _decoded(text: str) -> bytes:
+    if text.find("=", 0, len(text) - 2) >= 0:
+        raise ValueError("padding before its end")
+    if len(text) <= PIECE:
+        return pybase64.b64decode(text, validate=True)
+    return b"".join(pybase64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))

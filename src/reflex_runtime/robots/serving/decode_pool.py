@@ -14,7 +14,6 @@ A request that settles while it waits is not decoded.
 from __future__ import annotations
 
 import asyncio
-import binascii
 import logging
 import os
 import threading
@@ -28,7 +27,6 @@ from math import inf
 from typing import Any, Final
 
 import numpy as np
-import pybase64
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import QueueFull, ReflexError
@@ -40,7 +38,7 @@ from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
 from reflex_runtime.run.wall import WALL
 from reflex_runtime.web.fields import invalid, printable
-from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS
+from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, picture_bytes
 
 log = logging.getLogger("reflex.server")
 
@@ -293,9 +291,6 @@ def _deliver(job: Job, value: Any, error: Exception | None) -> None:
 # -- the pictures of a request: base64 text, PNG or JPEG bytes, raw arrays ---------------------------------------------
 
 
-PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
-
-
 def check_names(question: Question, known: AbstractSet[str]) -> None:
     """422 for an image under a name that no served policy reads, and for one that is given twice."""
     seen = set()
@@ -318,7 +313,7 @@ def _sent(image: Image, field: str) -> Sent:
         return array_of(image, field)
     if isinstance(image, np.ndarray):
         return pixels_in(image, field)
-    return _from_base64(image, field) if isinstance(image, str) else image
+    return picture_bytes(image, field) if isinstance(image, str) else image
 
 
 def pixels_in(image: NDArray[Any], field: str) -> NDArray[Any]:
@@ -329,39 +324,6 @@ def pixels_in(image: NDArray[Any], field: str) -> NDArray[Any]:
         raise invalid(field, printable(f"{field}: a picture of floats must be within [0, 1]"))
     pixels: NDArray[np.uint8] = (image * image.dtype.type(255)).astype(np.uint8)
     return pixels
-
-
-def _from_base64(text: str, field: str) -> bytes:
-    if text.startswith("data:"):
-        head, comma, text = text.partition(",")
-        if not comma or not head.endswith(";base64"):
-            raise invalid(field, f"{field}: a data URL must be data:image/…;base64,…")
-    try:
-        return decoded_base64(text)
-    except (binascii.Error, ValueError) as error:
-        raise invalid(field, f"{field}: not base64: {error}") from None
-
-
-def decoded_base64(text: str) -> bytes:
-    """The bytes of a text, in pieces, so that other threads run in between. ValueError where it is not base64.
-
-    Both alphabets of RFC 4648 are read, and lines as MIME breaks them.
-    """
-    try:
-        return _decoded(text)
-    except ValueError:
-        plain = text.replace("\r", "").replace("\n", "").replace("-", "+").replace("_", "/")
-        if plain == text:
-            raise
-        return _decoded(plain + "=" * (-len(plain) % 4))  # of URLs, where it is mostly left out
-
-
-def _decoded(text: str) -> bytes:
-    if text.find("=", 0, len(text) - 2) >= 0:
-        raise ValueError("padding before its end")
-    if len(text) <= PIECE:
-        return pybase64.b64decode(text, validate=True)
-    return b"".join(pybase64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE))
 
 
 def job_of(

@@ -6,7 +6,6 @@ A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `RequestH
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -14,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.observe.journal import episode_key
-from reflex_runtime.web.fields import ID, Whole, brief, check_id, invalid, is_unicode, printable, whole
+from reflex_runtime.web.arrays import array_in
+from reflex_runtime.web.errors import ClientError
+from reflex_runtime.web.fields import ID, Whole, check_id, invalid, is_unicode, printable, whole
 
 # Names of wires: keys of `WIRES` in `policy/spec.py`.
 ACT: Final = "act"
@@ -28,7 +29,6 @@ LEROBOT: Final = "lerobot"
 MAX_INSTRUCTION = 16_384  # characters
 MAX_TEXT: Final = 64 * 1024  # bytes of a text in a frame
 LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
-_DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
 
 
 class Array(msgspec.Struct, forbid_unknown_fields=True):
@@ -140,22 +140,14 @@ class Question(RequestLimits, kw_only=True, gc=False):
 
 
 def array_of(array: Array, field: str) -> NDArray[Any]:
-    """A numpy view of an array; 422 when type, shape and length do not agree."""
-    if array.dtype not in _DTYPES:
-        known = ", ".join(sorted(_DTYPES))
-        raise invalid(field, printable(f"{field}: dtype {brief(array.dtype)} is not one of {known}"))
-    dtype = np.dtype(array.dtype)
-    if len(array.shape) > 4 or any(n < 0 for n in array.shape):
-        shape = brief(array.shape)
-        raise invalid(field, printable(f"{field}: shape {shape} must have at most 4 dimensions, each >= 0"))
-    if prod(array.shape) * dtype.itemsize != len(array.data):
-        raise invalid(
-            field, printable(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")
-        )
+    """A numpy view of an array of numbers; 422 when type, shape and length do not agree."""
     try:
-        return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
-    except ValueError:  # zero bytes fit any shape with a 0, but numpy has a largest shape
-        raise invalid(field, f"{field}: shape {array.shape} is no array") from None
+        found = array_in(array.data, array.dtype, array.shape)
+    except ClientError as error:
+        raise invalid(field, printable(f"{field}: {error.message}")) from None
+    if found.dtype.kind not in "iuf":
+        raise invalid(field, f"{field}: dtype {array.dtype} is not one of numbers")
+    return found
 
 
 class Timing(msgspec.Struct):

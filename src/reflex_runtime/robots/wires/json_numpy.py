@@ -19,7 +19,6 @@ Six forms, recognised by their keys. Each is answered in its own form; errors ar
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.robots.serving.decode_pool import decoded_base64
 from reflex_runtime.robots.serving.handler import Asked
 from reflex_runtime.robots.serving.observation_reader import PROMPTS, ObservationReader
 from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question, RequestLimits
@@ -38,6 +36,7 @@ from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of
 from reflex_runtime.web.arrays import array_in, check_json
 from reflex_runtime.web.errors import ClientError, InvalidJson
 from reflex_runtime.web.fields import encode, invalid_input, printable
+from reflex_runtime.web.pictures import decoded_base64
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
 FULL_IMAGE: Final = "full_image"
@@ -190,7 +189,7 @@ def _read(name: str, value: Any) -> Any:
         return value
     try:
         data = decoded_base64(value[key])
-    except (binascii.Error, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         raise ClientError(printable(f"{name}: {key} is not base64")) from None
     dtype = value.get("dtype")
     return array_in(data, _TYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, value.get("shape"))
