@@ -10,6 +10,11 @@ import os
 import sys
 from typing import Any
 
+from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.cost import TokenCost
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.token_budget import TimedTokens
+
 PLACES, TOKENS = 8, 64
 
 
@@ -112,14 +117,68 @@ class Run:
         self.run()
         return sum(f"left-{i}" in self.done for i in range(PLACES + 4))
 
+    def promised(self) -> list[list[int]]:
+        """Tokens of each member, step by step, while a prompt of 200 tokens is read beside four sequences. A token of a
+        prompt takes 5 ms, and a gap of 100 ms is promised."""
+        scheduler = scheduler_of(self.engine)
+        scheduler.model = learnt_times()
+        scheduler.steps._model = TokenCost()
+        for i in range(4):
+            self.add(f"row-{i}", prompt(6, 600 + i), 60, max_gap_ms=100)
+        for _ in range(20):
+            self.step()
+        seen: list[list[int]] = []
+        inner = scheduler.schedule
+
+        def watched(*args: Any) -> Any:
+            output = inner(*args)
+            if any(name.startswith("long") for name in output.num_scheduled_tokens):
+                seen.append(sorted(output.num_scheduled_tokens.values()))
+            return output
+
+        scheduler.schedule = watched
+        self.add("long", prompt(200, 700), 1)
+        self.run()
+        scheduler.schedule = inner
+        return seen
+
+    def full(self) -> dict[str, list[Any]]:
+        """How requests end while a second of work may wait: a greedy client's, and two of another that come later."""
+        for i in range(40):
+            self.add(f"greedy-client-{i}", prompt(60, 800 + i), 10, client="greedy")
+        for i in range(2):
+            self.add(f"modest-{i}", prompt(6, 900 + i), 10, client="modest")
+        self.run()
+        return {name: [done.finish_reason, done.stop_reason] for name, done in self.done.items()}
+
+
+def learnt_times() -> TimedTokens:
+    """10 ms, 1 ms for each sequence that runs, 5 ms for each token of a prompt; nothing is learnt any more."""
+    model = TimedTokens()
+    for i in range(60):
+        tickets = [Ticket(Request(wants=300.0), n, 0.0) for n in range(1 + i % 5)]
+        for ticket in tickets:
+            ticket.computed = 8.0
+        grants = dict.fromkeys(tickets, 1.0) | {Ticket(Request(wants=300.0), 9, 0.0): float(i % 7 * 4)}
+        elapsed = 0.010 + 0.001 * len(tickets) + 0.005 * (i % 7 * 4)
+        model.observe(Batch(i, "", "", "", Cause.STEP, 0.0, 0.0, 0.0, grants), elapsed)
+    model.observe = lambda *_: None  # type: ignore[method-assign]
+    return model
+
 
 def prompt(length: int, seed: int) -> list[int]:
     return [3 + (seed * 7919 + i * i * 31 + i * seed) % 250 for i in range(length)]
 
 
 def main(model: str, scheduler: str, trace: str, options: str = "{}") -> None:
+    if options == "promised":
+        engine = engine_of(model, scheduler, {"trace": trace, "max_queue_s": 1.0})
+        found: dict[str, Any] = {"promised": Run(engine).promised(), "full": Run(engine).full()}
+        engine.engine_core.shutdown()
+        print("FOUND " + json.dumps(found), flush=True)
+        return
     run = Run(engine_of(model, scheduler, {"trace": trace}, **json.loads(options)))
-    found: dict[str, Any] = {"tokens": run.greedy(12 if options == "{}" else 40)}
+    found = {"tokens": run.greedy(12 if options == "{}" else 40)}
     if options == "{}":
         found |= {"first": run.light_beside_heavy(), "late": run.late(), "answered": run.aborted()}
     run.engine.engine_core.shutdown()

@@ -109,6 +109,34 @@ def test_what_is_too_late_is_aborted_unscheduled(ran: Ran, folder: Path) -> None
     assert "late" not in members
 
 
+def test_a_promised_gap_leaves_a_prompt_what_fits(ran: Ran) -> None:
+    """Every sequence that runs gets its token in every step; the first step with a prompt has half, as it is slower."""
+    steps = ran(OURS, "promised")["promised"]
+    assert all(step[:4] == [1, 1, 1, 1] for step in steps)
+    prompts = [step[4] for step in steps]
+    assert sum(prompts) == 200
+    assert 2 * prompts[0] <= max(prompts) <= 17  # of 5 ms each, beside 14 ms
+    assert min(prompts[1:-1]) >= 8
+
+
+def test_a_greedy_client_is_refused_while_too_much_waits(ran: Ran) -> None:
+    ends = ran(OURS, "promised")["full"]
+    greedy = [end for name, end in ends.items() if name.startswith("greedy")]
+    assert ["abort", "queue_full"] in greedy
+    assert ["length", None] in greedy
+    assert [ends["modest-0"], ends["modest-1"]] == [["length", None]] * 2
+
+
+def test_the_example_runs(folder: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "vllm_fair.py"), str(folder / "model")]
+    more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | OFFLINE | more, cwd=folder
+    )
+    assert "light: last first token" in done.stdout, done.stderr[-3000:]
+    assert (folder / "steps.jsonl").exists()
+
+
 def test_callers_that_leave_disturb_nobody(ran: Ran) -> None:
     assert ran(OURS)["answered"] >= PLACES + 2
 
