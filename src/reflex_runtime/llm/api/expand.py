@@ -198,7 +198,7 @@ async def requests_of(
         await slices.next(1 + len(ids) // _LOOKED_AT)
         index = number * asked.n + i
         name = params.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
-        own = changed(params, request_id=name)
+        own = params if name == params.request_id else changed(params, request_id=name)
         if i:
             seed = None if params.seed is None else (params.seed + i) % (1 << 64)
             own = changed(own, seed=seed, prompt_logprobs=None)
