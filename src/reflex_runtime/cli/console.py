@@ -1,4 +1,4 @@
-"""What every command does with its terminal: its exit status, one line for an error, progress, the width of tables."""
+"""What commands share: exit status, one line for an error, progress, the width of tables, the key of a server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.core.errors import EXTRAS, ReflexError, not_installed
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -72,6 +74,19 @@ def console(width: int, columns: bool = True, **more: Any) -> Console:
 
     told = sys.stdout.isatty() or (columns and os.environ.get("COLUMNS", "").isdigit())
     return Console(width=None if told else width, highlight=False, **more)
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """The option of the key of a running server."""
+    parser.add_argument(
+        "--api-key", metavar="KEY",
+        help="key of the server, of operators if it has two; default: the environment variable REFLEX_API_KEY",
+    )
+
+
+def key_of(args: argparse.Namespace) -> str:
+    """The key that was given, or that of the environment; empty without one."""
+    return args.api_key or os.environ.get("REFLEX_API_KEY", "")
 
 
 _EVERY = 0.5  # seconds between two lines on a terminal; elsewhere ten times that

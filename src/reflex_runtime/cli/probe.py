@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from secrets import token_hex
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from reflex_runtime.cli.console import console
-from reflex_runtime.cli.server_address import ServerAddress, add_key, key_of
+from reflex_runtime.cli.console import add_key, console, key_of
 from reflex_runtime.client import Client, ClientError
 from reflex_runtime.client.calls import ActFields
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
@@ -24,6 +23,7 @@ from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.access import is_loopback
+from reflex_runtime.web.server_address import ServerAddress
 
 HTTP: Final = ("http", "https")
 GRPC: Final = ("grpc", "grpcs")

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.serve_policies import policies_of
 from reflex_runtime.cli.serving import (
-    check_trace,
+    check_outputs,
     options_of,
     run_server,
     serve_parser,
@@ -24,9 +23,9 @@ from reflex_runtime.cli.serving import (
 )
 from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.core.statistics import DEFAULT_COST
-from reflex_runtime.observe import files, logs
+from reflex_runtime.observe import logs
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, PolicyAsked, ServeConfig
-from reflex_runtime.settings.declare import Places, one_line
+from reflex_runtime.settings.declare import Places
 from reflex_runtime.settings.read import POLICIES, environment, read
 from reflex_runtime.web.access import warn_if_open
 from reflex_runtime.web.replicas import devices_of, settings_of
@@ -108,15 +107,10 @@ def _serve(
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.observe.spans import check_otel
     from reflex_runtime.robots.serving.plans import plans_of
 
     plans = plans_of(config, places, asked)
-    if config.record:
-        with files.refused(f"--record={one_line(config.record)}", "be made"):
-            Path(config.record).mkdir(parents=True, exist_ok=True)
-    check_trace(config.trace)
-    check_otel(config.otel)
+    check_outputs(config)
     check_listener("gr00t", config.gr00t, config.api_key, "zmq")
     check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
     check_listener("lerobot", config.lerobot, config.api_key, "grpc")

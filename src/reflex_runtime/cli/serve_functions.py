@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from reflex_runtime.cli.console import status_of
 from reflex_runtime.cli.serve import check_listener
 from reflex_runtime.cli.serving import (
     bound,
-    check_trace,
+    check_outputs,
     options_of,
     run_server,
     serve_parser,
@@ -26,9 +25,8 @@ from reflex_runtime.cli.serving import (
     supervised,
 )
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe import files, logs
+from reflex_runtime.observe import logs
 from reflex_runtime.settings import FunctionsConfig, ServeConfig
-from reflex_runtime.settings.declare import one_line
 from reflex_runtime.settings.read import environment, read
 from reflex_runtime.web.access import warn_if_open
 from reflex_runtime.web.replicas import devices_of, settings_of
@@ -148,13 +146,8 @@ def _changes() -> dict[str, float]:
 def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunction]:
     """What is served. ConfigError for what can be found before anything is loaded."""
     from reflex_runtime.functions.source import read_functions
-    from reflex_runtime.observe.spans import check_otel
 
-    if config.record:
-        with files.refused(f"--record={one_line(config.record)}", "be made"):
-            Path(config.record).mkdir(parents=True, exist_ok=True)
-    check_trace(config.trace)
-    check_otel(config.otel)
+    check_outputs(config)
     check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
     return read_functions(sources, config)
 

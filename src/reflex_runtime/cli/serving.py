@@ -220,3 +220,14 @@ def check_trace(path: str) -> None:
     if path:
         with files.refused(f"--trace={one_line(path)}"):
             files.check(path)
+
+
+def check_outputs(config: Any) -> None:
+    """ConfigError when a recording, a trace or spans cannot be written."""
+    from reflex_runtime.observe.spans import check_otel
+
+    if config.record:
+        with files.refused(f"--record={one_line(config.record)}", "be made"):
+            Path(config.record).mkdir(parents=True, exist_ok=True)
+    check_trace(config.trace)
+    check_otel(config.otel)

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live as Screen
 
-from reflex_runtime.cli.console import console
-from reflex_runtime.cli.server_address import STREAM, ServerAddress, add_key, key_of, snapshot_of
+from reflex_runtime.cli.console import add_key, console, key_of
 from reflex_runtime.observe.top_view import GOOD, TopView, one_line_of
+from reflex_runtime.web.server_address import STREAM, ServerAddress, snapshot_of
 
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 _LONGEST = 16 * 2**20  # bytes of a snapshot

@@ -6,8 +6,8 @@ import json
 from collections.abc import Generator
 from typing import Any
 
-from reflex_runtime.cli.server_address import ServerAddress
 from reflex_runtime.cli.top import watched
+from reflex_runtime.web.server_address import ServerAddress
 from serving.openai_toy import Model, Toy
 
 

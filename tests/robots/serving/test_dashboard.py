@@ -18,7 +18,6 @@ import pytest
 from rich.console import Console
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.server_address import ServerAddress, snapshot_of
 from reflex_runtime.cli.top import watched
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, ReflexError
@@ -28,6 +27,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.observe import top_view
 from reflex_runtime.observe.live import Live, LiveClient, LiveGroup, LiveSnapshot
 from reflex_runtime.observe.top_view import TopView
+from reflex_runtime.web.server_address import ServerAddress, snapshot_of
 from serving.harness import STATE, Server
 
 WAITS = {"queued": 4, "preparing": 1, "residents": 0, "queued_seconds": 0.5}

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,63 +33,30 @@ log = logging.getLogger("reflex.feeds")
 AUTO: Final = "auto"
 
 
-class Hardware:
-    """The device that one source decodes on. text: its kind as FFmpeg calls it, or `auto`; after a colon which of them.
+def kinds_of(text: str) -> list[str]:
+    """The kinds of device that a text means, as FFmpeg calls them; `auto` is all. ConfigError for one that this FFmpeg
+    was built without."""
+    from av.codec.hwaccel import hwdevices_available
 
-    name: of the source, for log lines. Raises ConfigError for a kind that this FFmpeg was built without.
-    """
+    kind, _, which = text.partition(":")
+    known = hwdevices_available()
+    if kind not in (AUTO, *known) or (which and kind == AUTO):
+        raise ConfigError(f"hwaccel={one_line(text)}: {one_of(kind, [AUTO, *known])}, or such as cuda:1")
+    return list(known) if kind == AUTO else [kind]
 
-    def __init__(self, text: str, name: str) -> None:
-        from av.codec.hwaccel import hwdevices_available
 
-        kind, _, which = text.partition(":")
-        known = hwdevices_available()
-        if kind not in (AUTO, *known) or (which and kind == AUTO):
-            raise ConfigError(f"hwaccel={one_line(text)}: {one_of(kind, [AUTO, *known])}, or such as cuda:1")
-        self._text, self._name, self._which = text, name, which or None
-        self._kinds = known if kind == AUTO else [kind]
-        self._kind: str | None = None  # that works
-        self._tried = False
-        self._said = ""
+def hardware_of(text: str) -> Any:
+    """The device that decodes, for `av.open`: the first that works here, None if none does. text: its kind or `auto`;
+    after a colon which of them."""
+    from av.codec import Codec
+    from av.codec.hwaccel import HWAccel
 
-    def device(self) -> Any:
-        """For `av.open`: None if no device works here."""
-        from av.codec.hwaccel import HWAccel
-
-        if not self._tried:
-            self._kind, self._tried = self._working(), True
-        return None if self._kind is None else HWAccel(self._kind, self._which, allow_software_fallback=True)
-
-    def check(self, stream: VideoStream) -> None:
-        """Say it if this stream is decoded by the CPU."""
-        if self._kind is not None and not stream.codec_context.is_hwaccel:
-            self._say(f"{self._kind} does not decode {stream.codec_context.name}")
-
-    def check_picture(self, form: str) -> None:
-        """Say it if a picture of this pixel format, the first of a stream, is the CPU's: decoders choose that only when
-        they see the stream, and devices give semi-planar pictures, such as nv12."""
-        if self._kind is not None and form.startswith("yuv"):
-            self._say(f"{self._kind} does not decode this {form} stream")
-
-    def _working(self) -> str | None:
-        from av.codec import Codec
-        from av.codec.hwaccel import HWAccel
-
-        faults = []
-        for kind in self._kinds:
-            try:
-                HWAccel(kind, self._which).create(Codec("h264", "r"))
-                return kind
-            except Exception as error:  # NotImplementedError, and what FFmpeg finds missing
-                faults.append(f"{kind}: {getattr(error, 'strerror', None) or error}")
-        self._say("; ".join(faults))
-        return None
-
-    def _say(self, why: str) -> None:
-        """Once for each reason: a camera connects many times."""
-        if why != self._said:
-            self._said = why
-            log.warning("%s: hwaccel=%s: decoded by the CPU: %s", self._name, self._text, why)
+    for kind in kinds_of(text):
+        with suppress(Exception):  # NotImplementedError, and what FFmpeg finds missing
+            found = HWAccel(kind, text.partition(":")[2] or None, allow_software_fallback=True)
+            found.create(Codec("h264", "r"))
+            return found
+    return None
 
 
 MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
@@ -153,7 +121,9 @@ class VideoSource:
         self._av = _load()
         self._loop, self._size = loop, size
         self._timeouts = (open_timeout, read_timeout)
-        self._hardware = Hardware(hwaccel, self.name) if hwaccel else None
+        self._hwaccel, self._hardware = hwaccel, None
+        if hwaccel:
+            kinds_of(hwaccel)
         self._stop = threading.Event()
         self._container: InputContainer | None = None
         self._frames: Iterator[VideoFrame] = iter(())
@@ -169,6 +139,8 @@ class VideoSource:
     def open(self) -> None:
         """Connect and find the video stream. Raises SourceError."""
         self.close()
+        if self._hwaccel and self._hardware is None:
+            self._hardware = hardware_of(self._hwaccel)
         self._container = self._guarded(self._open, "no answer", self._timeouts[0])
         if not self._container.streams.video:
             raise SourceError(f"{self.name}: holds no video", retryable=self._remote)
@@ -184,8 +156,9 @@ class VideoSource:
         self.step = 1.0 / rate if rate > 0.0 else 0.04
         self._timed = not self._container.format.flags & NO_TIMES
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
-        if self._hardware is not None:
-            self._hardware.check(stream)
+        if self._hwaccel and not stream.codec_context.is_hwaccel:
+            log.warning("%s: hwaccel=%s: decoded by the CPU, no such device works for it", self.name, self._hwaccel)
+            self._hwaccel = ""  # said once: a camera connects many times
         self._aspect = float(stream.codec_context.sample_aspect_ratio or stream.sample_aspect_ratio or 1.0)
         self._frames = self._decode(self._container, stream)
 
@@ -236,7 +209,7 @@ class VideoSource:
             options=options,
             timeout=(seconds_open, seconds_read),
             metadata_errors="replace",
-            hwaccel=None if self._hardware is None else self._hardware.device(),
+            hwaccel=self._hardware,
         )
         return opened
 
@@ -260,7 +233,7 @@ class VideoSource:
     def _decode(self, container: InputContainer, video: VideoStream) -> Iterator[VideoFrame]:
         """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
         invalid: type[Exception] = self._av.error.InvalidDataError
-        packets, barren, waited, unseen = container.demux(), 0, 0.0, self._hardware
+        packets, barren, waited = container.demux(), 0, 0.0
         held, gave, lost, end = 0, [0, 0], self.corrupt, 0.0  # packets and pictures of this pass; the end of the last
         while barren < MAX_BARREN:
             began = time.monotonic()
@@ -295,9 +268,6 @@ class VideoSource:
                     gave[frame.interlaced_frame] += 1
                     if frame.time is not None and frame.time_base is not None:
                         end = frame.time + float(frame.duration * frame.time_base)
-                    if unseen is not None:
-                        unseen.check_picture(frame.format.name)
-                        unseen = None
                     yield frame
         raise SourceError(f"{self.name}: {MAX_BARREN} packets in a row gave no picture", retryable=self._remote)
 

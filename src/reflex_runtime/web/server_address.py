@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import http.client
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,19 +19,6 @@ from reflex_runtime.web.fields import printable
 STREAM: Final = "/dashboard/stream"  # a snapshot a line
 PATIENCE = 10.0  # seconds for the answer
 MOST = 64 * 2**20  # bytes of it
-
-
-def add_key(parser: argparse.ArgumentParser) -> None:
-    """The option of the key of a running server."""
-    parser.add_argument(
-        "--api-key", metavar="KEY",
-        help="key of the server, of operators if it has two; default: the environment variable REFLEX_API_KEY",
-    )
-
-
-def key_of(args: argparse.Namespace) -> str:
-    """The key that was given, or that of the environment; empty without one."""
-    return args.api_key or os.environ.get("REFLEX_API_KEY", "")
 
 
 @dataclass(frozen=True, slots=True)
