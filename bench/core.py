@@ -17,6 +17,8 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
+from reflex_runtime.settings import ServeConfig
+from reflex_runtime.settings.policies import serving_group
 
 FIXED, MARGINAL = 0.020, 0.002  # seconds of a batch of n: FIXED + MARGINAL · n
 WAITING = 64
@@ -58,6 +60,27 @@ def _per_request(batches: int) -> float:
             asked += 1
         scheduler.take_events()
     return (time.thread_time() - began) / asked
+
+
+def _next_batch(callers: int, rounds: int) -> float:
+    """Seconds of `next_batch` a member, where so many callers come back together, by the settings of `reflex serve`."""
+    scheduler, now, spent = Scheduler([serving_group(ServeConfig(), "default")]), 0.0, 0.0
+    for turn in range(-100, rounds):  # the first ones teach it, and callers come together
+        for i in range(callers):
+            scheduler.submit(Request(client=i), now)
+        while not scheduler.idle:
+            began = time.thread_time()
+            batch = scheduler.next_batch(now)
+            spent += (time.thread_time() - began) * (turn >= 0)
+            if batch is None:
+                now = scheduler.wake_at()
+                continue
+            elapsed = 0.016 + 0.0004 * len(batch)
+            now += elapsed
+            scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+        scheduler.take_events()
+        now += 0.004 + 0.0005 * (turn % 7)
+    return spent / (rounds * callers)
 
 
 class _Timed(Former):
@@ -189,12 +212,15 @@ def scaling(scale: float) -> list[Row]:
 def core(scale: float) -> list[Row]:
     """Microseconds of the scheduler's own work. Rounds of all kinds take turns."""
     requests: list[float] = []
+    members: dict[int, list[float]] = {32: [], 128: []}
     kinds: dict[str, list[list[float]]] = {name: [] for name in ("plain", "plain, out", "risk", "risk, out", "returns")}
     rounds = max(3, int(15 * scale))
     for i in range(rounds):
         if i % 5 == 0:
             say(f"  core: round {i + 1} of {rounds}")
         requests.append(_per_request(int(300 * scale) + 20) * 1e6)
+        for callers, times in members.items():
+            times.append(_next_batch(callers, int(100 * scale) + 10) * 1e6)
         count = int(60 * scale) + 10
         for kind, limit in (("plain", None), ("risk", 0.120)):
             decided, carried_out = zip(*_decisions(limit, count), strict=True)
@@ -207,6 +233,8 @@ def core(scale: float) -> list[Row]:
 
     return [
         row("core", "per request, 64 waiting, batches of 16", requests, "us", most=10.0),
+        row("core", "next_batch, a member, 32 callers come back together", members[32], "us", most=2.5),
+        row("core", "next_batch, a member, 128 callers come back together", members[128], "us", most=2.0),
         row("core", "deciding (Former.form), 64 candidates, deadlines at risk, p50", at("risk", 0.5), "us", most=100.0),
         row("core", "deciding (Former.form), 64 candidates, deadlines at risk, p90", at("risk", 0.9), "us"),
         row("core", "carrying it out: batch of about 40, the hopeless settled, p50", at("risk, out", 0.5), "us"),
