@@ -47,7 +47,7 @@ def test_looking_ahead_changes_nothing_even_when_it_stops_early(shown: int, monk
         heap.push(key, item)
     ahead = heap.ascending()
     assert [next(ahead), next(ahead)] == [(1.0, "a"), (2.0, "b")]
-    ahead.close()
+    del ahead
     assert list(heap.ascending()) == [(1.0, "a"), (2.0, "b"), (3.0, "c")]
 
 

@@ -84,6 +84,13 @@ class Tally:
         """Take the ticket with what `offer` granted it."""
         raise NotImplementedError
 
+    def grant(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        """`offer`, and `add` if it fits."""
+        units = self.offer(ticket, budget, limit)
+        if units > 0.0:
+            self.add(ticket, units)
+        return units
+
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
         """How many units beyond those it wants each of these members may get (`Ticket.extra`)."""
         return [0] * len(tickets)
@@ -382,8 +389,8 @@ class Evidence:
         """Whether the ticket is a probe."""
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
-    def scheduled(self, batch: Batch) -> None:
-        kinds = {(request.shape, request.cost_class) for ticket in batch.grants if (request := ticket.request)}
+    def scheduled(self, batch: Batch, kinds: set[tuple[Hashable, Hashable]]) -> None:
+        """The batch runs. kinds: shapes and classes of its members."""
         self._flying[batch] = kinds.union([shape for shape, _ in kinds])
 
     def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
@@ -684,8 +691,6 @@ class _OneShotTally(Tally):
         self._fixed = 0.0
         self._n = 0
         self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
-        self._offered: Ticket | None = None  # the last one, and the cost with it
-        self._offered_cost = 0.0
         self.measured = False
 
     @property
@@ -701,15 +706,23 @@ class _OneShotTally(Tally):
         return self._fit.sigma if self._fit is not None else 0.15
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        cost = self._offered_cost = self.with_ticket(ticket)
+        cost = self.with_ticket(ticket)
         if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
             return 0.0
-        self._offered = ticket
+        return 1.0
+
+    def grant(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)  # once: this runs for every member of a batch
+        if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
+            return 0.0
+        self._join(ticket, cost)
         return 1.0
 
     def add(self, ticket: Ticket, units: float) -> None:
-        self.cost = self._offered_cost if self._offered is ticket else self.with_ticket(ticket)
-        self._offered = None
+        self._join(ticket, self.with_ticket(ticket))
+
+    def _join(self, ticket: Ticket, cost: float) -> None:
+        self.cost = cost
         self._n += 1
         alone = self._fixed + self._slopes[ticket.request.cost_class]
         if alone > self.dearest:

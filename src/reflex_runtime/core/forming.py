@@ -153,10 +153,9 @@ class Filling:
             elif resources is not None:
                 why = self._enter(ticket, over, resources)
             else:
-                units = tally.offer(ticket, budget, limit)
+                units = tally.grant(ticket, budget, limit)
                 why = "" if units > 0.0 else "budget"
                 if not why:
-                    tally.add(ticket, units)
                     grants[ticket] = units
             if not why:
                 if shares is not None:

@@ -330,6 +330,7 @@ class Group(ShareHolder):
 
     def began(self, batch: Batch) -> float:
         """The batch was started: charge its clients. Returns its predicted cost."""
+        kinds: set[tuple[Hashable, Hashable]] = set()
         model, evidence, n = self.cost, self.evidence, len(batch)
         expected, marginal = model.fixed(next(iter(batch.grants))), 0.0
         kind: object = None  # of the ticket before: usually all are of one
@@ -339,6 +340,7 @@ class Group(ShareHolder):
             same, kind = kind, (request.shape, ticket.stage, request.cost_class, request.wants, units)
             if kind != same:
                 marginal, price = model.marginal(ticket, units), None
+                kinds.add((request.shape, request.cost_class))
             expected += marginal
             if evidence.pending and evidence.probes(ticket):
                 batch.notes["probe"] = True  # its estimate may be wrong: it is charged its measured time when it ends
@@ -346,6 +348,8 @@ class Group(ShareHolder):
             if price is None:
                 price = self.price(ticket, units, marginal, n, batch.cause)
             ticket.queue.client.counter += price / request.weight
+        if model.unit == "seconds":
+            evidence.scheduled(batch, kinds)
         self.usual_size += (n - self.usual_size) * (USUAL if self.usual_size else 1.0)
         return expected
 

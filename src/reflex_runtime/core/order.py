@@ -110,10 +110,12 @@ class LazyHeap(Generic[T, K]):
     def ascending(self) -> Iterator[tuple[K, T]]:
         """Keys and items in order. Nothing may be pushed or discarded meanwhile; O(log k) for the k-th of them."""
         self.first()
+        if len(self._heap) <= SORTED:
+            return iter([(key, item) for key, _, item in sorted(self._entries.values())])
+        return self._walk()
+
+    def _walk(self) -> Iterator[tuple[K, T]]:
         heap, entries = self._heap, self._entries
-        if len(heap) <= SORTED:
-            yield from [(key, item) for key, _, item in sorted(entries.values())]
-            return
         ahead = [(heap[0], 0)] if heap else []  # those whose parents have come, with their places
         while ahead:
             entry, at = heappop(ahead)

@@ -99,7 +99,6 @@ def is_fault(error: BaseException) -> bool:
 
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
 _BAD = (Failed, Apart)
-_READY = (WAITING, RESIDENT)
 
 
 class Scheduler:
@@ -493,12 +492,13 @@ class Scheduler:
         admission = AdmittedBatch(batch.id, len(batch.admitted), *batch.cause.names, batch.cost)
         partition.take(batch.admitted)
         group.take(batch)
-        for ticket in batch.admitted:
-            ticket.admission = admission
-            if ticket.started is None:
-                ticket.started = self._now
         for ticket, units in batch.grants.items():
-            assert ticket.state in _READY, ticket
+            if ticket.state is WAITING:
+                ticket.admission = admission
+                if ticket.started is None:
+                    ticket.started = self._now
+            else:
+                assert ticket.state is RESIDENT, ticket
             ticket.state = RUNNING
             if ticket.deadline < inf:  # running tickets do not expire; checked at the boundary
                 partition.deadlines.discard(ticket)
@@ -517,7 +517,6 @@ class Scheduler:
         expected = group.began(batch)
         if group.cost.unit == "seconds":
             batch.expected = expected
-            group.evidence.scheduled(batch)
         group.charge(partition, batch.expected)
         if BatchScheduled not in self.unheard:
             idle_polls = tuple(self._idle_polls)

@@ -229,7 +229,7 @@ class FairScheduler(TracedScheduler):
 
     def _decided(self, batch: Batch) -> None:
         super()._decided(batch)
-        self._evidence.scheduled(batch)
+        self._evidence.scheduled(batch, {(t.request.shape, t.request.cost_class) for t in batch.grants})
         self._backlog.remove(batch.admitted)
         for ticket in batch.grants:
             ticket.batches += 1
