@@ -157,7 +157,7 @@ class Detector:
 class Point:
     """A batch point without a coordinator, where a batch begins at once: `answer(sequence)` returns a value or raises.
 
-    asked: what came in, with its time limit, or the deadline of the frame that was taken.
+    asked: what came in, with its time limit.
     """
 
     def __init__(self, answer: Callable[[int], Any] = lambda sequence: sequence) -> None:
@@ -178,7 +178,7 @@ class Point:
     ) -> Any:
         sequence, time_limit = options.get("sequence"), options.get("time_limit")
         if newest is not None:
-            _, view, sequence, _, time_limit = newest()
+            _, view, sequence, _ = newest()
         assert sequence is not None
         self.asked.append((feed_id, sequence, time_limit))
         self.views.append(view)

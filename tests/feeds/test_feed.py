@@ -6,7 +6,6 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -145,7 +144,7 @@ def test_without_a_limit_no_frame_is_too_old() -> None:
     clock = Clock()
     assert FeedConfig(frozen_after=None).frozen_after is None
     made = Made(Camera(0, END), clock=clock, max_age=None).run()
-    assert (made.drops, made.point.asked) == ({}, [("cam", 0, inf)])
+    assert (made.drops, made.point.asked) == ({}, [("cam", 0, None)])
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, 7])
@@ -248,7 +247,6 @@ def test_live_a_frame_that_waited_too_long_is_not_asked_about() -> None:
     ended(made.feed)
     assert made.drops == {"stale": 1}
     assert [sequence for _, sequence, _ in made.point.asked] == [0]
-    assert made.point.asked[0][2] == 100.5  # the rest of its age goes along as a deadline
 
 
 def test_live_the_time_that_stages_take_counts_towards_the_age() -> None:
