@@ -75,17 +75,10 @@ def application(server: FunctionServer) -> App:
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PLAIN, named_in(routes), missing=missing, cors=config.cors)
     if config.oip_grpc:
-        _listen_oip(app, server, FunctionModels(of))
+        from reflex_runtime.web.oip_grpc import oip_listener
+
+        listener = oip_listener(app, config, FunctionModels(of))
+        app.listeners.append(listener)
+        server.listening["oip_grpc"] = listener.address
+        log.info("clients of OIP over gRPC: %s", listener.address)
     return app
-
-
-def _listen_oip(app: App, server: FunctionServer, models: FunctionModels) -> None:
-    from reflex_runtime.web.grpc_listener import GrpcListener
-    from reflex_runtime.web.oip_grpc import SERVICE, OipService
-
-    service = OipService(models)
-    listener = GrpcListener(app, "--oip-grpc", server.config.oip_grpc, server.config)
-    listener.serve(SERVICE, service.methods, {}, service.failed)
-    app.listeners.append(listener)
-    server.listening["oip_grpc"] = listener.address
-    log.info("clients of OIP over gRPC: %s", listener.address)

@@ -6,7 +6,6 @@ such value are the tensor `item`, and `result`. Any other type is JSON, in a ten
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
@@ -16,6 +15,7 @@ import numpy as np
 from reflex_runtime.core.errors import ProcessorError, ReflexError
 from reflex_runtime.functions.predict import Asked, Predict, Prediction
 from reflex_runtime.functions.values import ArrayType, Values, array_type, encode_text, is_picture
+from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported
 from reflex_runtime.web.fields import invalid_field, invalid_input, printable
 from reflex_runtime.web.oip import (
@@ -137,15 +137,7 @@ class FunctionAsModel:
         items, limits = asked
         if self._predict.served.streams:
             raise NotFound(f"{self.name} streams its results: ask POST /predict/{self.name}")
-        tasks = [
-            asyncio.ensure_future(self._row(call, row, len(items), item, limits)) for row, item in enumerate(items)
-        ]
-        try:
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        results = await together(self._row(call, row, len(items), item, limits) for row, item in enumerate(items))
         try:
             return OipAnswer(self._tensors(results))
         except (ValueError, TypeError, AttributeError, KeyError) as error:

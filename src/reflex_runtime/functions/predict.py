@@ -7,7 +7,6 @@ caller's own.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, Final, Literal
@@ -15,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import Expired, ReflexError
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES, Request, Ticket
 from reflex_runtime.functions.server import FunctionServer
 from reflex_runtime.functions.source import ServedFunction
@@ -154,12 +153,7 @@ class Predict:
         self, prediction: Prediction, item: Any, asked: Asked | None, settled: Callable[[Ticket], None] | None
     ) -> Ticket:
         served, server = self.served, self.server
-        limit_ms = (None if asked is None else asked.deadline_ms) or server.config.deadline_ms
-        limit = None
-        if limit_ms:
-            limit = limit_ms / 1e3 - (time.monotonic() - prediction.started)
-            if limit <= 0.0:
-                raise Expired("its deadline passed while it was read")
+        limit = prediction.time_limit(None if asked is None else asked.deadline_ms, server.config.deadline_ms)
         made = Request(
             item,
             id=prediction.request_id,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.core.errors import Closed, ConfigError, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, RequestRecord, turn_all
@@ -36,6 +36,8 @@ from reflex_runtime.web.watchers import Watchers
 log = logging.getLogger("reflex.server")
 
 DRAINING: Final = "draining"
+
+T = TypeVar("T")
 
 
 class BatchServer:
@@ -357,6 +359,17 @@ class RequestScope:
         fields = now, self.group, outcome, status, age, self.ticket, detail, took, self.wire, error, self.span
         server.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
 
+    def time_limit(self, limit_ms: float | None, default_ms: float) -> float | None:
+        """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is
+        none."""
+        limit = limit_ms or default_ms
+        if not limit:
+            return None
+        left = limit / 1e3 - (time.monotonic() - self.started)
+        if left <= 0.0:
+            raise Expired("its deadline passed while it was read")
+        return left
+
     def refuse(self, error: ReflexError) -> None:
         """Count a request that failed, or was refused before it could be read."""
         span = self.begin_span()
@@ -371,6 +384,17 @@ def times_of(record: RequestRecord, ticket: Ticket, now: float) -> None:
     record.arrived, record.batch, record.measured_ms = ticket.arrived, ticket.admission, ticket.shared * 1e3
     record.queue_s = (now if started is None else started) - ticket.arrived
     record.batch_s = 0.0 if started is None else now - started
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of requests that are answered together. The first error cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.settings import FunctionsConfig, ServeConfig
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web import oip
+from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.grpc_listener import GrpcCall, parse, serialize
+from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener, parse, serialize
 from reflex_runtime.web.oip import Tensor, tensor_of_bytes, tensor_of_values
 
 SERVICE: Final = "inference.GRPCInferenceService"
@@ -103,6 +105,13 @@ def _parameter(sent: Any) -> Any:
 def _call(call: GrpcCall) -> oip.OipCall:
     most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
     return oip.OipCall(call.id, call.peer, call.started, call, None, most_ms)
+
+
+def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.OipModels) -> GrpcListener:
+    """These models at `--oip-grpc`."""
+    service, listener = OipService(models), GrpcListener(app, "--oip-grpc", config.oip_grpc, config)
+    listener.serve(SERVICE, service.methods, {}, service.failed)
+    return listener
 
 
 class OipService:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import Expired, ReflexError
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
 from reflex_runtime.observe.journal_writer import RequestRecord, SentImage
 from reflex_runtime.observe.spans import RequestSpan
@@ -45,7 +45,7 @@ from reflex_runtime.robots.versions.router import Routing
 from reflex_runtime.robots.versions.slots import Version
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
-from reflex_runtime.web.batch_server import HasHeaders, RequestScope, times_of
+from reflex_runtime.web.batch_server import HasHeaders, RequestScope, times_of, together
 from reflex_runtime.web.errors import InvalidRequest, Reported, known
 from reflex_runtime.web.fields import invalid, printable
 
@@ -340,19 +340,13 @@ class RequestHandler:
                 error.message, error.details = f"row {row}: {error.message}", {**error.details, "row": row}
                 raise
 
-        tasks = [asyncio.ensure_future(one(row)) for row in range(len(rows))]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        return await together(one(row) for row in range(len(rows)))
 
     def _request(self, pending: PendingRequest, question: Question, served: ServedPolicy, policy: Policy) -> Request:
         """What is submitted: the request, or a reservation where pictures are to be decoded once it is admitted."""
         priority = Priority.DEFAULT if question.priority is None else PRIORITIES[question.priority]
         client = question.robot_id or question.episode_id or pending.client
-        limit = _time_limit(pending, question, served.config.deadline_ms)
+        limit = pending.time_limit(question.deadline_ms, served.config.deadline_ms)
         if not question.images:
             observation = observe(policy, pending.request_id, question, pending.received)
             return policy.request(observation, client=client, priority=priority, time_limit=limit)
@@ -423,17 +417,6 @@ class RequestHandler:
                 self._warned.add(doubt.message)
                 log.warning("request %s: %s (said once in this log)", pending.request_id, doubt.message)
         return [doubt.message for doubt in doubts]
-
-
-def _time_limit(pending: PendingRequest, question: Question, default_ms: float) -> float | None:
-    """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is none."""
-    limit = default_ms if question.deadline_ms is None else question.deadline_ms
-    if not limit:
-        return None
-    left = limit / 1e3 - (time.monotonic() - pending.started)
-    if left <= 0.0:
-        raise Expired("its deadline passed while it was read")
-    return left
 
 
 def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:

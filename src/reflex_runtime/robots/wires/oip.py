@@ -52,13 +52,9 @@ def routes(handler: RequestHandler) -> list[Route]:
 
 
 def listener(app: App, handler: RequestHandler) -> GrpcListener:
-    from reflex_runtime.web.grpc_listener import GrpcListener
-    from reflex_runtime.web.oip_grpc import SERVICE, OipService
+    from reflex_runtime.web.oip_grpc import oip_listener
 
-    service = OipService(PolicyModels(handler))
-    made = GrpcListener(app, "--oip-grpc", handler.config.oip_grpc, handler.config)
-    made.serve(SERVICE, service.methods, {}, service.failed)
-    return made
+    return oip_listener(app, handler.config, PolicyModels(handler))
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
