@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from reflex_runtime.cli.probe import SCHEMES, ServerLook, listener
-from reflex_runtime.cli.server_address import ServerAddress
 from reflex_runtime.client.errors import NotFound
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.web.server_address import ServerAddress
 
 
 @dataclass(frozen=True, slots=True)
