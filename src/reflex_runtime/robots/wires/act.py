@@ -237,14 +237,14 @@ def _pending(request: HttpRequest) -> PendingRequest:
 
 async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
     """What is asked; the body itself is not kept."""
-    body = await request.body()
+    body, packed = await request.body(), request.sent_msgpack
     request.refuse_query()
-    if len(body) > LARGE:
-        request.preparing = True
-        asked = await request.app.bodies.beside(asked_in, body, request.sent_msgpack)
-        request.preparing = False  # it is queued in this turn
-        return asked
-    return asked_in(body, request.sent_msgpack)
+    if len(body) <= LARGE:
+        return asked_in(body, packed)
+    request.preparing = True
+    asked = await request.app.bodies.beside(asked_in, body, packed)
+    request.preparing = False  # it is queued in this turn
+    return asked
 
 
 def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
