@@ -424,6 +424,9 @@ class Partition(ShareHolder):
 
     def clear(self) -> None:
         """Drop all entries of an empty partition's queues."""
+        for tier in self.tiers:
+            if tier is not _EMPTY:
+                tier.queues = LazyHeap()  # it remembers queues that left, and those their tier: a reference cycle
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.suspects.clear()
         self.deadlines = LazyHeap()
