@@ -39,7 +39,7 @@ from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, URGENT, Pr
 
 T = TypeVar("T", bound=Hashable)
 Place = tuple[float, int]
-K = TypeVar("K", float, Place)
+K = TypeVar("K", float, Place, tuple[float, float, int])
 
 FEW = 8  # dead entries that may stay however few live
 SORTED = 256  # entries that are sorted; of more only as many as are asked for come off the heap in order

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from reflex_runtime.core.order import Clients, ClientShare, LazyHeap, Place
+from reflex_runtime.core.order import Clients, ClientShare, LazyHeap
 from reflex_runtime.vllm.entry import Entry
 
-Requests = LazyHeap[Entry, float]  # of one client and priority, by order of arrival
-Tier = LazyHeap[ClientShare, Place]  # the clients of one priority; their places may be too small
+Order = tuple[float, int]  # when a request arrived at vLLM, of several front ends, and then here
+ClientPlace = tuple[float, float, int]  # a client's counter, and the order of its first request
+Requests = LazyHeap[Entry, Order]  # of one client and priority
+Tier = LazyHeap[ClientShare, ClientPlace]  # the clients of one priority; their places may be too small
 
 
 class FairQueue(RequestQueue):  # type: ignore[misc]
@@ -38,7 +40,7 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         waiting = self._waiting.get(key)
         if waiting is None:
             waiting = self._waiting[key] = LazyHeap()
-        waiting.push(entry.seq, entry)
+        waiting.push((request.arrival_time, entry.seq), entry)
         self._queued[request.request_id] = entry
         self._place(*key)
 
@@ -109,11 +111,11 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
                 return entry
             tier.push(now, client)
 
-    def _head(self, priority: int, client: ClientShare) -> tuple[Place, Entry]:
+    def _head(self, priority: int, client: ClientShare) -> tuple[ClientPlace, Entry]:
         top = self._waiting[priority, client].first()
         assert top is not None
-        entry = top[1]
-        return (client.counter, entry.seq), entry
+        order, entry = top
+        return (client.counter, *order), entry
 
     def _place(self, priority: int, client: ClientShare) -> None:
         """Put the client where it belongs in a tier, if it waits there."""

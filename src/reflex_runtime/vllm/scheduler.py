@@ -193,13 +193,18 @@ class FairScheduler(TracedScheduler):
 
     # -- who -------------------------------------------------------------------------------------------------------
 
-    def _rank(self, request: Request) -> tuple[int, float, int]:
+    def _rank(self, request: Request) -> tuple[int, float, float, int]:
         """Where one that runs stands while memory is short: vLLM preempts the last.
 
         A client with one request is not ahead of others: the oldest would be preempted, and has most to lose.
         """
         entry = self.entries[request.request_id]
-        return request.priority, entry.client.counter if entry.client.unsettled > 1 else 0.0, entry.seq
+        return (
+            request.priority,
+            entry.client.counter if entry.client.unsettled > 1 else 0.0,
+            request.arrival_time,
+            entry.seq,
+        )
 
     # -- what happens to requests and steps ------------------------------------------------------------------------
 
