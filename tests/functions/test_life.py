@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +233,20 @@ def test_what_one_item_raises_never_ends_a_function_that_runs_on_the_loop(server
     for bad in ("exit", "interrupt", "left", "cancelled", "panic"):
         assert server.predict("result", bad).status == 500
     assert server.predict("result", "after").json == "after"
+
+
+def test_the_journal_of_a_server_that_runs_is_sent(tmp_path: Path) -> None:
+    """As policies have it: a head, the batches of the next second, and a foot."""
+    with Functions("double", options=("--trace", str(tmp_path / "trace.jsonl"))) as server:
+        with ThreadPoolExecutor(1) as beside:
+            sent = beside.submit(server.get, "/diagnostics/journal?seconds=1")
+            while not sent.done():
+                assert server.predict("double", 4).status == 200
+        lines = [json.loads(line) for line in sent.result().body.splitlines() if line.strip()]
+        assert lines[0]["kind"] == "header"
+        assert lines[0]["model_type"] == "function"
+        assert lines[-1]["kind"] == "footer"
+        assert {line["kind"] for line in lines} >= {"batch", "request"}
+        health = json.loads(server.get("/health").body)
+        assert (health["state"], health["hung_batches"]) == ("ready", 0)
+        assert server.get("/diagnostics/journal?seconds=0").status == 422
