@@ -429,6 +429,7 @@ def test_g9_a_long_prompt_is_counted_in_the_front_and_not_sent() -> None:
         assert (answer.status, fleet.error(answer)["code"]) == (400, "context_length_exceeded")
         assert "30000" in fleet.error(answer)["message"]
         assert fleet.complete([text, long], max_tokens=3).status == 400
+        assert fleet.line()["client"]["sent"][BATCH_GENERATE] == 1
         assert fleet.complete(text, max_tokens=3).status == 200
 
 
