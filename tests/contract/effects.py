@@ -159,7 +159,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "provider": "test_f14_provider_is_the_one_onnx_runtime_is_asked_for",
         "threads": "test_f14_threads_are_onnx_runtimes_own",
         "max_batch_size": "test_f14_max_batch_size_bounds_a_call",
-        "max_latency_ms": "test_f14_max_latency_ms_lets_files_that_are_due_share_calls",
+        "max_latency_ms": "test_f14_max_latency_ms_lets_cameras_that_are_due_share_calls",
         "watchdog_s": "test_f14_watchdog_s_says_that_a_batch_hangs_and_releases_its_feeds",
         "realtime": "test_f14_realtime_plays_a_file_as_a_camera_sends_it",
         "loop": "test_f14_loop_starts_a_file_over",

@@ -311,7 +311,7 @@ def test_f14_nothing_but_results_is_on_standard_output(tmp_path: Path) -> None:
         "        return super().process(entries)\n",
         encoding="utf-8",
     )
-    arguments = (SHORT, "--processor", "noisy:Noisy")
+    arguments = (SHORT, "--processor", "noisy:Noisy", "--max-batch-size", "1")
     piped = Feeds(*arguments, "--results", "-", cwd=scratch(tmp_path), terminal=(80, 24))
     plain = Feeds(*arguments, cwd=tmp_path, terminal=(80, 24))
     together(piped, plain)

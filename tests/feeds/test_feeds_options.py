@@ -41,7 +41,7 @@ def test_feeds_may_stand_before_and_behind_options(capsys: pytest.CaptureFixture
 
 
 def test_f14_processor_is_imported_from_beside_you_and_answers(tmp_path: Path) -> None:
-    ran(f"a={frames(3)}", *SIZES, "--results", "r.jsonl", cwd=scratch(tmp_path))
+    ran(f"a={frames(3)}", *SIZES, "--max-batch-size", "1", "--results", "r.jsonl", cwd=scratch(tmp_path))
     assert [line["value"] for line in results(tmp_path / "r.jsonl")] == [{"size": 1, "text": "a"}] * 3
 
 
@@ -178,9 +178,9 @@ def test_f14_max_batch_size_bounds_a_call(tmp_path: Path) -> None:
     assert most == {2: 2, 6: 6}
 
 
-def test_f14_max_latency_ms_lets_files_that_are_due_share_calls(tmp_path: Path) -> None:
-    """Two files on a processor that does two pictures as fast as one take turns unless they wait for each other."""
-    files = (f"one={frames(9)}", f"two={frames(9)}")
+def test_f14_max_latency_ms_lets_cameras_that_are_due_share_calls(tmp_path: Path) -> None:
+    """Two cameras on a processor that does two pictures as fast as one take turns unless they wait for each other."""
+    files = ("one=markers:feed=1,fps=4", "two=markers:feed=2,fps=4", "--duration-s", "4")
 
     def running(most: str) -> Feeds:
         arguments = (*files, *SIZES, "--results", most, "--max-latency-ms", most)
@@ -274,10 +274,11 @@ def test_f14_duration_s_ends_it(tmp_path: Path) -> None:
 
 def test_f14_results_go_to_a_file_which_is_written_anew_or_to_standard_output(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("of an earlier run\n", encoding="utf-8")
-    ran(f"a={frames(3)}", *SIZES, "--results", "r.jsonl", cwd=scratch(tmp_path))
+    alone = (f"a={frames(3)}", *SIZES, "--max-batch-size", "1", "--results")
+    ran(*alone, "r.jsonl", cwd=scratch(tmp_path))
     lines = results(tmp_path / "r.jsonl")
     assert [line["sequence"] for line in lines] == [0, 1, 2]
-    with Feeds(f"a={frames(3)}", *SIZES, "--results", "-", cwd=tmp_path) as feeds:
+    with Feeds(*alone, "-", cwd=tmp_path) as feeds:
         assert feeds.wait() == 0
     assert [{**line, "latency_ms": 0} for line in feeds.wait_out(3)] == [{**line, "latency_ms": 0} for line in lines]
     (tmp_path / "r.jsonl").write_text("of an earlier run\n", encoding="utf-8")

@@ -28,7 +28,7 @@ from reflex_runtime.feeds.runtime.health import (
     StageError,
     ThreadDetached,
 )
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import LIMIT, Events, Runtime
 from reflex_runtime.run.batch_processor import BatchConfig
 
@@ -84,6 +84,25 @@ def test_f14_files_go_through_one_detector_whole_each_in_order() -> None:
     assert detector.log == ["start", "stop"]
     assert threads() == set()
     json.dumps(snapshot.as_dict(), allow_nan=False)
+
+
+def test_f14_frames_of_one_file_share_batches_and_its_results_stay_in_order() -> None:
+    runtime, detector, sink = Runtime(), Detector(is_open=False), Collector()
+    config = BatchConfig(max_batch_size=4, max_latency=0.001, max_in_flight_per_feed=4)
+    point = runtime.coordinator(detector, config)
+
+    def opens(frame: Frame) -> Frame:
+        if frame.sequence == 3:  # three frames are at the batch point, one of them in the first batch
+            detector.gate.set()
+        return frame
+
+    runtime.feed("file", Camera(*range(40), END, live=False), Pipeline([opens], point), [sink])
+    with runtime:
+        assert runtime.wait(PATIENCE)
+        snapshot = runtime.snapshot()
+    assert sink.values == sink.sequences == list(range(40))
+    assert 2 <= len(detector.calls[1]) <= 4
+    assert snapshot.feeds["file"].in_flight == 0
 
 
 def test_f4_file_feeds_lose_nothing_to_a_tiny_queue_and_to_each_other() -> None:

@@ -158,6 +158,7 @@ def batching_asked(plan: FeedPlan) -> BatchConfig:
     return BatchConfig(
         max_batch_size=config.max_batch_size,
         max_latency=config.max_latency_ms / 1e3,
+        max_in_flight_per_feed=config.max_batch_size,
         queue_capacity=max(4 * config.max_batch_size, feeds if plan.file is None else max(feeds, MOST)),
         response_timeout=config.watchdog_s or LONGEST_S,
         startup_timeout=LONGEST_S,  # a model may be compiled for its device; Ctrl-C ends a start

@@ -96,6 +96,17 @@ class BatchHandle:
         return self._coordinator.lost
 
     @property
+    def ahead(self) -> int:
+        """Frames that a feed may have in flight and that one batch can hold."""
+        config = self._coordinator.config
+        return min(config.max_batch_size, config.max_in_flight_per_feed or config.max_batch_size)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a frame has no answer."""
+        return self._coordinator.patience
+
+    @property
     def prepare(self) -> Callable[[Any], Any] | None:
         """The processor's own `prepare`, if it has one: see `BatchProcessor`."""
         prepare: Callable[[Any], Any] | None = getattr(self._coordinator.processor, "prepare", None)

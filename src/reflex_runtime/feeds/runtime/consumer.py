@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from reflex_runtime.core.errors import (
     Closed,
@@ -33,6 +35,7 @@ from reflex_runtime.run.wall import WALL
 log = logging.getLogger("reflex.feeds")
 
 Sink = Callable[[Result], Any]
+T = TypeVar("T")
 
 RETRY_S, RETRY_MOST_S = 0.005, 0.100  # a file feed's pauses before it asks again
 
@@ -70,12 +73,14 @@ class CurrentFrame:
     begins.
 
     frame: as it was read. made: what the stages before the batch point made of it. replaced: whether it is a newer one
-    than that which was submitted.
+    than that which was submitted. begun: whether those stages are over. answer: that of a file's frame, which was
+    submitted before the one that comes before it had its own.
     """
 
     def __init__(self, frame: Frame, pipeline: Pipeline, feed: FeedContext) -> None:
         self.frame = self.made = frame
-        self.replaced = False
+        self.replaced = self.begun = False
+        self.answer: Future[Any] | None = None
         self._pipeline, self._feed = pipeline, feed
         self._view: Any = None
         self._waits = True  # for its batch; then no frame is taken any more
@@ -114,8 +119,9 @@ class CurrentFrame:
 class Consumer:
     """Takes frames from the queue until it is closed and empty. See `Feed` for what live and file feeds do differently.
 
-    silent: whether the source sends nothing. in_flight: whether a frame is at the batch point. There a camera's frame
-    makes way for a newer one until its batch begins, unless stages run before: those run on this thread.
+    silent: whether the source sends nothing. in_flight: frames at the batch point. There a camera's frame makes way for
+    a newer one until its batch begins, unless stages run before: those run on this thread. A file has as many frames
+    there as a batch can hold, since it waits for them anyway.
     """
 
     def __init__(
@@ -127,11 +133,12 @@ class Consumer:
         self._handle = None if pipeline.batch is None else pipeline.batch.handle
         plain = not pipeline.before and pipeline.view is None
         self._newest = feed.live and (feed.config.queue or 1) == 1 and plain
+        self._most = 1 if feed.live else getattr(self._handle, "ahead", 1)  # frames at the batch point
         self._replaced = False  # whether a newer frame took the place of the last one
         self._lost: Exception | None = None
         self._throttle = Throttle()
         self._failure = ""  # what the last stage or sink said that failed
-        self.in_flight = False
+        self.in_flight = 0
         self.abandoned = False  # `stop` no longer waits for this thread: further results are discarded
         self._at: Sink | None = None  # the sink that has a result in hand
         self._guard = threading.Lock()  # of these two
@@ -139,12 +146,20 @@ class Consumer:
     def run(self) -> Exception | None:
         """Returns None when there is nothing more to take, or the error for which the feed cannot go on."""
         patience, queue = self._frozen_after, self._feed.queue
+        asked: deque[CurrentFrame] = deque()  # they end in this order
         try:
-            while self._lost is None:
-                frame = queue.get(patience)
+            while self._lost is None or asked:
+                room = self._lost is None and len(asked) < self._most
+                frame = queue.get(0.0 if asked else patience) if room else None
                 if frame is not None:
                     patience = self._frozen_after
-                    self._take(CurrentFrame(frame, self._pipeline, self._feed))
+                    hand = CurrentFrame(frame, self._pipeline, self._feed)
+                    if self._most == 1:
+                        self._take(hand)
+                    elif self._counted(self._submitted, hand):
+                        asked.append(hand)
+                elif asked:
+                    self._take(asked.popleft())
                 elif queue.closed and not len(queue):
                     break
                 elif self._silent():
@@ -160,33 +175,36 @@ class Consumer:
             self.abandoned = True
             return self._at
 
-    def _take(self, hand: CurrentFrame) -> None:
-        """One frame from the queue to its end; counted exactly once, also when the thread dies of it."""
+    def _counted(self, step: Callable[[CurrentFrame], T], hand: CurrentFrame) -> T | None:
+        """What a step makes of a frame. None for one that goes no further; it is counted, also when the thread dies of
+        it."""
         reason: str | None = "failed"
         try:
-            answered, result = self._result(hand)
+            made = step(hand)
             reason = None
+            return made
         except _Out as out:
             reason = out.reason
-            return
         except Exception as error:
             self._failed(error)
-            return
         finally:
             if reason is not None:
                 self._feed.ledger.drop(reason)
+        return None
+
+    def _take(self, hand: CurrentFrame) -> None:
+        """A frame to its end, from the queue or from the batch point."""
+        found = self._counted(self._result, hand)
+        if found is None:
+            return
+        answered, result = found
         self._feed.ledger.answered(hand.frame, answered)
         if (result is None or self._give(result)) and self._throttle.held:
             self._tell(self._throttle.recover(self._feed.clock()))
 
     def _result(self, hand: CurrentFrame) -> tuple[float, Result | None]:
         """When it was answered, and what the sinks get, None for nothing. Raises _Out, or what a stage raised."""
-        self._time_left(hand)
-        for before in self._pipeline.before:
-            stepped = self._staged(before, hand.made, Frame)
-            if stepped is None:
-                raise _Out("skipped")
-            hand.made = stepped
+        self._begin(hand)
         value = None
         if self._handle is not None:
             value = self._pipeline.placed(self._ask(self._handle, hand))
@@ -198,6 +216,33 @@ class Consumer:
             if result is not None:
                 result = self._staged(after, result, Result)
         return answered, result
+
+    def _begin(self, hand: CurrentFrame) -> None:
+        """Run the stages before the batch point, if they have not run. Raises as `_result` does."""
+        if hand.begun:
+            return
+        hand.begun = True
+        self._time_left(hand)
+        for before in self._pipeline.before:
+            stepped = self._staged(before, hand.made, Frame)
+            if stepped is None:
+                raise _Out("skipped")
+            hand.made = stepped
+
+    def _submitted(self, hand: CurrentFrame) -> bool:
+        """Submit a file's frame without a wait for its answer. One that is refused is asked again when it is its turn.
+        Raises as `_result` does."""
+        assert self._handle is not None
+        self._begin(hand)
+        image, view, frame = self._pipeline.part(hand.made.image), hand.view(), hand.frame
+        try:
+            hand.answer = self._handle.submit(
+                self._feed.name, image, view, sequence=frame.sequence, pts=frame.pts, time_limit=None
+            )
+        except ReflexError:
+            return True
+        self.in_flight += 1
+        return True
 
     def _staged(self, stage: Callable[[Any], Any], item: Any, kind: type[Any]) -> Any:
         """What a stage makes of an item. Its time and its failures are counted; its error names it."""
@@ -238,8 +283,11 @@ class Consumer:
         pause, timeouts = RETRY_S, 0
         while True:
             limit = None if self._newest else self._time_left(hand)
-            self.in_flight = True
+            answer, hand.answer = hand.answer, None
+            self.in_flight += answer is None
             try:
+                if answer is not None:
+                    return _answer(answer, handle.patience)
                 return handle.submit_and_wait(
                     self._feed.name,
                     image,
@@ -255,7 +303,7 @@ class Consumer:
                 timeouts += isinstance(error, WaitTimeout)
                 self._give_up_on(error, timeouts)
             finally:
-                self.in_flight = False
+                self.in_flight -= 1
                 hand.leave()
                 self._replaced = hand.replaced
             if self._feed.pause(self._feed.stop, pause):
@@ -314,3 +362,12 @@ class Consumer:
     def _tell(self, count: int) -> None:
         if count:
             self._feed.emit(FeedStageError(self._feed.clock(), self._feed.name, self._failure, count=count))
+
+
+def _answer(answer: Future[Any], patience: float) -> Any:
+    """The answer of a frame that was submitted before; `WaitTimeout` if none comes."""
+    try:
+        return answer.result(patience)
+    except TimeoutError:
+        answer.cancel()
+        raise WaitTimeout(f"no answer within {patience:g} s") from None

@@ -53,7 +53,7 @@ class FeedSnapshot:
     mode: live (newest wins) or file (nothing is lost). source: what it is called, without credentials.
     state: connecting, running, reconnecting; then ended (of itself), failed (given up) or stopped.
     frames: read from the source. processed: answered and through every stage. waiting: read, and neither of processed
-    or dropped yet. in_flight: of these, at the batch point (0 or 1). drops: by reason, see `DROPS`.
+    or dropped yet. in_flight: of these, at the batch point. drops: by reason, see `DROPS`.
     fps: answered per second, over the last two. age: seconds since the last answered frame was captured; None before.
     latency: from a frame's capture to its answer. restarts: how often the source was opened again. error: the last one.
     sink_errors: results on which a sink failed; they count as processed. total: frames the source says it has, or None.
