@@ -331,7 +331,7 @@ def test_f14_a_frame_without_an_answer_is_let_go_at_once(why: str) -> None:
         gc.enable()
 
 
-# -- a call that is repeated, and a second model -----------------------------------------------------------------------
+# -- a call that is repeated -------------------------------------------------------------------------------------------
 
 
 class Alone(Stopping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
@@ -63,6 +64,22 @@ def test_x4_a_request_is_shown_in_its_batch_with_its_client_and_its_wire(tiny: P
         policy = told["server"]["policies"]["default"]
         assert policy["slots"] == {"prod": {"verdict": "ok"}}
         seen.close()
+
+
+def test_x4_a_caller_without_a_name_is_an_address_and_a_number_that_does_not_come_again(tiny: Path) -> None:
+    with Server(tiny) as server:
+        seen = snapshots(server)
+        next(seen)
+        for _ in range(3):  # a connection each, as curl has
+            connection = http.client.HTTPConnection("127.0.0.1", server.port)
+            connection.request("POST", "/act", json.dumps({"state": STATE}))
+            assert connection.getresponse().status == 200
+            connection.close()
+        told = next(s for s in seen if len(s["clients"]) == 3)
+        seen.close()
+    names = {client["name"] for client in told["clients"]}
+    assert len(names) == 3
+    assert all(re.fullmatch(r"127\.0\.0\.1 #[0-9]{1,3}", name) for name in names)
 
 
 def test_x4_watching_costs_nothing_once_all_have_left(tiny: Path) -> None:
