@@ -271,7 +271,7 @@ def test_v12_a_guard_that_saw_nothing_vouches_for_nothing() -> None:
     assert (hold.action, hold.share) == ("hold", 5)
     assert hold.why == "b has had 29 answers in this stage, the guard needs 30"
     assert hold.numbers["stage_answers"] == 29
-    assert subject.snapshot()["held"] is True
+    assert subject.snapshot(0.0)["held"] is True
     assert [subject.evaluate(600.0 + i) for i in range(1, 1000)] == [None] * 999  # said once
     good(subject, 1)
     advance = subject.evaluate(1700.0)
@@ -304,7 +304,7 @@ def test_v12_a_guard_that_trips_rolls_back_at_the_next_evaluation_and_says_why()
     )
     assert (subject.share, subject.state) == (0, "rolled_back")
     good(subject, 10_000)
-    assert subject.snapshot()["numbers"]["stage_answers"] == 5  # what comes now is no longer its business
+    assert subject.snapshot(0.0)["numbers"]["stage_answers"] == 5  # what comes now is no longer its business
     assert [subject.evaluate(601.0 + 600.0 * i) for i in range(20)] == [None] * 20
     assert subject.share == 0
 
@@ -381,7 +381,7 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
         assert rolled_back or subject.share in {before, *shares[shares.index(before) + 1 :][:1]}  # one stage at a time
         before = subject.share
     assert len(subject.decisions) <= 2 * len(shares) + 1
-    assert subject.snapshot()["decisions"][-1:] == [
+    assert subject.snapshot(0.0)["decisions"][-1:] == [
         {"at": d.at, "action": d.action, "share": d.share, "why": d.why, "numbers": d.numbers}
         for d in subject.decisions[-1:]
     ]

@@ -141,7 +141,6 @@ class Breaker:
         self.max_consecutive, self.cooldown, self.longest = max_consecutive, cooldown, longest
         self._slots = {name: _SlotState() for name in slots}
         self._other = dict(zip(slots, reversed(slots), strict=True))
-        self._now = 0.0
         for slot in self._slots.values():
             slot.close(cooldown)
 
@@ -151,7 +150,6 @@ class Breaker:
         poison: the share of requests that failed lately while others were answered, in [0, 1). Calls with only such
         requests are no evidence of a crash rate, and a longer run of them is needed.
         """
-        self._now = now
         state = self._slots[slot]
         state.count += 1
         if state.opened is None:
@@ -166,12 +164,11 @@ class Breaker:
             state.retry_at = now + state.cooldown
         return False
 
-    def answered(self, slot: str, now: float) -> bool:
+    def answered(self, slot: str) -> bool:
         """One clean answer of the slot. True when the slot closed by it.
 
         Call it once for each clean call, not for each request of its batch: the evidence counts calls.
         """
-        self._now = now
         state = self._slots[slot]
         state.count = 0
         if state.opened is None:
@@ -188,7 +185,6 @@ class Breaker:
         None: no slot does (degraded). The probe's key keeps its slot until the probe is decided or replaced. With both
         open each is probed by its own keys.
         """
-        self._now = now
         state = self._slots[slot]
         if state.opened is None:
             return slot
@@ -200,9 +196,8 @@ class Breaker:
         other = self._other[slot]
         return other if self._slots[other].opened is None else None
 
-    def reset(self, slot: str, now: float) -> None:
+    def reset(self, slot: str) -> None:
         """Close the slot, for an operator."""
-        self._now = now
         self._slots[slot].close(self.cooldown)
 
     def count(self, slot: str) -> int:
@@ -225,13 +220,12 @@ class Breaker:
             for name, state in self._slots.items()
         }
 
-    def snapshot(self, now: float | None = None) -> dict[str, Any]:
-        """JSON-safe state of each slot, in seconds as of `now`, or of the last input.
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """JSON-safe state of each slot, in seconds as of `now`.
 
         consecutive, log_e; and of an open one why, how long it has been (`open_s`), when the next probe may go
         (`retry_in_s`) and the present cool-down.
         """
-        at = self._now if now is None else now
         verdicts = self.verdicts
         return {
             "verdict": self.verdict,
@@ -242,8 +236,8 @@ class Breaker:
                     "consecutive": state.count,
                     "log_e": round(state.evidence.log_e, 3),
                     "why": state.why or None,
-                    "open_s": None if state.opened is None else round(at - state.opened, 3),
-                    "retry_in_s": None if state.opened is None else round(max(0.0, state.retry_at - at), 3),
+                    "open_s": None if state.opened is None else round(now - state.opened, 3),
+                    "retry_in_s": None if state.opened is None else round(max(0.0, state.retry_at - now), 3),
                     "cooldown_s": state.cooldown,
                 }
                 for name, state in self._slots.items()

@@ -224,9 +224,8 @@ class Ramp:
         self._now = now
         return self._end("rolled_back", "rollback", why) if self.state == "running" else None
 
-    def snapshot(self, now: float | None = None) -> dict[str, Any]:
-        """JSON-safe, as of `now` or of the last evaluation: state, share, stage, time left, figures, decisions."""
-        at = self._now if now is None else now
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """JSON-safe, as of `now`: state, share, stage, time left, figures, decisions."""
         running = self.state == "running"
         return {
             "state": self.state,
@@ -234,7 +233,7 @@ class Ramp:
             "shares": list(self.shares),
             "stage": self._stage + 1,
             "every_s": self.every,
-            "left_s": round(max(0.0, self._began + self.every - at), 3) if running else 0.0,
+            "left_s": round(max(0.0, self._began + self.every - now), 3) if running else 0.0,
             "held": self._held and running,
             "numbers": self._numbers(),
             "decisions": [asdict(decision) for decision in self.decisions],

@@ -95,7 +95,6 @@ class Rollout:
         self.changes: deque[Change] = deque(maxlen=CHANGES)
         self._guard = guard
         self._clean = ""  # the slot whose batch came back and has not answered yet
-        self._counted: BatchFinished | None = None  # the last one
         self._on_change, self._on_moved = on_change, on_moved
         self._episodes: Lru[str, set[tuple[str, int]]] = Lru(EPISODES)  # episode → policies that answered it
         self._told: Lru[str, None] = Lru(EPISODES)  # episodes whose outcome is known
@@ -175,7 +174,7 @@ class Rollout:
 
     def computed(self, slot: str, now: float) -> None:
         """A batch of the slot gave an answer. Called once per batch: the evidence counts calls, not requests."""
-        if slot in self.slots and self.breaker.answered(slot, now):
+        if slot in self.slots and self.breaker.answered(slot):
             self.changed(now, "return", f"{slot} answers again: {self.breaker.verdict}", self._why(slot, now))
 
     def answered(self, slot: str, outcome: str, latency: float) -> None:
@@ -234,23 +233,15 @@ class Rollout:
             if slot is not None and (event.ticket is not None or event.outcome == "ok"):
                 self.answered(slot, event.outcome, event.latency)
         elif isinstance(event, BatchFinished):
-            self._count(event)
+            slot = self._slot_of.get(event.batch.group)
+            self._clean = "" if event.crashed or slot is None else slot
+            if event.crashed and slot is not None:
+                self.crashed(slot, event.at, self.records[slot].poison.share)
 
-    def notes(self, event: BatchFinished) -> dict[str, str]:
-        """The notes of a finished batch for trace and recording: the verdict after it, in any order of sinks."""
-        self._count(event)
+    def notes(self) -> dict[str, str]:
+        """The notes of a batch that has just finished, for trace and recording, which are sinks behind this one."""
         verdict = self.breaker.verdict
         return {} if verdict == "ok" else {"verdict": verdict}
-
-    def _count(self, event: BatchFinished) -> None:
-        """Count a batch once, although several sinks get its event in any order."""
-        if event is self._counted:
-            return
-        self._counted = event
-        slot = self._slot_of.get(event.batch.group)
-        self._clean = "" if event.crashed or slot is None else slot
-        if event.crashed and slot is not None:
-            self.crashed(slot, event.at, self.records[slot].poison.share)
 
     def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
         outcome = ticket.outcome
@@ -285,7 +276,7 @@ class Rollout:
     def reset(self, slot: str, now: float) -> None:
         if slot not in self.slots:
             raise NotFound(f"no slot {slot[:20]!r}; the slots are {', '.join(self.slots)}")
-        self.breaker.reset(slot, now)
+        self.breaker.reset(slot)
         self.records[slot].poison = Poison()
         self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
 
@@ -299,7 +290,7 @@ class Rollout:
         can decide."""
         if slot not in self.slots:
             return
-        self.breaker.reset(slot, now)
+        self.breaker.reset(slot)
         record = self.records[slot] = SlotRecord(self.records[slot].number + 1)
         if watch_until is not None and self._guard is not None:
             record.watch, record.until = GuardWatch(self._guard), watch_until
