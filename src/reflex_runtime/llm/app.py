@@ -60,6 +60,7 @@ class ModelServer:
             Route(path, partial(self._of_tokens, path, read), "POST", most=most, form=form)
             for path, read, form in (
                 ("/tokenize", tokenize.tokenize, None),
+                ("/detokenize", tokenize.detokenize, None),
                 (messages.COUNT, tokenize.count_tokens, FORM),
             )
         ]

@@ -458,7 +458,7 @@ def test_l9_before_the_model_is_there_it_says_so() -> None:
         named = toy.post("/v1/completions", {"model": "toy", "prompt": "x"}, **{"X-Request-Id": "mine"})
         assert (named.status, named.headers["x-request-id"]) == (503, "mine")
         asks = {"completions", "chat/completions", "responses", "messages", "messages/count_tokens"}
-        assert refused_by_id(toy, "toy") == {f"/v1/{ask}" for ask in asks} | {"/tokenize", "/health"}
+        assert refused_by_id(toy, "toy") == {f"/v1/{ask}" for ask in asks} | {"/tokenize", "/detokenize", "/health"}
         assert toy.get("/v1/models").status == 200
         assert toy.get("/metrics").status == 200
         toy.loaded.set()

@@ -1,4 +1,4 @@
-"""L9 /tokenize and /version: what the tokenizer says, without the model."""
+"""L9 /tokenize, /detokenize and /version: what the tokenizer says, without the model."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def test_l9_tokenize_tells_the_tokens_of_a_text_and_of_a_conversation(toy: Toy) 
     assert bytes(found["tokens"]).decode() == "tool: add\nuser: hi\nassistant: "
     asked = toy.chat("hi", max_tokens=1).json["usage"]["prompt_tokens"]
     assert toy.post("/tokenize", {"messages": HELLO}).json["count"] == asked
+
+
+def test_l9_detokenize_tells_the_text(toy: Toy) -> None:
+    assert toy.post("/detokenize", {"tokens": list("né".encode())}).json == {"prompt": "né"}
+    assert toy.post("/detokenize", {"model": "toy", "tokens": []}).json == {"prompt": ""}
 
 
 def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +77,13 @@ def test_l9_many_token_ids_are_decoded_piece_by_piece(toy: Toy, monkeypatch: pyt
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"promt": "a"}, "promt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [256]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens"),
+        ("/detokenize", {"tokens": "x" * 70_000}, "tokens"),
+        ("/detokenize", {"tokens": [0] * 513}, "tokens"),
+        ("/detokenize", {"tokens": [0] * 60_000}, "tokens"),
     ],
 )
 def test_l9_what_has_no_tokens_is_refused_by_name(toy: Toy, path: str, fields: Any, param: str) -> None:

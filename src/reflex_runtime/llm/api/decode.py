@@ -20,7 +20,7 @@ from reflex_runtime.web.fields import is_json, printable, suggestion
 MOST_MESSAGES = 10_000
 MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
 MOST_PLAIN = 10_000  # in any field but those with a bound of their own
-_LONG = "prompt"  # the field that holds token ids
+_LONG = ("prompt", "tokens")  # fields that hold token ids
 _TALKS = ("messages", "input", "system")  # fields that hold a conversation, or a part of one
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
@@ -132,7 +132,7 @@ def _check_values(parts: msgspec.Struct) -> None:
                 raise BadRequest(f"{name}: holds {messages}, must hold 1 to {MOST_MESSAGES}", name)
             if kinds > MOST_MESSAGES:
                 raise BadRequest(f"{name}: holds {kinds} parts, at most {MOST_MESSAGES} are taken", name)
-        elif name != _LONG and raw[:1] != b'"' and raw.count(b",") > MOST_PLAIN:  # a text is one value
+        elif name not in _LONG and raw[:1] != b'"' and raw.count(b",") > MOST_PLAIN:  # a text is one value
             raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
 
 
@@ -192,6 +192,16 @@ def _many_ids(raw: bytes) -> list[str | list[int]]:
         where = f"prompt[{found.index([])}]" if len(found) > 1 else "prompt"
         raise BadRequest(f"{where}: is empty; at least one token is needed", where)
     return found
+
+
+def token_ids(raw: bytes, name: str) -> list[int]:
+    """A list of token ids, of which there may be too many to be decoded at once. name: of its field."""
+    if (tokens := raw.count(b",") + 1) > MOST_TOKENS:
+        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
+    try:
+        return _IDS.decode(raw) if len(raw) <= PIECE else _ids(raw)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{name}: must be a list of token ids. {error}".rstrip(". "), name) from None
 
 
 def _ids(raw: bytes) -> list[int]:

@@ -116,6 +116,7 @@ _POSTS: Final = {
     ),
     messages.COUNT: _Post("Tokens of messages", messages.TALK, messages.InputTokens, tool=messages.TOOL),
     "/tokenize": _Post("Token ids of a text or messages", tokenize.TOKENIZE, tokenize.TokenIds, tool=wire.TOOL),
+    "/detokenize": _Post("The text of token ids", tokenize.DETOKENIZE, tokenize.Detokenized),
 }
 _GETS: Final = PAGES | {
     "/v1/models": Operation("the model that is served, and its adapters"),

@@ -1,7 +1,8 @@
-"""POST /tokenize, as vLLM has it, and /v1/messages/count_tokens: what the tokenizer alone answers."""
+"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.api.decode import decode
+from reflex_runtime.llm.api.decode import decode, token_ids
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
 from reflex_runtime.llm.api.fields import ChatFields, FieldTable, Message
 from reflex_runtime.llm.api.messages import InputTokens, counted
@@ -33,6 +34,19 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: msgspec.Raw  # many are decoded piece by piece
+    model: str | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """What /detokenize answers. prompt: their text, special tokens left out."""
+
+    prompt: str
+
+
 class TokenIds(msgspec.Struct):
     """What /tokenize answers. count: of the tokens. max_model_len: how many a request may have, output included."""
 
@@ -48,6 +62,9 @@ TOKENIZE: Final = FieldTable(
         "chat_template": (), "messages[].audio": (), "messages[].function_call": (),
     },
 )  # fmt: skip
+DETOKENIZE: Final = FieldTable(DetokenizeFields)
+
+
 def tokenize(body: bytes) -> Question:
     """The body of POST /tokenize, or the BadRequest that names what is wrong."""
     fields, _ = decode(TOKENIZE, body)
@@ -59,6 +76,12 @@ def tokenize(body: bytes) -> Question:
     return fields.model, hints, partial(_tokenized, what)
 
 
+def detokenize(body: bytes) -> Question:
+    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
+    fields, _ = decode(DETOKENIZE, body)
+    return fields.model, (), partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
+
+
 def count_tokens(body: bytes) -> Question:
     """The body of POST /v1/messages/count_tokens, or the BadRequest that names what is wrong."""
     name, conversation, hints = counted(body)
@@ -68,6 +91,15 @@ def count_tokens(body: bytes) -> Question:
 async def _tokenized(what: str | Conversation, model: ModelHost) -> bytes:
     ids = await _ids(what, model)
     return encode(TokenIds(len(ids), model.limits.longest, ids))
+
+
+async def _detokenized(ids: list[int], model: ModelHost) -> bytes:
+    longest, most = model.limits.max_model_len, model.limits.vocab_size
+    if len(ids) > longest:
+        raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
+    if ids and not (min(ids) >= 0 and max(ids) < most):
+        raise BadRequest(f"tokens: must be in [0, {most - 1}], not {min(ids)} to {max(ids)}", "tokens")
+    return encode(Detokenized(await asyncio.to_thread(model.texts.tokenizer.decode, ids)))
 
 
 async def _counted(conversation: Conversation, model: ModelHost) -> bytes:
