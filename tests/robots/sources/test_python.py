@@ -222,3 +222,12 @@ def test_p14_the_name_of_a_checkpoint_on_a_hub_is_told_how_to_download(tmp_path:
     assert error.value.message.endswith("then: reflex serve lerobot:./smolvla_base")
     with pytest.raises(ConfigError, match="not found, expected a checkpoint of LeRobot, with its config"):
         read_source(f"lerobot:{tmp_path}/nowhere")
+
+
+def test_the_model_without_pytorch_of_the_page_answers(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
+    (code,) = (block.partition("```")[0] for block in page.split("```python\n") if "class Still" in block)
+    (tmp_path / "my_policy.py").write_text(code)
+    with Server("python:my_policy:make", before=f"import sys; sys.path.insert(0, {str(tmp_path)!r})") as server:
+        answer = server.post({"state": [0.1] * 7})
+        assert answer.json["actions"] == [pytest.approx([0.1] * 7)] * 16
