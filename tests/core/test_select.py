@@ -290,3 +290,14 @@ def test_who_was_served_already_gives_way_however_little_time_is_left() -> None:
     new = [others[2], ask(scheduler, 0.040, client="new")]
     assert list(take(scheduler, 0.040).grants) == new
     assert outcome_of(again) == "deadline_unreachable"
+
+
+def test_an_elder_that_is_held_is_refused_rather_than_answered_after_its_clients_younger_one() -> None:
+    scheduler = window_scheduler()
+    elder, younger = [ask(scheduler, client="robot", time_limit=limit) for limit in (0.300, 0.100)]
+    scheduler.hold(elder, 0.0)
+    ask(scheduler, client="hurried", time_limit=0.035)
+    for i in range(3):
+        ask(scheduler, client=i, time_limit=0.100)
+    assert younger in take(scheduler, 0.0).grants
+    assert outcome_of(elder) == "deadline_unreachable"

@@ -632,7 +632,7 @@ class Former:
 
     def _infeasible(self, chosen: Filled, shed: list[Ticket]) -> list[Ticket]:
         """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first: the first
-        ones of very many (`Formed.late_after`)."""
+        ones of very many (`late_after`)."""
         after = self.now + (chosen.tally.until_boundary if chosen.grants else 0.0)
         spared = {*chosen.grants, *shed}
         found, more = too_late(
