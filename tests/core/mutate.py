@@ -630,8 +630,6 @@ MUTANTS = [
         "            self.last = now\n        self._count",
         "        self._count",
     ),
-    M("core/scheduler.py", "a call stays out", "        partition.in_flight -= 1\n", ""),
-    M("core/scheduler.py", "no call is ever out", "partition.in_flight += 1", "pass"),
     M(
         "core/group.py",
         "the group's room is never used up",
@@ -914,7 +912,7 @@ MUTANTS = [
     ),
     M(
         "core/token_budget.py",
-        "a fixed part has no limit",
+        "the fixed part of a step has no limit",
         "min(TIMES_FIXED * self._fit.fixed, LONGEST)",
         "TIMES_FIXED * self._fit.fixed",
     ),

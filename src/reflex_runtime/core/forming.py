@@ -745,13 +745,11 @@ def may_lead(group: Group, partition: Partition) -> bool:
         or group.offenders
         or group.evidence.pending
         or partition.residents
-        or partition.in_flight > 1
     )
 
 
 def put_back(group: Group, partition: Partition, batch: Batch) -> None:
     """Let the members of a batch that was not started wait again, each in its old place."""
-    partition.in_flight -= 1
     group.left[:0] = batch.left
     if group.room is not None:
         group.room += len(batch)

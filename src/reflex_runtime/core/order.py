@@ -353,7 +353,6 @@ class Partition(ShareHolder):
         self.unsettled: dict[Ticket, None] = {}  # tickets, by arrival
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
         self.paused_until = -inf
-        self.in_flight = 0  # batches
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1
         self.hold_for = 0  # clients that are to come before it is decided again

@@ -284,7 +284,6 @@ class Scheduler:
         resources = group.config.resources
         if resources is not None:
             resources.rollback(batch) if failed == n else resources.commit(batch)
-        partition.in_flight -= 1
         crashed = not apart and group.crashed(partition, batch, failed, faults)
         if BatchFinished not in self.unheard:
             self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
@@ -321,7 +320,7 @@ class Scheduler:
         It is started with `start_ahead`; until it is, inputs may take it back.
         """
         self._now = max(self._now, now)
-        may = self._ahead.batch is None and not self._closed and len(self._in_flight) == self._max_batches
+        may = self._ahead.batch is None and not self._closed and len(self._in_flight) == self._max_batches == 1
         if not self._apply_due(may):
             return None
         for group in self._turns()[:1]:
@@ -509,7 +508,6 @@ class Scheduler:
             batch.short_of = ""
         if batch.part is not None:
             partition.suspects.take(batch.part)
-        partition.in_flight += 1
         self._in_flight[batch] = None
 
     def _begin(self, group: Group, partition: Partition, batch: Batch) -> Batch:
