@@ -480,8 +480,8 @@ MUTANTS = [
     M("core/statistics.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
     # company and value
     M("core/think_times.py", "more come than fit", "(expected if expected < places else places)", "expected"),
-    M("core/think_times.py", "waiting is free", "- waits - (queued + left) * wait", "- waits"),
-    M("core/think_times.py", "held beyond the limit", "(min(wait + JUST_LATE, longest), expected), g", "(9.9, 0.0), g"),
+    M("core/think_times.py", "waiting is free", "            g -= (queued + left) * (wait if prepared else h)\n", ""),
+    M("core/think_times.py", "held beyond the limit", "best, gain = (h, expected), g", "best, gain = (9.9, 0.0), g"),
     M(
         "core/flush.py",
         "no safety factors",
@@ -735,7 +735,7 @@ MUTANTS = [
     M("core/flush.py", "who is not followed is greedy", " if key[2] is not None else self._counts[key]", ""),
     M("core/think_times.py", "two groups stay two", "if r > rate", "if False and r > rate"),
     M("core/think_times.py", "those that come later are gathered", "<= soon, self.prepares", "<= 1e9, self.prepares"),
-    M("core/think_times.py", "what is prepared does not wait", "(queued + left) * wait", "queued * wait"),
+    M("core/think_times.py", "what is prepared does not wait", "(queued + left) * (wait if", "queued * (wait if"),
     M("core/holding.py", "one size tells all", "if not group.cost.told_apart(head):", "if False:"),
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
     M("core/holding.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
