@@ -18,7 +18,7 @@ import numpy as np
 ACTIONS = [[0.5, -0.25], [0.125, 1.0], [0.0, 0.0]]
 ANSWER = {
     "actions": ACTIONS, "num_actions": 3, "action_dim": 2, "latency_ms": 1.5, "request_id": "mine", "cache": "off",
-    "timing": {"queue_ms": 0.5, "total_ms": 1.5}, "batch": {"id": 7, "size": 2, "cause": "idle"}, "guard": None,
+    "timing": {"queue_ms": 0.5, "total_ms": 1.5}, "batch": {"id": 7, "size": 2, "reason": "idle"}, "guard": None,
 }  # fmt: skip
 UNNAMED = {name: value for name, value in ANSWER.items() if name != "request_id"}
 NAMED = {"request_id": "mine"}  # the request that ANSWER answers

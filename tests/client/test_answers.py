@@ -29,7 +29,7 @@ def test_a_chunk_is_what_was_answered_and_new_fields_do_not_matter(make: Make, p
     np.testing.assert_array_equal(chunk.actions, actions)
     assert (chunk.request_id, chunk.cache, chunk.attempts) == ("mine", "off", 1)
     assert chunk.timing == {"queue_ms": 0.5, "total_ms": 1.5}
-    assert chunk.batch == {"id": 7, "size": 2, "cause": "idle"}
+    assert chunk.batch == {"id": 7, "size": 2, "reason": "idle"}
     assert chunk.guard == {"clamped": 1}
     assert (chunk.slot, chunk.model_version, chunk.policy_changed) == (None, None, False)
     assert chunk.raw["news"] == [1]

@@ -159,7 +159,7 @@ class Chunk:
     """One answer.
 
     actions: float32 [n, action_dim], finite, in the robot's units, the first to be executed first.
-    timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, cause, cost_ms.
+    timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, reason, cost_ms.
     cache: hit, hit_stale, miss or off. guard: what the action guard changed, or None.
     slot, model_version: which of two policies answered; None from a server with one.
     policy_changed: the episode was moved to another policy; discard plans made before.

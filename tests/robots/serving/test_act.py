@@ -77,8 +77,8 @@ def test_h2_the_answer_has_every_key(server: Server) -> None:
     assert body["hz"] == pytest.approx(1e3 / body["latency_ms"], rel=0.01)
     assert set(body["timing"]) == {"queue_ms", "batch_ms", "total_ms", "age_ms"}
     assert body["timing"]["queue_ms"] + body["timing"]["batch_ms"] <= body["timing"]["total_ms"] + 0.01
-    assert set(body["batch"]) == {"id", "size", "cause", "cost_ms"}
-    assert body["batch"]["cause"] == "idle"
+    assert set(body["batch"]) == {"id", "size", "reason", "cost_ms"}
+    assert body["batch"]["reason"] == "idle"
     assert body["cache"] == "off"
     export = server.get("/config").json["policy"]
     assert (body["model_hash"], body["config_hash"]) == (export["model_hash"], export["config_hash"])

@@ -55,8 +55,8 @@ def test_b3_the_reason_of_each_batch_is_told(tiny: Path, file: Path) -> None:
     options = ("--max-batch-cost-ms", "10", "--inject-latency-ms", "60", "--max-batch-size", "4")
     with Server(tiny, *options, "--trace", str(file)) as server:
         first = server.act()
-        assert first.json["batch"]["cause"] == "idle"  # it believes the warm-up: a fraction of a millisecond
-        causes = [server.act().json["batch"]["cause"] for _ in range(8)]
+        assert first.json["batch"]["reason"] == "idle"  # it believes the warm-up: a fraction of a millisecond
+        causes = [server.act().json["batch"]["reason"] for _ in range(8)]
         assert causes[-1] == "over_budget"  # one alone takes 60 ms
         with busy(server):
             crowd = server.at_once(numbered(9))

@@ -423,7 +423,7 @@ def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
     return {
         "id": admission.id,
         "size": admission.size,
-        "cause": admission.cause,
+        "reason": admission.cause,
         "cost_ms": round(admission.cost * 1e3, 3),
     }
 
