@@ -8,7 +8,6 @@ from typing import Final
 
 from prometheus_client import Counter
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.vllm.entry import Entry
 
 NAMES: Final = 1000  # clients that have a series of their own
@@ -20,9 +19,7 @@ STEPS: Final = Counter("reflex_step_seconds", "Seconds of steps whose time was p
 _known: set[str] = set()
 
 
-def ended(entry: Entry, refusal: ReflexError | None) -> None:
-    if refusal is not None:
-        REFUSED.labels(refusal.code).inc()
+def ended(entry: Entry) -> None:
     name = str(entry.request.client) if entry.named else ""
     if name not in _known and len(_known) < NAMES:
         _known.add(name)

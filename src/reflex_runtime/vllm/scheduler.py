@@ -116,6 +116,7 @@ class FairScheduler(TracedScheduler):
         entry.outcome = Failed(refusal)
         self.finish_requests(entry.id, RequestStatus.FINISHED_ABORTED)
         self._refused.append((entry.own, refusal))
+        metrics.REFUSED.labels(refusal.code).inc()
 
     def _full(self, entry: Entry) -> ReflexError | None:
         """Why it cannot wait: as for the core's `max_queued_seconds`, and with an empty queue any may."""
@@ -229,7 +230,7 @@ class FairScheduler(TracedScheduler):
         self._backlog.remove([entry])
         if self._evidence.probes(entry):
             self._evidence.settled(entry, answered, now)
-        metrics.ended(entry, None if answered else entry.outcome.error)
+        metrics.ended(entry)
         self._clients.leave(entry.client, now)
 
     def _decided(self, batch: Batch) -> None:
