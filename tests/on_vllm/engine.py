@@ -142,6 +142,17 @@ class Run:
         scheduler.schedule = inner
         return seen
 
+    def hopeless(self) -> list[Any]:
+        """How two requests end whose prompts take a second: one has less time than that, the other has enough."""
+        self.add("beside", prompt(6, 701), 60)
+        for _ in range(5):
+            self.step()
+        self.add("hopeless", prompt(200, 702), 1, deadline_ms=900)
+        self.step()
+        self.add("possible", prompt(200, 703), 1, deadline_ms=600_000)
+        self.run()
+        return [self.done[name].stop_reason or self.done[name].finish_reason for name in ("hopeless", "possible")]
+
     def full(self) -> dict[str, list[Any]]:
         """How requests end while a second of work may wait: a greedy client's, and two of another that come later."""
         for i in range(40):
@@ -173,7 +184,8 @@ def prompt(length: int, seed: int) -> list[int]:
 def main(model: str, scheduler: str, trace: str, options: str = "{}") -> None:
     if options == "promised":
         engine = engine_of(model, scheduler, {"trace": trace, "max_queue_s": 1.0})
-        found: dict[str, Any] = {"promised": Run(engine).promised(), "full": Run(engine).full()}
+        run = Run(engine)
+        found: dict[str, Any] = {"promised": run.promised(), "hopeless": run.hopeless(), "full": Run(engine).full()}
         engine.engine_core.shutdown()
         print("FOUND " + json.dumps(found), flush=True)
         return

@@ -119,6 +119,10 @@ def test_a_promised_gap_leaves_a_prompt_what_fits(ran: Ran) -> None:
     assert min(prompts[1:-1]) >= 8
 
 
+def test_what_cannot_be_in_time_is_refused_before_it_runs(ran: Ran) -> None:
+    assert ran(OURS, "promised")["hopeless"] == ["deadline_unreachable", "length"]
+
+
 def test_a_greedy_client_is_refused_while_too_much_waits(ran: Ran) -> None:
     ends = ran(OURS, "promised")["full"]
     greedy = [end for name, end in ends.items() if name.startswith("greedy")]
