@@ -607,20 +607,21 @@ class Former:
         cap.
         """
         cost, now, most = self.group.cost, self.now, 4 * self.policy.max_batch_size
-        charged: dict[Hashable, float] = {}
+        charged: dict[Hashable, float] = defaultdict(float)
         found: list[tuple[Priority, float, bool, Ticket]] = []
         hopeless = []
 
         def charge(ticket: Ticket) -> float:
-            return cost.marginal(ticket, 1.0) / ticket.request.weight
+            price = cost.marginal(ticket, 1.0) / ticket.request.weight
+            charged[ticket.queue.client] += price
+            return price
 
         for ticket in islice(in_order(self.partition, charge, ()), most):
             client, end = ticket.queue.client, now + cost.remaining(ticket)
-            share = charged.get(client, client.counter)
-            charged[client] = share + charge(ticket)
             if end > ticket.deadline:
                 hopeless.append(ticket)
             elif not ticket.held:
+                share = client.counter + charged.get(client, 0.0)
                 found.append((ticket.tier, share, end + LATER * seconds <= ticket.deadline, ticket))
         found.sort(key=itemgetter(0, 1, 2))
         return [ticket for *_, ticket in found], hopeless
