@@ -338,6 +338,7 @@ def test_x3_same_inputs_at_the_same_times_give_the_same_batches_byte_for_byte() 
     assert transcript() == transcript()
 
 
+@pytest.mark.long  # other processes play the same
 def test_x3_whatever_the_hash_seed_of_the_process() -> None:
     """Ids, partitions and clients are hashed everywhere; no order may come from it."""
     here = Path(__file__)

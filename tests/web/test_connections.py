@@ -395,7 +395,7 @@ def test_others_are_served_between_requests_and_parts_that_came_at_once(
         async with listening(app) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             all_of_it = (
-                REQUEST * 20_000 + LAST if kind == "requests" else CHUNKED + b"1\r\na\r\n" * 90_000 + b"0\r\n\r\n"
+                REQUEST * 4_000 + LAST if kind == "requests" else CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n"
             )
             writer.write(all_of_it)
             data = await reader.read()
@@ -406,10 +406,10 @@ def test_others_are_served_between_requests_and_parts_that_came_at_once(
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         answers = runner.run(check())
     if kind == "requests":
-        assert [answer.status for answer in answers] == [404] * 20_001
+        assert [answer.status for answer in answers] == [404] * 4_001
     else:
-        assert [answer.body for answer in answers] == [b"90000"]
-    assert sum(parsed) >= 20_000
+        assert [answer.body for answer in answers] == [b"20000"]
+    assert sum(parsed) >= 4_000
     assert max(parsed) <= module.MANY + module.SLICE / min(len(REQUEST), len(b"1\r\na\r\n"))
 
 
