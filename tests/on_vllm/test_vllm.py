@@ -177,6 +177,16 @@ def test_the_journal_is_read_by_reflex_trace(ran: Ran, folder: Path) -> None:
     assert "tokens" in done.stdout
 
 
+def test_the_journal_has_a_line_of_every_request(ran: Ran, folder: Path) -> None:
+    ran(OURS)
+    requests = read_journal(folder / f"{OURS}.jsonl").requests
+    late = [line for line in requests if line.outcome == "expired"]
+    assert [line.request.robot_id for line in late] == ["late"]
+    assert late[0].batch is None
+    assert sum(line.outcome == "ok" for line in requests) > 64
+    assert all(line.latency.total_ms >= line.latency.queue_ms >= 0.0 for line in requests)
+
+
 def test_another_version_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda: "0.320.1")
     with pytest.raises(ConfigError, match=r"^reflex_runtime.vllm fits vLLM 0\.32; installed is 0\.320\.1$"):

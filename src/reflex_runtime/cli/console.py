@@ -79,7 +79,8 @@ def console(width: int, columns: bool = True, **more: Any) -> Console:
 def add_key(parser: argparse.ArgumentParser) -> None:
     """The option of the key of a running server."""
     parser.add_argument(
-        "--api-key", metavar="KEY",
+        "--api-key",
+        metavar="KEY",
         help="key of the server, of operators if it has two; default: the environment variable REFLEX_API_KEY",
     )
 

@@ -683,7 +683,6 @@ class TimeCost(CostModel):
 class _OneShotTally(Tally):
     """a + Σ b over the members: one addition per ticket."""
 
-
     def __init__(self, model: TimeCost) -> None:
         super().__init__()
         self._model = model
@@ -765,7 +764,6 @@ class _OneShotTally(Tally):
 class _StagedTally(Tally):
     """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
     last a · max(steps) + Σ b · steps. Others enter at the next step."""
-
 
     def __init__(self, model: TimeCost) -> None:
         super().__init__()

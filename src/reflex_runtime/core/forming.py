@@ -119,9 +119,7 @@ class Filling:
         places = max(0, int(min(places, self._group.offenders.limit)))
         return Filled({}, tally_of(self._cost, base), places=places)
 
-    def _add(
-        self, filled: Filled, candidates: Iterable[Ticket], limit: float, passed_over: set[Hashable]
-    ) -> Filled:
+    def _add(self, filled: Filled, candidates: Iterable[Ticket], limit: float, passed_over: set[Hashable]) -> Filled:
         """Add candidates in order to the fill: the one loop that grants units to waiting tickets.
 
         passed_over: clients of which one did not fit, whose later ones must not overtake it.
@@ -636,9 +634,7 @@ class Former:
         ones of very many (`late_after`)."""
         after = self.now + (chosen.tally.until_boundary if chosen.grants else 0.0)
         spared = {*chosen.grants, *shed}
-        found, more = too_late(
-            self.group, self.partition, after, spared, lambda ticket: self._refused(ticket, chosen)
-        )
+        found, more = too_late(self.group, self.partition, after, spared, lambda ticket: self._refused(ticket, chosen))
         self.late_after = after if more else inf
         return found
 

@@ -671,9 +671,7 @@ class Scheduler:
         self.settled += 1
         self._events.append(_event(RequestSettled, (self._now, ticket)))
 
-    def _settle(
-        self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]
-    ) -> None:
+    def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
         """End tickets of one partition, each exactly once."""
         events, resources, residents = self._events, group.config.resources, partition.residents
         for ticket, outcome in ended:

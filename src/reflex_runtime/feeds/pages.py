@@ -241,9 +241,7 @@ _NAME: Final = {"name": {"type": "string"}}
 _OPERATIONS: Final = PAGES | {
     "/feeds": Operation("The page of all feeds", HTML),
     "/feeds/{name}.jpg": Operation("The next frame, small", content({}, "image/jpeg"), ("404",), parameters=_NAME),
-    "/feeds/{name}.mjpeg": Operation(
-        "Frames until you leave", content({}, _SEVERAL), ("404", "429"), parameters=_NAME
-    ),
+    "/feeds/{name}.mjpeg": Operation("Frames until you leave", content({}, _SEVERAL), ("404", "429"), parameters=_NAME),
     "/feeds.mjpeg": Operation(
         "The same of several feeds: ?feed=A&feed=B", content({}, _SEVERAL), ("404", "422", "429")
     ),

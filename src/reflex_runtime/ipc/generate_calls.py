@@ -301,4 +301,3 @@ class BatcherStats:
 def alone(partition: Hashable) -> str:
     """Why each request of a partition is sent alone; "" if they share messages."""
     return str(partition[3]) if isinstance(partition, tuple) and len(partition) == 4 else ""
-

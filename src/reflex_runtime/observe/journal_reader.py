@@ -213,9 +213,7 @@ def _header_of(header: Header, policy: str, path: Path) -> Header:
         raise ConfigError(f"--policy={policy}: not in {path}, which has {there}")
     own = {name: value for name, value in msgspec.structs.asdict(header.served[policy]).items() if value is not None}
     groups = {
-        name.removeprefix(f"{policy}."): group
-        for name, group in header.groups.items()
-        if name.startswith(f"{policy}.")
+        name.removeprefix(f"{policy}."): group for name, group in header.groups.items() if name.startswith(f"{policy}.")
     }
     told: dict[str, Any] = {"policies": None, "split": None, "served": msgspec.UNSET, "groups": groups}
     return msgspec.structs.replace(header, **(told | own))

@@ -312,9 +312,7 @@ def stage_of(batch: BatchLine, several: bool) -> str:
 
 
 def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several: bool) -> None:
-    kinds = {
-        stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)
-    }
+    kinds = {stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)}
     _strip(axes, "stage", [stage_of(bar.batch, several) for bar in bars], kinds)
 
 

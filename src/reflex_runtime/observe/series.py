@@ -122,7 +122,7 @@ class SeriesRow(NamedTuple):
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family = kind(self.name.removesuffix("_total"), self.help, labels=(*labels, *self.labels))
         for key, value in values:
-            for more, number in ((((k,), n) for k, n in value.items()) if self.labels else (((), value),)):
+            for more, number in (((k,), n) for k, n in value.items()) if self.labels else (((), value),):
                 if number is not None:
                     family.add_metric((*key, *more), float(number))
         return family

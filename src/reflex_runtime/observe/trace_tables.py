@@ -66,9 +66,7 @@ def selected(
     return found if last is None else found[-last:]
 
 
-def show_batches(
-    console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str
-) -> None:
+def show_batches(console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str) -> None:
     """Print the table of a trace, and what is above and below it. everything: all rows. told: what it is called."""
     console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
     if not batches:
@@ -180,6 +178,7 @@ def _who(batch: BatchLine, colours: Colours, room: int) -> Text:
     """Members in their colours, with the units granted where those differ from one request."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
+
     def face(member: Member) -> Text:
         colour = colours.hex(member)
         mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
@@ -254,6 +253,7 @@ def whole(trace: Journal) -> list[Text]:
 WAITERS = 3  # named in a row
 NARROW_STEPS = 90  # with fewer columns than this, what the cache and the clock say is left out
 MARKS = {"queued": "", "preempted": "↩", "resident": "‖"}
+
 
 def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
     """What the marks in the table mean, of those that are in it."""

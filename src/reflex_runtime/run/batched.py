@@ -651,9 +651,7 @@ class Decorator(Protocol):
 
 
 @overload
-def batched(
-    function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
-) -> BatchedCoroutine[Item, Result]: ...
+def batched(function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /) -> BatchedCoroutine[Item, Result]: ...
 @overload
 def batched(function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
 @overload

@@ -112,9 +112,7 @@ class BatchHandle:
         prepare: Callable[[Any], Any] | None = getattr(self._coordinator.processor, "prepare", None)
         return prepare
 
-    def submit(
-        self, feed_id: str, frame: Any, view: Any = None, **options: Unpack[FrameOptions]
-    ) -> Future[Any]:
+    def submit(self, feed_id: str, frame: Any, view: Any = None, **options: Unpack[FrameOptions]) -> Future[Any]:
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
 
         The frame is not copied: do not write to it until the future ends (a capture loop with one buffer copies it).

@@ -92,26 +92,36 @@ class ServerConfig:
     """What both kinds of server have. Errors name flags."""
 
     host: str = option(
-        "127.0.0.1", "address to bind; set --api-key if it is not loopback",
+        "127.0.0.1",
+        "address to bind; set --api-key if it is not loopback",
         group="listening and trust",
     )
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option(
-        "", "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key; @FILE holds it",
-        metavar="KEY|@FILE", secret=True,
+        "",
+        "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key; @FILE holds it",
+        metavar="KEY|@FILE",
+        secret=True,
     )
     admin_key: str = option(
-        "", "key of operators: opens all paths, and alone /admin, /diagnostics, the journal, /status and the "
+        "",
+        "key of operators: opens all paths, and alone /admin, /diagnostics, the journal, /status and the "
         "dashboard's stream; without it changes are accepted from programs on this machine only",
-        metavar="KEY|@FILE", secret=True,
+        metavar="KEY|@FILE",
+        secret=True,
     )
     allow_host: tuple[str, ...] = option(
-        (), "accept this Host and Origin when no API key is set; * is any",
-        metavar="NAME", repeat=True, unless="api_key",
+        (),
+        "accept this Host and Origin when no API key is set; * is any",
+        metavar="NAME",
+        repeat=True,
+        unless="api_key",
     )
     cors: tuple[str, ...] = option(
-        (), "allow cross-origin requests from this origin; * is any; operators' paths stay closed",
-        metavar="ORIGIN", repeat=True,
+        (),
+        "allow cross-origin requests from this origin; * is any; operators' paths stay closed",
+        metavar="ORIGIN",
+        repeat=True,
     )
     max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
     max_bodies_mb: float = option(
@@ -121,20 +131,23 @@ class ServerConfig:
         4096, "most open connections; a further one is refused with 503 overloaded", low=1, high=1_000_000
     )
     max_connections_per_address: int = option(
-        0, "most of them of one address (of IPv6, a /64 network); 0 is no limit. Behind a proxy all callers are one "
+        0,
+        "most of them of one address (of IPv6, a /64 network); 0 is no limit. Behind a proxy all callers are one "
         "address",
-        low=0, high=1_000_000,
+        low=0,
+        high=1_000_000,
     )
     idle_timeout_s: float = option(
         75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
     )
     body_timeout_s: float = option(
-        60.0, "time for the body of a request to arrive; beyond it 408. Its head has 10 s at most",
-        low=0.1, high=3600, unit="s",
+        60.0,
+        "time for the body of a request to arrive; beyond it 408. Its head has 10 s at most",
+        low=0.1,
+        high=3600,
+        unit="s",
     )
-    uds: str = option(
-        "", "listen on this Unix socket instead of a port; only this user may open it", metavar="PATH"
-    )
+    uds: str = option("", "listen on this Unix socket instead of a port; only this user may open it", metavar="PATH")
     ssl_certfile: str = option("", "serve TLS with this certificate chain, in PEM", metavar="FILE")
     ssl_keyfile: str = option(
         "", "its private key, if the certificate's file does not hold it", metavar="FILE", needs="ssl_certfile"
@@ -144,11 +157,10 @@ class ServerConfig:
         "a small parent process restarts the server after a crash; switch it off under another supervisor",
         group="faults and the end",
     )
-    log_format: str = option(
-        "text", "lines for people, or JSON lines for a log collector", choices=("text", "json")
-    )
+    log_format: str = option("text", "lines for people, or JSON lines for a log collector", choices=("text", "json"))
     otel: str = option(
-        "", "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
+        "",
+        "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
         metavar="http://HOST:4318",
         group="spans",
     )
@@ -168,20 +180,26 @@ class LLMServeConfig(ServerConfig):
     """The settings of `reflex serve MODEL_DIR`."""
 
     served_model_name: str = option(
-        "", "model name that clients use and /v1/models lists; by default the directory's name", metavar="NAME",
+        "",
+        "model name that clients use and /v1/models lists; by default the directory's name",
+        metavar="NAME",
         group="what is served",
     )
     lora: tuple[str, ...] = option(
-        (), "a LoRA adapter (PEFT directory), which requests name as MODEL:NAME",
-        metavar="NAME=DIR", repeat=True,
+        (),
+        "a LoRA adapter (PEFT directory), which requests name as MODEL:NAME",
+        metavar="NAME=DIR",
+        repeat=True,
     )
     device: str = option(
-        "auto", "where the model runs; auto is a GPU if PyTorch finds one, else the CPU",
-        choices=("auto", "cpu", "cuda")
+        "auto",
+        "where the model runs; auto is a GPU if PyTorch finds one, else the CPU",
+        choices=("auto", "cpu", "cuda"),
     )
     runner: str = option(
-        "auto", "library that runs the model; auto is OpenVINO on a CPU and PyTorch on a GPU",
-        choices=("auto", "openvino", "torch")
+        "auto",
+        "library that runs the model; auto is OpenVINO on a CPU and PyTorch on a GPU",
+        choices=("auto", "openvino", "torch"),
     )
     dtype: str = option(
         "auto",
@@ -194,7 +212,8 @@ class LLMServeConfig(ServerConfig):
         choices=("none", "int8", "int4"),
     )
     cache_dir: str = option(
-        "", "where converted models are kept; by default .reflex in the model's directory, or the user's cache",
+        "",
+        "where converted models are kept; by default .reflex in the model's directory, or the user's cache",
         metavar="DIR",
     )
     threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
@@ -202,15 +221,16 @@ class LLMServeConfig(ServerConfig):
         0, "most tokens of one request, prompt and output; 0 is the model's own limit", low=0, high=1 << 24
     )
     workers: int = option(
-        0, "runtime processes, each with its own copy of the model; 0 runs it in the server's process",
-        low=0, high=64
+        0, "runtime processes, each with its own copy of the model; 0 runs it in the server's process", low=0, high=64
     )
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
     max_gap_ms: float = option(
         0.0,
         "longest gap between two tokens of an answer: prompts are read in steps that keep it, and requests wait while "
         "one more would break it; 0 is 100 ms or eight times the fixed part of a step, and nobody waits",
-        low=0, high=60_000, unit="ms",
+        low=0,
+        high=60_000,
+        unit="ms",
         group="batching",
     )
     max_num_batched_tokens: int = option(
@@ -218,8 +238,10 @@ class LLMServeConfig(ServerConfig):
     )
     max_num_seqs: int = option(256, "most requests that generate at the same time", low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step; 0 is no limit of its own",
-        low=0, high=1 << 20,
+        0,
+        "most tokens of one prompt in a step; 0 is no limit of its own",
+        low=0,
+        high=1 << 20,
     )
     speculate: str = option(
         "off",
@@ -236,25 +258,34 @@ class LLMServeConfig(ServerConfig):
         1_000_000, "most prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
     )
     block_size: int = option(
-        0, "tokens in a block of the cache; 0 is the runner's default", low=0, high=4096,
+        0,
+        "tokens in a block of the cache; 0 is the runner's default",
+        low=0,
+        high=4096,
         group="the cache",
     )
     kv_cache_gb: float = option(
         0.0,
         "memory for keys and values in each process; 0 is 1 GiB",
-        low=0, high=100_000, unit="GB",
+        low=0,
+        high=100_000,
+        unit="GB",
     )
     prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
     watchdog_s: float = option(
         60.0,
         "a step that runs longer fails for its callers; after twice the time the server ends; 0 is off",
-        low=0, high=3600, unit="s",
+        low=0,
+        high=3600,
+        unit="s",
         group="faults and the end",
     )
     drain_timeout_s: float = option(
         30.0, "time to finish accepted requests after SIGTERM; the rest ends with an error", low=0, high=600, unit="s"
     )
     trace: str = option(
-        "", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE",
+        "",
+        "write every step to FILE as a JSON line; read it with reflex trace",
+        metavar="FILE",
         group="trace",
     )

@@ -1,15 +1,15 @@
 """The real scheduler on a jumping clock: tests, tuning, capacity planning and replay.
 
-    from reflex_runtime.core.flush import FlushPolicy
-    from reflex_runtime.core.group import GroupConfig
-    from reflex_runtime.core.request import Request
-    from reflex_runtime.core.scheduler import Scheduler
-    from reflex_runtime.sim import Affine, Open, Poisson, Report, simulate
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.sim import Affine, Open, Poisson, Report, simulate
 
-    scheduler = Scheduler([GroupConfig(flush=FlushPolicy.window(max_batch_cost=0.100))])
-    load = Open(Poisson(rate=250), [Request(time_limit=0.100)])
-    run = simulate(scheduler, load, Affine(fixed=0.020, marginal=0.002), duration=60)
-    assert Report.of(run).on_time > 0.95
+scheduler = Scheduler([GroupConfig(flush=FlushPolicy.window(max_batch_cost=0.100))])
+load = Open(Poisson(rate=250), [Request(time_limit=0.100)])
+run = simulate(scheduler, load, Affine(fixed=0.020, marginal=0.002), duration=60)
+assert Report.of(run).on_time > 0.95
 """
 
 from reflex_runtime.core.statistics import percentile as percentile

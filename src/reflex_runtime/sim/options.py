@@ -45,8 +45,10 @@ class SimulateConfig:
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
     )
     callers: int = option(
-        0, "clients that the requests come from; 0: 8 with --arrivals closed, else a new one for each request",
-        low=0, high=10_000,
+        0,
+        "clients that the requests come from; 0: 8 with --arrivals closed, else a new one for each request",
+        low=0,
+        high=10_000,
     )
     think: str = option(
         "1",
@@ -59,8 +61,11 @@ class SimulateConfig:
     marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
     noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
     deadline_ms: float = option(
-        100.0, "time limit of every request; 0 is none (then no request is late and none is shed)",
-        low=0, high=600_000, unit="ms",
+        100.0,
+        "time limit of every request; 0 is none (then no request is late and none is shed)",
+        low=0,
+        high=600_000,
+        unit="ms",
     )
     max_batch_cost_ms: float | None = again(ServeConfig, "max_batch_cost_ms", None)
     batch_timeout_ms: float | None = again(ServeConfig, "batch_timeout_ms", None)

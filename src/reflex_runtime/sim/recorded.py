@@ -118,9 +118,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
         tenant=told.tenant or "",
         latest_only=told.latest_only,
         promote_after=told.promote_after,
-        cost=lambda: TimeCost(
-            cost["stages"], cost["affine"], cost["sizes"], padded_stages=cost.get("padded_stages")
-        ),
+        cost=lambda: TimeCost(cost["stages"], cost["affine"], cost["sizes"], padded_stages=cost.get("padded_stages")),
         controller=Planner() if told.planned else None,
     )
 

@@ -195,9 +195,7 @@ class _Loop:
         self.running = None if self.running is batch else self.running
         if ahead is not None:
             self._start(ahead, 0.0)
-        self.done.batches.append(
-            Ran(started, taken, len(batch), batch.expected, batch.cause.value)
-        )
+        self.done.batches.append(Ran(started, taken, len(batch), batch.expected, batch.cause.value))
 
     def _take_events(self) -> bool:
         events = self.scheduler.take_events()

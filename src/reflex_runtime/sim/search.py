@@ -260,8 +260,8 @@ class Tuner:
         gain = before.figures.of(aim) - after.figures.of(aim)
         least = MISSED if aim == "on-time" else WORTH * abs(before.figures.of(aim))
         each = zip(before.each, after.each, strict=True)
-        return gain >= least and all(b.of(aim) > a.of(aim) for b, a in each) and _may(
-            after.figures, before.figures, aim
+        return (
+            gain >= least and all(b.of(aim) > a.of(aim) for b, a in each) and _may(after.figures, before.figures, aim)
         )
 
     def _why(self, now: TunedFigures) -> str:

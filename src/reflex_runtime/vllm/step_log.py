@@ -19,14 +19,21 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.batch import Batch, Cause, Failed
 from reflex_runtime.core.cost import tally_of
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestProgressed, RequestSettled
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.events import (
+    BatchFinished,
+    BatchScheduled,
+    RequestAnswered,
+    RequestProgressed,
+    RequestSettled,
+)
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.core.token_budget import TimedTokens
-from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.journal_writer import JournalWriter, RequestRecord
 from reflex_runtime.vllm import metrics, versions
 from reflex_runtime.vllm.entry import GROUP, Entry, VllmSettings, outcome_of
 
@@ -94,6 +101,12 @@ class StepLog:
         )
         self._left.clear()
         self._residents.update(new)
+        for ticket in new:
+            if ticket.admission is None:
+                ticket.started, ticket.admission = (
+                    now,
+                    AdmittedBatch(batch.id, len(new), *batch.cause.names, batch.cost),
+                )
         self._steps.append(StepInFlight(output, batch, [ticket.computed for ticket in grants]))
         if self._writer is not None:
             self._writer(BatchScheduled(now, batch, queued))
@@ -123,14 +136,14 @@ class StepLog:
             for _ in range(max(1, new) - ended):
                 writer(RequestProgressed(now, entry, new or None))
             if ended:
-                writer(RequestSettled(now, entry))
+                _settle(writer, entry, now)
 
     def ended(self, entry: Entry) -> None:
         """A request has its outcome. One that a step has is told with it."""
         if not self._has(entry):
             self.preempted(entry)
             if self._writer is not None:
-                self._writer(RequestSettled(time.monotonic(), entry))
+                _settle(self._writer, entry, time.monotonic())
         self._residents.discard(entry)
 
     def preempted(self, entry: Entry) -> None:
@@ -144,6 +157,26 @@ class StepLog:
 
     def _has(self, entry: Entry) -> bool:
         return any(entry in step.batch.grants for step in self._steps)
+
+
+def _settle(writer: JournalWriter, entry: Entry, now: float) -> None:
+    """A request has ended: for its last step, and as a line of its own."""
+    writer(RequestSettled(now, entry))
+    request, failed = entry.request, entry.outcome if isinstance(entry.outcome, Failed) else None
+    error = failed.error if failed is not None and isinstance(failed.error, ReflexError) else None
+    record = RequestRecord(
+        entry.id,
+        robot_id=str(request.client),
+        arrived=entry.arrived,
+        deadline_ms=None if request.time_limit is None else 1e3 * request.time_limit,
+        total_s=now - entry.arrived,
+        queue_s=(now if entry.started is None else entry.started) - entry.arrived,
+        batch=entry.admission,
+        error=None if error is None else (error.code, error.message),
+        slot=GROUP,
+    )
+    outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
+    writer(RequestAnswered(now, GROUP, outcome, status, record.total_s, entry, record))
 
 
 class TracedScheduler(AsyncScheduler):  # type: ignore[misc]

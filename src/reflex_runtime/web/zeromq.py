@@ -153,4 +153,3 @@ class ZmqListener:
         if self._waiting > MAX_WAITING:
             raise Overloaded(f"{self._waiting} messages are being answered", retry_after=1.0)
         self._app.bodies.take(message, len(message.data))
-

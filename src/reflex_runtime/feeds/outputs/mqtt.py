@@ -1,8 +1,8 @@
 """Results to an MQTT broker, one message each.
 
-    TOPIC/feeds/NAME   a feed's results, each the line that --results writes; for NAME see `path_name`
-    TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone. Another
-                       one on the same topic, as in a rolling restart, then says online again
+TOPIC/feeds/NAME   a feed's results, each the line that --results writes; for NAME see `path_name`
+TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone. Another
+                   one on the same topic, as in a rolling restart, then says online again
 """
 
 from __future__ import annotations

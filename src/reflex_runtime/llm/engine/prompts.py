@@ -98,9 +98,7 @@ class StepTime:
         return f"{self.fixed * 1e3:.4g} ms + {self.per_token * 1e3:.4g} ms a token"
 
 
-def setup_of(
-    args: argparse.Namespace, directory_of: Callable[[str], Path]
-) -> tuple[Engines, list[Prompt]]:
+def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> tuple[Engines, list[Prompt]]:
     """Read the flags and load what runs. directory_of: a model by its name. ConfigError names flag, value and range."""
     from reflex_runtime.llm.engine.llm_engine import Engines
 

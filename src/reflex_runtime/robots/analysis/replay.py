@@ -526,7 +526,6 @@ class ModelReplay:
             },
         }
 
-
     def lines(self, diffs: Sequence[Diff]) -> list[str]:
         """What people are told of these differences, slot by slot."""
         told = [] if self.items else ["no answered request to replay"]

@@ -460,8 +460,8 @@ class ObservationFields:
     def _image(self, name: str, sent: Sent, field: str) -> Image:
         size, resize = self.spec.images[name], self.spec.resize
         if isinstance(sent, bytes | bytearray | memoryview):
-            image = decode_image(bytes(sent), field) if resize == "none" else decode_image(
-                bytes(sent), field, size, resize
+            image = (
+                decode_image(bytes(sent), field) if resize == "none" else decode_image(bytes(sent), field, size, resize)
             )
         else:
             pixels_of(sent, field)

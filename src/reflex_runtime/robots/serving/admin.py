@@ -207,4 +207,3 @@ def _decode(body: bytes, kind: type[T]) -> T:
         raise invalid_field(error, kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not JSON: {error}") from None
-

@@ -223,8 +223,10 @@ def text_of(value: Any) -> Any:
 
 
 def _is_picture(value: Any) -> bool:
-    return value.ndim == 3 if isinstance(value, np.ndarray) else (
-        isinstance(value, bytes) and value.startswith((JPEG_START, PNG_START[:8]))
+    return (
+        value.ndim == 3
+        if isinstance(value, np.ndarray)
+        else (isinstance(value, bytes) and value.startswith((JPEG_START, PNG_START[:8])))
     )
 
 

@@ -65,12 +65,10 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     episode_id: Annotated[Id, says("what cached prefixes and held actions belong to, with robot_id")] = None
     request_id: Annotated[Id, says("comes back in the answer and as X-Request-Id; made when absent")] = None
     robot_id: Annotated[Id, says("whose fair share it takes; else the episode's, else the connection's")] = None
-    seed: Annotated[
-        Whole | None, _whole("seed", "of the noise; else the first 8 bytes of SHA-256 of request_id")
-    ] = None
-    priority: Annotated[
-        Level | None, says("urgent goes first and at once, background fills free places")
-    ] = None
+    seed: Annotated[Whole | None, _whole("seed", "of the noise; else the first 8 bytes of SHA-256 of request_id")] = (
+        None
+    )
+    priority: Annotated[Level | None, says("urgent goes first and at once, background fills free places")] = None
     deadline_ms: Annotated[
         float | None,
         says(

@@ -115,6 +115,7 @@ class ExportObject(JsonObject):
 
 def read_export_json(file: Path) -> Any:
     """The value in a JSON file; ConfigError naming what is wrong with it."""
+
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:

@@ -151,8 +151,9 @@ def stacked_batch(batches: Sequence[Batch]) -> Batch:
     found: Batch = {}
     for name, first in batches[0].items():
         if isinstance(first, torch.Tensor) and name.startswith("observation."):
-            found[name] = torch.cat(padded([batch[name] for batch in batches], 1) if first.ndim == 2 else
-                                    [batch[name] for batch in batches])
+            found[name] = torch.cat(
+                padded([batch[name] for batch in batches], 1) if first.ndim == 2 else [batch[name] for batch in batches]
+            )
     return found
 
 

@@ -184,9 +184,7 @@ class StagedVla(GraphedStaged):
     def _velocity(self, packed: SimpleNamespace, x: Any, time: Any) -> Any:
         model = self._model
         if self._smolvla:
-            return model.denoise_step(
-                prefix_pad_masks=packed.pad, past_key_values=packed.cache, x_t=x, timestep=time
-            )
+            return model.denoise_step(prefix_pad_masks=packed.pad, past_key_values=packed.cache, x_t=x, timestep=time)
         # LeRobot's `denoise_step` without its copy of the whole cache.
         state = () if packed.state is None else (packed.state,)
         suffix, pad, attention, condition = model.embed_suffix(*state, x, time)

@@ -91,8 +91,11 @@ def check_two_policies(
     larger = max(exports, key=lambda export: export.model_bytes)
     if environ.get(SKIP) == "1":
         log.warning(
-            "%s=1: it was not checked that %d policies of %s (%s) fit the memory", SKIP, policies,
-            in_gb(larger.model_bytes), larger.source,
+            "%s=1: it was not checked that %d policies of %s (%s) fit the memory",
+            SKIP,
+            policies,
+            in_gb(larger.model_bytes),
+            larger.source,
         )
         return
     room = Room(larger.model_bytes, (total or total_memory)(provider), policies, beside)

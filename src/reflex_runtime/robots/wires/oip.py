@@ -46,7 +46,6 @@ _LIMITS: Final = ("robot_id", "episode_id", "executed", "delay", "priority")
 _SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
-
 def routes(handler: RequestHandler) -> list[Route]:
     return OipHttp(PolicyModels(handler), handler.config.max_body_bytes, handler.prefix).routes
 
