@@ -112,6 +112,15 @@ class CostModel:
         """Start filling a batch."""
         raise NotImplementedError
 
+    def line(self, ticket: Ticket) -> tuple[float, float, float]:
+        """(fixed, marginal, sigma) seconds of batches of tickets like this one."""
+        tally = self.tally()
+        tally.add(ticket, 1.0)
+        one = tally.seconds
+        tally.add(ticket, 1.0)
+        marginal = max(0.0, tally.seconds - one)
+        return max(0.0, one - marginal), marginal, tally.sigma
+
     def estimate(self, ticket: Ticket) -> float:
         """Documented estimate of the whole request, in the model's unit."""
         return 1.0
@@ -162,16 +171,6 @@ def tally_of(model: CostModel, grants: Mapping[Ticket, float]) -> Tally:
     for ticket, units in grants.items():
         tally.add(ticket, units)
     return tally
-
-
-def line_of(model: CostModel, ticket: Ticket) -> tuple[float, float, float]:
-    """(fixed, marginal, sigma) seconds of batches of tickets like this one."""
-    tally = model.tally()
-    tally.add(ticket, 1.0)
-    one = tally.seconds
-    tally.add(ticket, 1.0)
-    marginal = max(0.0, tally.seconds - one)
-    return max(0.0, one - marginal), marginal, tally.sigma
 
 
 class _UnitTally(Tally):
@@ -472,10 +471,10 @@ class _KindCost:
 
     estimate, fixed, marginal: see `CostModel`; marginal is None until it was measured, and only then the estimate is
     needed. fit, slope, measured: what a tally of one-shot work begins with.
-    remaining: by the units wanted. shares: by those, budget and size.
+    line: once it was asked for. remaining: by the units wanted. shares: by those, budget and size.
     """
 
-    __slots__ = ("estimate", "fit", "fixed", "marginal", "measured", "remaining", "shares", "slope")
+    __slots__ = ("estimate", "fit", "fixed", "line", "marginal", "measured", "remaining", "shares", "slope")
 
     def __init__(self, model: TimeCost, ticket: Ticket) -> None:
         shape = ticket.request.shape
@@ -486,6 +485,7 @@ class _KindCost:
         self.fit = fits[0] if fits else None
         self.slope = model.slope(self.fit, ticket)
         self.measured = fits is not None or model.measured(ticket)
+        self.line: tuple[float, float, float] | None = None
         self.remaining: dict[float, float] = {}
         self.shares: dict[tuple[float, float, int], float] = {}
 
@@ -531,10 +531,7 @@ class TimeCost(CostModel):
 
     # -- what the scheduler asks -------------------------------------------------------------------------------------
 
-    def tally(self) -> Tally:
-        return self._open()
-
-    def _open(self) -> _OneShotTally | _StagedTally:
+    def tally(self) -> _OneShotTally | _StagedTally:
         return _OneShotTally(self) if len(self.stages) == 1 else _StagedTally(self)
 
     def estimate(self, ticket: Ticket) -> float:
@@ -546,10 +543,16 @@ class TimeCost(CostModel):
         kind = self.kind(ticket)
         known = kind.remaining.get(ticket.wants)
         if known is None:
-            tally = self._open()
+            tally = self.tally()
             seconds = tally.with_ticket(ticket)
             known = kind.remaining[ticket.wants] = seconds if tally.measured else 0.0
         return known
+
+    def line(self, ticket: Ticket) -> tuple[float, float, float]:
+        kind = self.kind(ticket)
+        if kind.line is None:
+            kind.line = super().line(ticket)
+        return kind.line
 
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
         kind, key = self.kind(ticket), (ticket.wants, budget, most)
@@ -562,7 +565,7 @@ class TimeCost(CostModel):
         """The marginal part is the cost of two minus that of one; the rest is divided among a full batch."""
         if self.affine and self.fits(ticket.request.shape) is None:
             return 0.0  # a median of small batches does not predict full ones
-        tally = self._open()
+        tally = self.tally()
         alone = tally.with_ticket(ticket)
         if not tally.measured:
             return 0.0
@@ -597,7 +600,7 @@ class TimeCost(CostModel):
         return known
 
     def told_apart(self, ticket: Ticket) -> bool:
-        return not self.affine or self.fits(ticket.request.shape) is not None
+        return not self.affine or self.kind(ticket).fit is not None
 
     # -- what it learns from -----------------------------------------------------------------------------------------
 
@@ -683,8 +686,10 @@ class TimeCost(CostModel):
 class _OneShotTally(Tally):
     """a + Σ b over the members: one addition per ticket."""
 
+    __slots__ = ("_fit", "_fixed", "_model", "_n", "_slopes", "measured")
+
     def __init__(self, model: TimeCost) -> None:
-        super().__init__()
+        self.cost = self.dearest = 0.0  # not by the base: several are made for each request
         self._model = model
         self._fit: AffineFit | None = None
         self._fixed = 0.0
@@ -745,7 +750,7 @@ class _OneShotTally(Tally):
         else:
             kind = self._model.kind(ticket)
             self._fit, self.measured, slope = kind.fit, kind.measured, kind.slope
-            self._fixed = 0.0 if kind.fit is None else kind.fit.fixed
+            self._fixed = 0.0 if kind.fit is None else kind.fixed
         self._slopes[request.cost_class] = slope
         return slope
 

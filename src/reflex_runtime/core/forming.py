@@ -46,7 +46,7 @@ from operator import itemgetter
 
 from reflex_runtime.core.admission import StagedRequest, gain_over_loss, price, too_late
 from reflex_runtime.core.batch import Batch, Cause, Part
-from reflex_runtime.core.cost import Tally, line_of, tally_of
+from reflex_runtime.core.cost import Tally, tally_of
 from reflex_runtime.core.flush import Filled, Fitter, FlushPolicy, at_risk, window
 from reflex_runtime.core.group import Group, Resources
 from reflex_runtime.core.holding import Holding
@@ -423,7 +423,7 @@ class Former:
         controller = self.group.config.controller
         if controller is None or (head := self._head()) is None:
             return base
-        policy = controller.policy(base, lambda: line_of(self.group.cost, head), self.now, self.partition.key)
+        policy = controller.policy(base, lambda: self.group.cost.line(head), self.now, self.partition.key)
         if base.times_fixed:
             self.group.budget = max(base.max_batch_cost, policy.max_batch_cost)
         return self._for_urgent(policy, head) if policy.max_batch_cost < base.max_batch_cost else policy
@@ -431,7 +431,7 @@ class Former:
     def _for_urgent(self, policy: FlushPolicy, head: Ticket) -> FlushPolicy:
         """Shorter batches are planned for urgent requests to come. Those that wait share one nevertheless, beyond the
         plan without others. In overload 4 % more of them are on time."""
-        fixed, marginal, _ = line_of(self.group.cost, head)
+        fixed, marginal, _ = self.group.cost.line(head)
         urgent = fixed + marginal * len(self.partition.tiers[URGENT].tickets)
         most = min(urgent, self.group.config.flush.max_batch_cost)
         return policy if most <= policy.max_batch_cost else replace(policy, max_batch_cost=most)
@@ -584,7 +584,7 @@ class Former:
                 hopeless.remove(probe)
                 chosen = filling.fill_from([probe])
             elif candidates:
-                affine = line_of(self.group.cost, candidates[0])
+                affine = self.group.cost.line(candidates[0])
                 alike = not filling.base and self._alike(candidates)
                 fit = _formula(affine, len(full.grants)) if alike else _by_filling(filling)
                 chosen = filling.fill_from(window(candidates, full, fit, self.now))

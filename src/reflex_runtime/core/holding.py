@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, log
 
-from reflex_runtime.core.cost import line_of
 from reflex_runtime.core.flush import Filled, FlushPolicy, Tiers
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.order import Partition
@@ -132,7 +131,7 @@ class Holding:
                 until = now + seconds
                 partition.hold_for = int(expected + 1e-9) if tightest is None else 0
         if until > now and tightest is not None and filled.tally.seconds > 0.0:
-            next_one = filled.tally.seconds + line_of(group.cost, next(iter(filled.grants)))[1]
+            next_one = filled.tally.seconds + group.cost.line(next(iter(filled.grants)))[1]
             until = min(until, tightest[0] - next_one * (1.0 + 2.0 * filled.tally.sigma))
         return until
 
@@ -151,7 +150,7 @@ class Holding:
         if not returns.worth(queued, places, seconds):  # the fixed part is not above it
             return NO_HOLD
         head = next(iter(filled.grants))
-        fixed, marginal, _ = line_of(group.cost, head)
+        fixed, marginal, _ = group.cost.line(head)
         if not group.cost.told_apart(head):
             fixed = seconds  # until measured, further members count as free
         elif marginal > 0.0 and group.cost.unit == "seconds":
