@@ -119,7 +119,7 @@ def test_every_code_of_the_page_has_a_class() -> None:
     page = (Path(__file__).parents[2] / "docs/errors.md").read_text()
     sections = re.split(r"^## ", page, flags=re.M)[1:]
     codes = {section.partition("\n")[0]: re.findall(r"^### `(.*)`", section, re.M) for section in sections}
-    kinds = {"Your request": {errors.BadRequest, errors.NotFound}, "Too much": {errors.ServerBusy}}
+    kinds = {"Your request": {errors.BadRequest, errors.NotFound, errors.ServerBusy}, "Too much": {errors.ServerBusy}}
     kinds["Too late"] = {errors.StaleRequest}
     for section, expected in kinds.items():
         assert {errors.class_of(code, 400) for code in codes[section]} == expected
@@ -154,6 +154,18 @@ def test_an_unknown_code_is_a_server_error(make: Make) -> None:
     with Stub([refusal("brand_new", 418, retry_safe=False)]) as stub, pytest.raises(ServerError) as caught:
         make(stub.url).act()
     assert (type(caught.value), caught.value.code) == (BadRequest, "brand_new")
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_a_proxy_that_is_busy_does_not_say_that_the_request_is_bad(make: Make, status: int) -> None:
+    with Stub([reply(b"<html>later</html>", status)]) as stub, pytest.raises(ServerError) as caught:
+        make(stub.url).act()
+    assert (type(caught.value), caught.value.retry_safe) == (ServerError, False)
+
+
+def test_a_request_that_came_too_slowly_may_be_sent_again(make: Make) -> None:
+    with Stub([refusal("request_timeout", 408)]) as stub, pytest.raises(errors.ServerBusy):
+        make(stub.url, retries=0).act()
 
 
 @pytest.mark.parametrize("body", [b"<html>Bad Gateway</html>", b"", [], {"error": 3}])

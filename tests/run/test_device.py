@@ -149,6 +149,16 @@ def test_v10_an_expendable_batch_may_be_as_late_as_others_are_on_this_machine() 
     assert late.device.stop()
 
 
+def test_v10_without_a_watchdog_an_expendable_batch_may_take_as_long_as_it_likes() -> None:
+    late = LateDevice()
+    late.ask("spare")
+    late.now += 3600.0
+    assert late.device.look(inf) == inf
+    assert late.device.hung == 0
+    late.spare.gate.set()
+    assert late.device.stop()
+
+
 def test_v10_a_thread_that_was_lost_twice_over_or_reset_meanwhile_brings_no_rest() -> None:
     late = LateDevice()
     late.ask("spare")

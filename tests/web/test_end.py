@@ -89,7 +89,7 @@ def test_an_idle_server_gives_back_what_it_has_freed(tiny: Path) -> None:
 def test_b20_a_signal_while_loading_ends_it_at_once(tiny: Path, tmp_path: Path, number: int) -> None:
     with gated(tiny, tmp_path, "_load") as (server, _):
         assert server.stop(number) == 0  # although the load never ends
-    assert server.log[-2].endswith("a policy is still being loaded or warmed up; leaving without it")
+    assert server.log[-2].endswith("the policy is still being loaded or warmed up; leaving without it")
     assert not any("a batch is still running" in line for line in server.log)
 
 
@@ -231,7 +231,7 @@ STUCK = """
 import sys, threading
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.server.model_host import opened
+from reflex_runtime.llm.server.local_model import opened
 from reflex_runtime.web.supervisor import bind
 from reflex_runtime.llm.server.model_host import ModelPlan
 from reflex_runtime.llm.app import serving

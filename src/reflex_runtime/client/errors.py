@@ -96,10 +96,15 @@ _KINDS: Final = {
     **dict.fromkeys(("superseded", "deadline_unreachable", "deadline_exceeded", "cancelled"), StaleRequest),
     **dict.fromkeys(("queue_full", "client_at_capacity", "too_many_requests", "overloaded"), ServerBusy),
     **dict.fromkeys(("slo_violated", "not_ready", "shutting_down", "degraded"), ServerBusy),
+    "request_timeout": ServerBusy,
     **dict.fromkeys(("processor_failed", "processor_hung"), ProcessorFailed),
 }
 
 
+_PASSING: Final = {"http_408", "http_425", "http_429"}
+
+
 def class_of(code: str, status: int) -> type[ServerError]:
-    """The class of an error of the server."""
-    return _KINDS.get(code, BadRequest if 400 <= status < 500 else ServerError)
+    """The class of an error of the server. A proxy's 408, 425 and 429 say nothing of the request itself."""
+    ours = 400 <= status < 500 and code not in _PASSING
+    return _KINDS.get(code, BadRequest if ours else ServerError)

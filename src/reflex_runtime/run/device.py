@@ -328,7 +328,7 @@ class Device:
 
     def soonest(self, watchdog: float) -> float:
         """Seconds in which a batch may hang that starts at once."""
-        return min(watchdog, self.EXPENDABLE_S) if self.expendable else watchdog
+        return min(watchdog, self.EXPENDABLE_S) if self.expendable and watchdog < inf else watchdog
 
     def look_at(self, watchdog: float) -> float:
         """When a driver must `look`: at the next deadline, or when the batch that runs has run for too long."""
@@ -377,7 +377,7 @@ class Device:
         late on this machine: they wait behind it.
         """
         running = self._running
-        if running is None or running[0].group not in self.expendable:
+        if running is None or running[0].group not in self.expendable or limit == inf:  # inf: the watchdog is off
             return limit
         return min(limit, max(self.EXPENDABLE_S, 10.0 * running[0].expected, 2.0 * self._overrun))
 

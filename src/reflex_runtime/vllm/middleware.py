@@ -108,7 +108,7 @@ def rewritten(body: bytes, headers: dict[bytes, bytes]) -> bytes:
     """The body with what the headers say; as it is where it is no JSON object, for vLLM to refuse."""
     try:
         asked = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body
     own = asked.get("vllm_xargs") or {} if isinstance(asked, dict) else None
     if not isinstance(own, dict):

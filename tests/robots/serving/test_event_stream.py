@@ -76,7 +76,7 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
     page = [line for line in metrics.render().decode().splitlines() if "_created" not in line]
     logged = sorted(caplog.messages)
     batches = read_journal(trace.path).batches
-    recorded, breaker = recorder.path.read_text(), rollout.breaker.snapshot()
+    recorded, breaker = recorder.path.read_text(), rollout.breaker.snapshot(100.0)
     return [page, batches, recorded, changes, breaker, slo.value, slo.value, logged]
 
 

@@ -460,7 +460,7 @@ class PolicyRuntime(BatchServer):
         of_group = {slot.group: served for served in self.policies.values() for slot in served.slots.values()}
 
         def notes(event: BatchFinished) -> dict[str, str]:
-            return of_group[event.batch.group].rollout.notes()
+            return of_group[event.batch.group].rollout.notes(event)
 
         header = header_of(list(self.policies.values()))
         self._journal = partial(JournalWriter, groups=groups, header=header, notes=notes)

@@ -95,6 +95,7 @@ class Rollout:
         self.changes: deque[Change] = deque(maxlen=CHANGES)
         self._guard = guard
         self._clean = ""  # the slot whose batch came back and has not answered yet
+        self._counted: BatchFinished | None = None  # the last one
         self._on_change, self._on_moved = on_change, on_moved
         self._episodes: Lru[str, set[tuple[str, int]]] = Lru(EPISODES)  # episode → policies that answered it
         self._told: Lru[str, None] = Lru(EPISODES)  # episodes whose outcome is known
@@ -233,15 +234,23 @@ class Rollout:
             if slot is not None and (event.ticket is not None or event.outcome == "ok"):
                 self.answered(slot, event.outcome, event.latency)
         elif isinstance(event, BatchFinished):
-            slot = self._slot_of.get(event.batch.group)
-            self._clean = "" if event.crashed or slot is None else slot
-            if event.crashed and slot is not None:
-                self.crashed(slot, event.at, self.records[slot].poison.share)
+            self._count(event)
 
-    def notes(self) -> dict[str, str]:
-        """The notes of a batch that has just finished, for trace and recording, which are sinks behind this one."""
+    def notes(self, event: BatchFinished) -> dict[str, str]:
+        """The notes of a finished batch for trace and recording: the verdict after it, in any order of sinks."""
+        self._count(event)
         verdict = self.breaker.verdict
         return {} if verdict == "ok" else {"verdict": verdict}
+
+    def _count(self, event: BatchFinished) -> None:
+        """Count a batch once, although several sinks get its event in any order."""
+        if event is self._counted:
+            return
+        self._counted = event
+        slot = self._slot_of.get(event.batch.group)
+        self._clean = "" if event.crashed or slot is None else slot
+        if event.crashed and slot is not None:
+            self.crashed(slot, event.at, self.records[slot].poison.share)
 
     def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
         outcome = ticket.outcome
