@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -18,6 +19,7 @@ from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines
+from reflex_runtime.feeds.plan import batching_asked, plan_of
 from reflex_runtime.feeds.runtime.health import (
     BatchSubmissionRejected,
     FeedConnected,
@@ -103,6 +105,44 @@ def test_f14_frames_of_one_file_share_batches_and_its_results_stay_in_order() ->
     assert sink.values == sink.sequences == list(range(40))
     assert 2 <= len(detector.calls[1]) <= 4
     assert snapshot.feeds["file"].in_flight == 0
+
+
+@pytest.mark.parametrize("where", ["before", "sink"])
+def test_frames_of_a_file_in_flight_are_counted_when_its_thread_dies(where: str) -> None:
+    runtime = Runtime()
+    point = runtime.coordinator(Detector(), BatchConfig(max_batch_size=4, max_latency=0.001, max_in_flight_per_feed=4))
+
+    def dies(item: Any) -> Any:
+        if getattr(item, "frame", item).sequence == 5:
+            raise SystemExit(1)
+        return item
+
+    before, sinks = ([dies], []) if where == "before" else ([], [dies])
+    runtime.feed("file", Camera(*range(40), END, live=False), Pipeline(before, point), sinks)
+    with runtime:
+        assert runtime.wait(PATIENCE)
+    snapshot = runtime.snapshot()
+    feed = snapshot.feeds["file"]
+    assert (feed.state, feed.waiting, feed.in_flight) == ("failed", 0, 0)
+    assert feed.frames == feed.processed + sum(feed.drops.values())
+    assert snapshot.coordinators["detector"].pending == 0
+
+
+@pytest.mark.parametrize(("feeds", "ahead"), [(1, 4), (3, 3), (8, 1), (32, 1)])
+def test_f4_files_together_ask_for_no_more_than_the_queue_holds(feeds: int, ahead: int) -> None:
+    runtime, sinks = Runtime(), [Collector() for _ in range(feeds)]
+    plan = plan_of([f"f{i}=shapes:realtime=0" for i in range(feeds)], None, {})
+    point = runtime.coordinator(Detector(), batching_asked(plan))
+    for i, sink in enumerate(sinks):
+        runtime.feed(f"f{i}", Camera(*range(60), END, live=False), Pipeline(batch=point), [sink])
+    with runtime:
+        assert runtime.wait(PATIENCE)
+        metrics = runtime.snapshot().coordinators["detector"]
+    assert [sink.sequences for sink in sinks] == [list(range(60))] * feeds
+    assert (metrics.rejected, metrics.dropped, metrics.in_flight_exceeded) == (0, 0, 0)
+    assert point.handle.ahead == ahead
+    later = batching_asked(dataclasses.replace(plan, file=Path("feeds.toml")))  # which may name 256
+    assert later.capacity >= 256 * later.max_in_flight_per_feed
 
 
 def test_f4_file_feeds_lose_nothing_to_a_tiny_queue_and_to_each_other() -> None:

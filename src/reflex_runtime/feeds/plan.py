@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from reflex_runtime.settings.read import environment, read
 
 LONGEST_S: Final = 3600.0  # for what has no time limit of its own
 MOST: Final = 256  # feeds of a run whose file may name more of them later
+LARGEST_QUEUE: Final = 1_000_000  # frames: as many as `BatchConfig.queue_capacity` may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +155,16 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def batching_asked(plan: FeedPlan) -> BatchConfig:
-    """How frames are batched. A file may name more feeds later, and each has a place in the queue."""
-    config, feeds = plan.config, len(plan.specs)
+    """How frames are batched. Feeds together have enough in flight for two batches. A file may name more feeds later,
+    and whatever each has in flight has a place in the queue."""
+    config, feeds, size = plan.config, len(plan.specs), plan.config.max_batch_size
+    most = feeds if plan.file is None else max(feeds, MOST)
+    ahead = min(size, ceil(2 * size / feeds), LARGEST_QUEUE // most)
     return BatchConfig(
-        max_batch_size=config.max_batch_size,
+        max_batch_size=size,
         max_latency=config.max_latency_ms / 1e3,
-        max_in_flight_per_feed=config.max_batch_size,
-        queue_capacity=max(4 * config.max_batch_size, feeds if plan.file is None else max(feeds, MOST)),
+        max_in_flight_per_feed=ahead,
+        queue_capacity=max(4 * size, most * ahead),
         response_timeout=config.watchdog_s or LONGEST_S,
         startup_timeout=LONGEST_S,  # a model may be compiled for its device; Ctrl-C ends a start
         watchdog=config.watchdog_s,
@@ -214,7 +219,7 @@ class FeedFleet:
         before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
         same = {name for name, spec in after.items() if name in before and spec.same_as(before[name])}
         new = [(after[name], plan.sources[name], self._pipeline(after[name])) for name in after if name not in same]
-        if len(after) > (room := self._coordinator.config.capacity):
+        if len(after) > (room := self._coordinator.config.capacity // self._coordinator.handle.ahead):
             raise ConfigError(f"{len(after)} feeds: this run has room for {room}")
         if isinstance(detector := self._coordinator.processor, OnnxFrames):
             detector.limit(plan.limits(self._began))

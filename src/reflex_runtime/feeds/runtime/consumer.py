@@ -167,6 +167,11 @@ class Consumer:
                     self._feed.emit(FeedFrozen(self._feed.clock(), self._feed.name))
             return self._lost
         finally:
+            for hand in asked:  # the thread died of another
+                if hand.answer is not None:
+                    hand.answer.cancel()
+                    self.in_flight -= 1
+                self._feed.ledger.drop("stopped")
             self._tell(self._throttle.flush(self._feed.clock()))
 
     def abandon(self) -> Sink | None:
