@@ -47,6 +47,7 @@ ENDLESS = "a=shapes:seed=1"
         ((SHORT, "--config", "none.toml"), "--config=none.toml: No such file"),
         ((SHORT, "--results", "no/where"), "--results=no/where: cannot be written: there is no directory no;"),
         ((SHORT, "--results", "."), "--results=.: is a directory"),
+        ((SHORT, "--results", "r.Parquet"), "--results=r.Parquet: results are JSON lines, not Parquet: r.jsonl"),
         ((SHORT, "--trace", "no/where"), "--trace=no/where: cannot be written"),
         ((SHORT, "--annotate", "mine.py"), "--annotate=mine.py: cannot be made: File exists"),
         (("a=mine.py", "--results", "mine.py"), "--results=mine.py: would write over mine.py, which a reads"),

@@ -606,3 +606,23 @@ def test_without_a_device_the_cpu_decodes_and_says_so_once(caplog: pytest.LogCap
     assert [numbers(read_all(source)) for _ in range(2)] == [[0, 1, 2, 3, 4]] * 2
     (said,) = caplog.messages
     assert said.startswith(f"{clip(5)}: hwaccel=drm: decoded by the CPU")
+
+
+@pytest.mark.parametrize(("form", "said"), [("yuv420p", 1), ("nv12", 0)])
+def test_a_device_that_does_not_decode_a_stream_is_said(
+    form: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device itself is not at hand: what comes of a decoder that took it, and gives its pictures or the CPU's."""
+    path = tmp_path / "raw.nut"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("rawvideo", rate=25)
+        stream.width, stream.height, stream.pix_fmt = *SIZE, form
+        for number in range(2):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number), format="rgb24")))
+    source = VideoSource(path)
+    source.open()
+    source._hwaccel = "cuda"
+    assert len(list(iter(source.read, None))) == 2
+    source.close()
+    lines = [f"{path}: hwaccel=cuda: decoded by the CPU, no such device works for it"]
+    assert caplog.messages == lines * said, "once, not for each picture"

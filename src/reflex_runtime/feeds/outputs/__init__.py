@@ -103,6 +103,9 @@ class ResultStream:
 
 def check_files(config: FeedsConfig) -> None:
     """That everything can be written."""
+    if config.results.lower().endswith(".parquet"):
+        other = one_line(Path(config.results).with_suffix(".jsonl"))
+        raise ConfigError(f"--results={one_line(config.results)}: results are JSON lines, not Parquet: {other}")
     for flag, value in written(config):
         if Path(value).is_dir():
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")

@@ -157,8 +157,7 @@ class VideoSource:
         self._timed = not self._container.format.flags & NO_TIMES
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
         if self._hwaccel and not stream.codec_context.is_hwaccel:
-            log.warning("%s: hwaccel=%s: decoded by the CPU, no such device works for it", self.name, self._hwaccel)
-            self._hwaccel = ""  # said once: a camera connects many times
+            self._say_that_the_cpu_decodes()
         self._aspect = float(stream.codec_context.sample_aspect_ratio or stream.sample_aspect_ratio or 1.0)
         self._frames = self._decode(self._container, stream)
 
@@ -268,8 +267,16 @@ class VideoSource:
                     gave[frame.interlaced_frame] += 1
                     if frame.time is not None and frame.time_base is not None:
                         end = frame.time + float(frame.duration * frame.time_base)
+                    # A decoder may choose the CPU once it sees the stream; devices give semi-planar ones, such as nv12.
+                    if self._hwaccel and frame.format.name.startswith("yuv"):
+                        self._say_that_the_cpu_decodes()
                     yield frame
         raise SourceError(f"{self.name}: {MAX_BARREN} packets in a row gave no picture", retryable=self._remote)
+
+    def _say_that_the_cpu_decodes(self) -> None:
+        """Once: a camera connects many times."""
+        log.warning("%s: hwaccel=%s: decoded by the CPU, no such device works for it", self.name, self._hwaccel)
+        self._hwaccel = ""
 
     def _missing(self, video: VideoStream, end: float) -> int:
         """How many pictures should follow the last one, by the length that the file gives. Its count is no proof: that
