@@ -253,6 +253,16 @@ def test_a_wrong_command_line_is_told_what_may_stand_there(
     assert capsys.readouterr().err.startswith(says)
 
 
+def test_serve_alone_names_every_kind_of_source() -> None:
+    line = one_line(run("serve"))
+    for source in ("demo", "scribe", "DIR", "FILE.onnx", "python:MODULE:NAME", "--policy-a DIR"):
+        assert f" {source}" in line
+
+
+def test_an_option_that_says_no_has_no_opposite() -> None:
+    assert "--no-record-no-gzip" not in run("serve", "--help").stdout
+
+
 def test_reflex_alone_lists_its_verbs() -> None:
     done = run()
     assert (done.returncode, done.stdout) == (2, "")

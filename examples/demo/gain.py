@@ -21,7 +21,7 @@ class Lanes:
     """What happened to the robots of a run in a window. Pairs of begin and length, in seconds from its begin, by robot.
 
     waits: a request waited, for its first call or between two. calls: it was in a call of the model. rate: requests
-    that ended well, a second, over all the time in which every robot was at work.
+    that ended well, a second, over all the time in which every robot was at work; if there was none, over the run.
     """
 
     waits: dict[str, list[tuple[float, float]]]
@@ -30,18 +30,21 @@ class Lanes:
 
     @classmethod
     def of(cls, run: Journal, window: float = WINDOW) -> Lanes:
-        """From the middle of the time in which every robot was at work."""
+        """From the middle of the time that the rate is of."""
         members = [(batch, m, client_label(m.client)) for batch in run.batches for m in batch.members]
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         for batch, _, robot in members:
             first.setdefault(robot, batch.at)
             last[robot] = batch.finished
+        ends = [batch.finished for batch, m, _ in members if m.outcome == "done"]
         work = (max(first.values()), min(last.values())) if first else (0.0, 0.0)
+        if ends and not any(work[0] < end <= work[1] for end in ends):  # a short run: one left before another came
+            work = (min(batch.at - m.age for batch, m, _ in members), max(ends))
+        answered = sum(work[0] < end <= work[1] for end in ends)
         begin = (sum(work) - window) / 2
         waits: dict[str, list[tuple[float, float]]] = {robot: [] for robot in sorted(first)}
         calls: dict[str, list[tuple[float, float]]] = {robot: [] for robot in sorted(first)}
-        answered = 0
         since: dict[int, float] = {}
         for batch, m, robot in members:
             waited = since.get(m.seq, batch.at - m.age)
@@ -49,7 +52,6 @@ class Lanes:
             for lanes, start, end in ((waits, waited, batch.at), (calls, batch.at, batch.finished)):
                 if (start := max(start, begin)) < (end := min(end, begin + window)):
                     lanes[robot].append((start - begin, end - start))
-            answered += m.outcome == "done" and work[0] < batch.finished <= work[1]
         return cls(waits, calls, answered / (work[1] - work[0]) if answered else 0.0)
 
 

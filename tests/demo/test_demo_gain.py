@@ -61,6 +61,13 @@ def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
     assert Lanes.of(run_of()).rate == 0.0
 
 
+def test_where_robots_never_work_at_once_answers_of_all_of_the_run_count() -> None:
+    run = run_of((1.0, 2.0, [(0, "r0", 0.5, "done")]), (3.0, 4.5, [(1, "r1", 0.5, "done")]))
+    lanes = Lanes.of(run, window=4.0)  # from 0.5, the first request, to 4.5
+    assert lanes.rate == pytest.approx(2 / 4)
+    assert lanes.calls == {"r0": near([(0.5, 1.0)]), "r1": near([(2.5, 1.5)])}
+
+
 # The stock client was written for an earlier version of websockets.
 @pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
 @pytest.mark.parametrize(

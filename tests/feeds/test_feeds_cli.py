@@ -25,7 +25,7 @@ ENDLESS = "a=shapes:seed=1"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "no feeds: give NAME=SOURCE"),
+        ((), "no feeds: give NAME=SOURCE, such as door=rtsp://10.0.0.7/live or yard=yard.mp4, or --config FILE with "),
         (("a",), "a: must be NAME=SOURCE, such as door=rtsp://10.0.0.7/live or yard=yard.mp4"),
         (("=x.mp4",), "=x.mp4: must be NAME=SOURCE"),
         (("a=",), "a=: must be NAME=SOURCE"),

@@ -17,6 +17,7 @@ from bench.load.__main__ import main as bench
 from openpi_client import msgpack_numpy
 from websockets.sync.server import ServerConnection, serve
 
+from feeds.commands import Feeds
 from reflex_runtime.cli import main
 from reflex_runtime.cli.probe import WIRES, example
 from serving.exports import ACTIONS, CHUNK, write_tiny
@@ -147,7 +148,16 @@ def test_where_nothing_listens_it_is_one_line(capsys: pytest.CaptureFixture[str]
 def test_the_server_of_a_language_model_is_one_line(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Toy(api_key=key) as toy:
         assert main(["probe", f"http://127.0.0.1:{toy.port}"]) == 2
-        line = f"http://127.0.0.1:{toy.port}: serves a language model; probe asks robot policies\n"
+        at = f"http://127.0.0.1:{toy.port}"
+        line = f"{at}: serves a language model; {at}/docs has a line to ask it\n"
+        assert capsys.readouterr().err == f"reflex probe: {line}"
+
+
+def test_feeds_are_one_line_with_their_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Feeds("a=shapes:seed=1,fps=3", "--onnx", "shapes", "--port", "0", cwd=tmp_path) as feeds:
+        at = f"http://127.0.0.1:{feeds.port}"
+        assert main(["probe", at]) == 2
+        line = f"{at}: runs feeds; {at}/feeds shows them, {at}/docs has all paths\n"
         assert capsys.readouterr().err == f"reflex probe: {line}"
 
 
@@ -174,7 +184,9 @@ def test_a_server_of_pages_is_told_apart(capsys: pytest.CaptureFixture[str]) -> 
         assert (status, found["server"], found["works"]) == (1, None, False)
         assert by_wire(found)["openpi"]["advice"] == "no server of this protocol is there; is it another port?"
         assert main(["probe", address]) == 1
-        assert "no server of reflex" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "no server of reflex" in told
+        assert "docs/errors.md" not in told
 
 
 def test_another_server_of_openpi_is_asked_with_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from reflex_runtime.version import __version__
 _MISSING = "the following arguments are required: "  # argparse's words
 
 VERBS = {
-    "serve": "serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
+    "serve": "serve a robot policy (POST /act), a language model (the OpenAI API) or your own function over HTTP",
     "top": "watch a running server in the terminal: its batches, clients, queues and processes",
     "probe": "ask a server once, and show its wires and what they expect",
     "feeds": "run many cameras and videos on one processor",

@@ -269,10 +269,12 @@ class ServerLook(NamedTuple):
 def look(server: ServerAddress, key: str) -> ServerLook:
     """ReflexError where nothing answers; ConfigError for a server of something else."""
     health = _map(server.get("/health")[1])
+    if "feeds" in health and "coordinators" in health:
+        raise ConfigError(f"{server.url}: runs feeds; {server.url}/feeds shows them, {server.url}/docs has all paths")
     if not isinstance(health.get("state"), str):
         return ServerLook()
     if "model" in health:  # only servers of language models name it there
-        raise ConfigError(f"{server.url}: serves a language model; probe asks robot policies")
+        raise ConfigError(f"{server.url}: serves a language model; {server.url}/docs has a line to ask it")
     if "functions" in health:
         raise ConfigError(f"{server.url}: serves functions; {server.url}/docs has a line to ask each of them")
     config = _map(server.get("/config", key)[1])
@@ -372,13 +374,14 @@ def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAdd
 
 
 def advice(error: ClientError) -> str:
-    """What to do about an error."""
+    """What to do about an error. http_…: of another server, which sent no code."""
+    code = "bad_answer" if error.code.startswith("http_") else error.code
     return {
         "unauthorized": "give the server's key: --api-key KEY, or REFLEX_API_KEY in the environment",
         "not_ready": "wait until /health says ready; if it never does, the server's log says why",
         "bad_answer": "no server of this protocol is there; is it another port?",
         "invalid_request": "send an observation of your own: --wire NAME --observation FILE.npz",
-    }.get(error.code, "docs/errors.md has what to do")
+    }.get(code, "docs/errors.md has what to do")
 
 
 def _shown(value: Any) -> str:

@@ -86,7 +86,10 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
     if b and shadow:
         raise ConfigError("--shadow-policy does not go with --policy-b: serve a and b, or one policy and its shadow")
     if not a and source is None:
-        raise ConfigError("SOURCE is missing: reflex serve DIR, or --policy-a DIR --policy-b DIR")
+        raise ConfigError(
+            "SOURCE is missing: demo or scribe, which are bundled, DIR, FILE.onnx or python:MODULE:NAME; or --policy-a "
+            "DIR --policy-b DIR"
+        )
     if a and source is not None and not _same(source, a):
         raise ConfigError(f"SOURCE={source}: must be that of --policy-a={a}, or left out")
     for flag, given in (("--policy-a", a), ("--policy-b", b), ("--shadow-policy", shadow)):

@@ -98,7 +98,7 @@ def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> li
         *(_of_text(text, config, own) for text in feeds),
     ]
     if not specs:
-        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config _FILE with tables [[feed]]")
+        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config FILE with tables [[feed]]")
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:

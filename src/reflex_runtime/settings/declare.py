@@ -215,7 +215,9 @@ def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:
     meta = f.metadata
     text = described(f).replace("%", "%%") + _suffix(f)
     common: dict[str, Any] = {"dest": f.name, "default": SUPPRESS, "help": text}
-    if kind in (bool, bool | None):
+    if kind is bool and "_no_" in f.name:  # which has no use for its opposite
+        group.add_argument(flag(f.name), action="store_true", **common)
+    elif kind in (bool, bool | None):
         group.add_argument(flag(f.name), action=BooleanOptionalAction, **common)
     elif meta["repeat"]:
         group.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)

@@ -245,6 +245,7 @@ def _page(doc: Mapping[str, Any], body: str) -> bytes:
         "border-radius:4px}h2{margin-top:2.5rem}pre{background:#f1f4f8;padding:.8rem;border-radius:4px;"
         "white-space:pre-wrap;overflow-wrap:anywhere}pre code{padding:0}h2 code{overflow-wrap:anywhere}"
         ".codes{color:#5b6876;font-size:.9rem}"
+        "@media(max-width:30rem){td{overflow-wrap:anywhere}td:first-child{min-width:8rem}}"
     )
     title = html.escape(doc["info"]["title"])
     head = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
