@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+from reflex_runtime import ReflexError
 from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc import (
     GenerateBatcher,
@@ -37,4 +38,7 @@ async def main() -> None:
     await client.close()
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except ReflexError as error:  # such as a missing library, with what to install
+    sys.exit(error.message)

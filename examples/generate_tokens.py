@@ -2,7 +2,7 @@
 
 import sys
 
-from reflex_runtime import Priority
+from reflex_runtime import Priority, ReflexError
 from reflex_runtime.demo import SCRIBE
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine.tokenizer import Conversation
@@ -27,4 +27,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ReflexError as error:  # such as a missing library, with what to install
+        sys.exit(error.message)

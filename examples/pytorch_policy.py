@@ -3,8 +3,11 @@
 `reflex serve python:pytorch_policy:make` in this directory serves it. The weights are random.
 """
 
-import torch
-from torch import Tensor, nn
+try:
+    import torch
+    from torch import Tensor, nn
+except ImportError:
+    raise SystemExit("this example needs PyTorch: in a clone, pip install '.[torch]'") from None
 
 from reflex_runtime.robots import DeviceOptions, PolicySpec, WordTokenizer, load_policy
 from reflex_runtime.robots.sources.torch_models import Tensors, TorchStaged

@@ -131,9 +131,8 @@ def test_each_module_that_needs_an_extra_names_it(tmp_path: Path) -> None:
 def test_a_trace_without_the_extra_of_pictures_is_its_table(tmp_path: Path) -> None:
     assert run("trace", "--prompts", "hi", "--out", "x", "--no-picture", cwd=tmp_path).returncode == 0
     done = without("matplotlib", "trace", "x.jsonl", cwd=tmp_path)
-    table, last = done.stdout.strip().rsplit("\n", 1)
-    assert (done.returncode, "A prefill" in table) == (0, True)
-    assert last == "no picture, which needs matplotlib: in a clone, pip install '.[plots]'"
+    assert (done.returncode, "A prefill" in done.stdout) == (0, True)
+    assert one_line(done) == "no picture, which needs matplotlib: in a clone, pip install '.[plots]'"
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 

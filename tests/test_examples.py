@@ -1,5 +1,6 @@
 """Every example runs as it stands, in a process of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,21 @@ def test_example_runs_and_prints(path: Path) -> None:
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "an example that shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [("generate_tokens", "tokenizers", "llm"), ("generate_batcher", "tokenizers", "llm"),
+     ("pytorch_policy", "torch", "torch")],
+)  # fmt: skip
+def test_an_example_without_its_extra_ends_in_one_line(name: str, library: str, extra: str, tmp_path: Path) -> None:
+    (tmp_path / f"{library}.py").write_text(f"raise ModuleNotFoundError('no {library}', name='{library}')")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    (path,) = (path for path in EXAMPLES if path.stem == name)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"in a clone, pip install '.[{extra}]'")
+    assert "Traceback" not in done.stderr
 
 
 def test_examples_are_short() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,17 @@ def test_demo_names_the_bundled_policy_unless_a_directory_is_called_so(
     assert policy_source("other") == "other"
     (tmp_path / "demo").mkdir()
     assert policy_source("demo") == "demo"
+
+
+@pytest.mark.parametrize(("name", "bundled"), [("demo", POLICY), ("scribe", SCRIBE)])
+def test_a_directory_that_is_called_like_a_bundled_model_is_told_apart(
+    name: str, bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundled, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with Server(name) as server:
+        listening = next(line for line in server.log if "listening on" in line)
+    assert listening.endswith(f", loading ./{name}, the directory here, not the bundled model")
 
 
 @pytest.mark.parametrize("words", [["demo"], [f"--policy-a={V1}", "--policy-b=demo", "--no-rtc", "--split=0"]])

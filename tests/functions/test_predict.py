@@ -97,7 +97,7 @@ def refused(answer: Answer, status: int, field: str | None = None) -> str:
 def test_every_kind_of_function_is_served(server: Functions) -> None:
     assert {name: right(server.predict(name, 21)) for name in KINDS} == dict.fromkeys(KINDS, 42)
     assert right(server.predict("root", 4.0)) == 2.0  # of numpy
-    assert "len returned a int" in refused(server.predict("length", [1]), 500)
+    assert "len returned an int" in refused(server.predict("length", [1]), 500)
 
 
 def test_a_careless_function_is_served_or_fails_by_itself(server: Functions) -> None:

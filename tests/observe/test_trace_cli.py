@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def test_l10_a_table_a_summary_and_two_pictures(file: Path, capsys: pytest.Captu
         assert f"wrote {picture}" in out
         assert picture.stat().st_size > 10_000
     assert "\x1b[" not in out
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json"])
+def test_a_picture_has_the_name_of_its_file_without_the_suffix(file: Path, name: str) -> None:
+    data = file.read_bytes()
+    other = file.with_name(name)
+    other.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert run(other, "--last", 5) == 0
+    assert {path.name for path in file.parent.glob("a.*")} == {name, "a.png", "a.svg"}
 
 
 def test_asked_for_rows_are_all_shown(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

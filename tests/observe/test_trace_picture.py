@@ -14,6 +14,7 @@ from reflex_runtime.observe.journal import BatchLine, Footer, GroupInfo, Header,
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.observe.journal_view import PALETTE, Colours, plain
 from reflex_runtime.observe.picture import BARS, NAMED, SEGMENTS, write_pictures
+from reflex_runtime.observe.plots import saved
 
 LLM = {"llm": GroupInfo("tokens", 8, 256)}
 PROD = {"prod": GroupInfo("seconds", 0.1, 256)}
@@ -171,6 +172,26 @@ def test_of_too_many_clients_the_first_are_named(tmp_path: Path) -> None:
     told = words(draw(tmp_path, trace_of(batches, PROD)))
     assert f"and {99 - NAMED} more" in told
     assert "colours repeat after 36" in told
+    assert "entered from the queue" in told
+
+
+@pytest.mark.parametrize("clients", [30, 100])
+def test_all_that_is_said_is_in_the_picture(clients: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a second line where one is too long."""
+    ends: list[float] = []
+
+    def measured(prefix: Path, draw: Any, hint: str) -> tuple[Path, Path]:
+        def drawn() -> Any:
+            figure = draw()
+            ends.extend(text.get_window_extent().x1 / figure.bbox.x1 for text in figure.texts)
+            return figure
+
+        return saved(prefix, drawn, hint)
+
+    monkeypatch.setattr("reflex_runtime.observe.picture.saved", measured)
+    batches = [batch(i, [member(i, client=f"c{i % clients}")]) for i in range(2 * BARS)]
+    draw(tmp_path, trace_of(batches, PROD, dropped=12_345))
+    assert max(ends) <= 1.0
 
 
 def test_dropped_batches_and_a_far_budget_are_told(tmp_path: Path) -> None:

@@ -876,7 +876,7 @@ def test_a_callback_takes_the_settled_ticket_in_place_of_a_future(caplog: pytest
         (Gate(), TypeError, "must be a mapping of group names, such as {'default': processor}"),
         ({"default": Gate}, TypeError, r"processors\['default'\] is no Processor, it is a type"),
         ({"default": lambda items: items}, TypeError, "it is a function; wrap a function in FunctionProcessor"),
-        ({"default": object()}, TypeError, "is no Processor, it is a object$"),
+        ({"default": object()}, TypeError, "is no Processor, it is an object$"),
         ({"defualt": Gate()}, ConfigError, r"processors for \['defualt'\], but the groups are \['default'\]"),
         ({}, ConfigError, "but the groups are"),
         ({"default": Gate(), "other": Gate()}, ConfigError, "but the groups are"),

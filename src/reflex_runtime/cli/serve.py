@@ -23,6 +23,7 @@ from reflex_runtime.cli.serving import (
 )
 from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.core.statistics import DEFAULT_COST
+from reflex_runtime.demo import told_apart
 from reflex_runtime.observe import logs
 from reflex_runtime.settings import OWN_SETTINGS, LLMServeConfig, PolicyAsked, ServeConfig
 from reflex_runtime.settings.declare import Places
@@ -101,7 +102,7 @@ def _serve(
     if number == 0:
         models = [spec.model_id for plan in plans for spec in plan.specs.values()]
         _announce(config, asked, ", ".join(dict.fromkeys(models)))
-    sources = ", ".join(source for policy in asked for source in policy.sources.values())
+    sources = ", ".join(told_apart(source) for policy in asked for source in policy.sources.values())
     return run_server(config, serving(config, plans), sockets, sources, _ready, parent, warn=False)  # the runtime warns
 
 

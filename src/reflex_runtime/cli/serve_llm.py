@@ -27,7 +27,7 @@ from reflex_runtime.cli.serving import (
     supervised,
 )
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo import model_directory
+from reflex_runtime.demo import model_directory, told_apart
 from reflex_runtime.llm.server.model_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.observe import logs
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
@@ -120,7 +120,7 @@ def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
         check_trace(path)
     check_otel(config.otel)
     check_model(config, describe(directory))
-    HFTokenizer.load(directory)
+    HFTokenizer.load(directory, quiet=True)  # it is loaded with the model once more
     name = config.served_model_name or directory.resolve().name
     return ModelPlan(name, config, directory, tuple(adapters_of(config)), sampling_defaults(directory))
 
@@ -146,7 +146,7 @@ def _serve(
         open = opened(lambda plan: load_model(plan.directory, plan.config))
     _announce(plan, batcher)
     warn = not config.workers  # processes of workers have ended
-    return run_server(config, serving(plan, open), sockets, str(directory), _ready, parent, warn)
+    return run_server(config, serving(plan, open), sockets, told_apart(str(directory)), _ready, parent, warn)
 
 
 def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:

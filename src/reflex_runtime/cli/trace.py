@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,7 +144,8 @@ def _show(
     if drawn and not missing:
         from reflex_runtime.observe.picture import write_pictures
 
-        beside = file.with_name(file.name.removesuffix(".gz").removesuffix(".jsonl") or "trace")
+        name = file.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+        beside = file.with_name(name or "trace")
         pictures = write_pictures(trace, batches, args.out or beside)
     show_batches(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
@@ -154,5 +156,5 @@ def _show(
     for path in (file, *pictures) if outputs and kept else pictures:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
     if not kept or (drawn and missing):
-        console.print(Text(NOT_DRAWN if kept else NOT_KEPT, style="dim"), soft_wrap=True)
+        print(NOT_DRAWN if kept else NOT_KEPT, file=sys.stderr)  # the table may go into a pipe
     return 0

@@ -28,6 +28,11 @@ def model_directory(name: str) -> Path:
     return SCRIBE if name == "scribe" and not directory.exists() else directory
 
 
+def told_apart(source: str) -> str:
+    """A source as the start of a server says it: a directory that is called like a bundled model is not that one."""
+    return f"./{source}, the directory here, not the bundled model" if source in ("demo", "scribe") else source
+
+
 def write_policy(dest: Path, force: bool = False) -> Path:
     """Copy the bundled policy to `dest` and return `dest`, which is created with its parents.
 

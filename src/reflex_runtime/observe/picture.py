@@ -43,6 +43,7 @@ BARS = 160  # batches of a picture, and
 SEGMENTS = 2400  # grants
 NAMED = 12  # colours with a name in the legend
 
+_DOT = "   ·   "
 _NEAR = 1.6  # a ceiling higher than this many times the tallest bar is written, not drawn
 
 
@@ -204,7 +205,10 @@ def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Seque
     figure.text(0.012, 0.965, title, fontsize=12.5, fontweight="bold", va="center")
     start, end = trace.seconds(batches[0]), max(trace.seconds(b) + b.elapsed for b in batches)
     told = [f"{start:.3f} s to {end:.3f} s", *drawing.notes]
-    figure.text(0.012, 0.927, "   ·   ".join(told), color=FAINT, va="center")
+    below = figure.text(0.012, 0.927, _DOT.join(told), color=FAINT, va="center")
+    if below.get_window_extent().x1 > figure.bbox.x1:
+        half = ceil(len(told) / 2)
+        below.set_text(f"{_DOT.join(told[:half])}\n{_DOT.join(told[half:])}")
     handles = [Patch(label=name, **fill(i)) for i, name in list(drawing.names.items())[: NAMED + 1]]
     if len(drawing.names) > NAMED + 1:
         handles.append(Patch(label=f"and {len(drawing.names) - NAMED - 1} more", facecolor="none", edgecolor="none"))

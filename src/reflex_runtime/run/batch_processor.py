@@ -24,7 +24,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError,
 from reflex_runtime.core.flush import Affine, Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.run.processor import BaseProcessor, wrapped
+from reflex_runtime.run.processor import BaseProcessor, kind_of, wrapped
 from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.coordinator")
@@ -235,7 +235,7 @@ class Owned(BaseProcessor):
         except ReflexError as error:
             raise _of_processor(error) from error
         if results is None or isinstance(results, (Mapping, str, bytes)):  # of these the keys or letters would be taken
-            found = "None" if results is None else f"a {type(results).__name__}"
+            found = "None" if results is None else kind_of(results)
             raise ResultCountMismatch(f"process returned {found}, expected a sequence of {len(entries)} results")
         self.sizes.ran(len(entries), began, self._clock())
         return [_missing() if r is None else _of_processor(r) if isinstance(r, ReflexError) else r for r in results]

@@ -54,6 +54,7 @@ from reflex_runtime.run.processor import (
     failure_of,
     is_async,
     is_method,
+    kind_of,
     name_of,
     outcomes_of,
     payloads_of,
@@ -596,7 +597,7 @@ class BatchedMethod(Generic[Bound]):
             owner_of = weakref.ref(owner)
         except TypeError:
             raise TypeError(
-                f"@batched {name_of(self._function)}: a {type(owner).__name__} cannot be referred to weakly; add "
+                f"@batched {name_of(self._function)}: {kind_of(owner)} cannot be referred to weakly; add "
                 "'__weakref__' to its __slots__"
             ) from None
         with self._binding:

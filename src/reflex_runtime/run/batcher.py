@@ -27,7 +27,7 @@ from reflex_runtime.run.audience import Audience, Cancels, Idle
 from reflex_runtime.run.audience import Sink as Sink
 from reflex_runtime.run.device import Clock
 from reflex_runtime.run.inline_batches import BRIEF, LoopDevice
-from reflex_runtime.run.processor import Processor
+from reflex_runtime.run.processor import Processor, kind_of
 
 if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
     from typing_extensions import TypeVar
@@ -183,7 +183,7 @@ class Batcher(Generic[V]):
     async def run(self, request: Request) -> V:
         """Submit and wait for the value; cancelling the awaiting task cancels the request."""
         if not isinstance(request, Request):
-            raise TypeError(f"Batcher.run: takes a Request, not a {type(request).__name__}: run(Request(payload))")
+            raise TypeError(f"Batcher.run: takes a Request, not {kind_of(request)}: run(Request(payload))")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise RuntimeError("Batcher.run: called in another event loop than the one that the batcher was started in")
         ticket = self.submit(request)
@@ -321,6 +321,6 @@ def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None
         complete = all(callable(getattr(processor, method, None)) for method in ("start", "run", "drop", "stop"))
         if isinstance(processor, type) or not complete:
             hint = "; wrap a function in FunctionProcessor" if inspect.isroutine(processor) else ""
-            raise TypeError(f"Batcher: processors[{name!r}] is no Processor, it is a {type(processor).__name__}{hint}")
+            raise TypeError(f"Batcher: processors[{name!r}] is no Processor, it is {kind_of(processor)}{hint}")
     if set(processors) != set(groups):
         raise ConfigError(f"Batcher: processors for {sorted(processors)}, but the groups are {sorted(groups)}")

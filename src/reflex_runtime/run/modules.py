@@ -16,6 +16,9 @@ from reflex_runtime.settings.declare import did_you_mean
 
 _FORM: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
+_PACKAGES: Final = {"sklearn": "scikit-learn", "PIL": "pillow", "cv2": "opencv-python-headless", "yaml": "pyyaml"}
+"""What pip calls them, where that is another name."""
+
 
 def imported(text: str, where: str, form: str) -> Any:
     """What MODULE:NAME names, from the current directory or installed. ConfigError begins with `where`.
@@ -31,7 +34,10 @@ def imported(text: str, where: str, form: str) -> Any:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         own = error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
-        hint = "run reflex in the directory that contains it, or install it with pip" if own else "install it with pip"
+        package = _PACKAGES.get(error.name or "")
+        hint = f"pip install {package}" if package else "install it with pip"
+        if own:
+            hint = f"run reflex in the directory that contains it, or {hint}"
         raise ConfigError(f"{where}: there is no module {error.name!r}: {hint}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {module} cannot be imported: {told(error)}") from error

@@ -285,12 +285,18 @@ def checked_results(
     if not ordered or isinstance(results, (Mapping, str, bytes)):
         if inspect.iscoroutine(results):
             results.close()
-        found = f"a {type(results).__name__}"
+        found = kind_of(results)
     elif count not in (None, len(results)):
         found = f"{len(results)} results for {count} items"
     else:
         return results  # type: ignore[no-any-return]
     raise wrong(f"{name_of(function)} returned {found}; it must return a list with one result for each item, in order")
+
+
+def kind_of(value: object) -> str:
+    """Its type, with the article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def is_async(function: Any) -> bool:

@@ -86,11 +86,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the module, and the current one."""
     (tmp_path / "my_policy.py").write_text(MODEL)
     (tmp_path / "needs_more.py").write_text("import no_such_package_anywhere\n")
+    (tmp_path / "needs_sklearn.py").write_text("import sklearn\n")
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     (tmp_path / "with_error.py").write_text("1 / 0\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit('no licence')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as for an installed command
-    for name in ("my_policy", "needs_more", "with_error", "leaves"):
+    for name in ("my_policy", "needs_more", "needs_sklearn", "with_error", "leaves"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -120,6 +122,7 @@ WRONG = {
     "python::make": "must be python:package.module:function",
     "python:no_such_module:make": "there is no module 'no_such_module': run reflex in the directory that contains it",
     "python:needs_more:make": "there is no module 'no_such_package_anywhere': install it with pip",
+    "python:needs_sklearn:make": "there is no module 'sklearn': pip install scikit-learn",
     "python:with_error:make": "with_error cannot be imported: ZeroDivisionError: division by zero (with_error.py",
     "python:my_policy:nowhere": "my_policy has no 'nowhere'",
     "python:my_policy:value": "value has no method predict(self, items)",

@@ -127,8 +127,9 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def load(cls, directory: Path | str) -> HFTokenizer:
-        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong."""
+    def load(cls, directory: Path | str, quiet: bool = False) -> HFTokenizer:
+        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong. quiet:
+        do not log why tools are refused."""
         root = Path(directory)
         settings = _optional(root / SETTINGS_FILE)
         flag = settings.get("add_bos_token")
@@ -139,7 +140,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             eos = token_ids(JsonObject(root / name, _optional(root / name)), "eos_token_id") or eos
         core = _read_core(root / TOKENIZER_FILE)
         tokenizer = cls(core, root / TOKENIZER_FILE, settings, ChatTemplate.read(root, settings), eos)
-        if (why := tokenizer._try_out()) and tokenizer._template is not None:
+        if (why := tokenizer._try_out()) and tokenizer._template is not None and not quiet:
             log.info("%s: tools are refused: %s", root, why)
         return tokenizer
 
