@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from demo.ab import V1
 from demo.tasks import INSTRUCTIONS
+from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY, SCRIBE, policy_source, write_policy
 from reflex_runtime.feeds.sources.shapes import DETECTOR
@@ -143,13 +144,17 @@ def test_demo_names_the_bundled_policy_unless_a_directory_is_called_so(
 
 @pytest.mark.parametrize(("name", "bundled"), [("demo", POLICY), ("scribe", SCRIBE)])
 def test_a_directory_that_is_called_like_a_bundled_model_is_told_apart(
-    name: str, bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(bundled, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     with Server(name) as server:
         listening = next(line for line in server.log if "listening on" in line)
     assert listening.endswith(f", loading ./{name}, the directory here, not the bundled model")
+    for file in (tmp_path / name).iterdir():
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    assert main(["serve", name, "--port", "0", "--no-supervise"]) == 2
+    assert "; the bundled model of this name is served where no directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["demo"], [f"--policy-a={V1}", "--policy-b=demo", "--no-rtc", "--split=0"]])

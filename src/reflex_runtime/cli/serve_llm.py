@@ -162,7 +162,7 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
         options=settings_of,
         batcher=batcher,
     )
-    return opened(workers, HFTokenizer.load(plan.directory))
+    return opened(workers, HFTokenizer.load(plan.directory, quiet=True))
 
 
 def _traces(config: LLMServeConfig) -> list[str]:

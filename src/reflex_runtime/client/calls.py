@@ -339,7 +339,7 @@ def _item(value: Any) -> Any:
         out = io.BytesIO()
         value.save(out, "PNG", compress_level=1)
         return out.getvalue()
-    raise TypeError(f"item: a {type(value).__name__} cannot be sent")
+    raise TypeError(f"item: of type {type(value).__name__}, which cannot be sent")
 
 
 def _array(values: NDArray[Any]) -> dict[str, Any]:

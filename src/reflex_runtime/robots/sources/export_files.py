@@ -129,6 +129,8 @@ def read_export_json(file: Path) -> Any:
 
     if not file.exists():
         told = "not found, expected in an export directory (docs/exports.md); a language model's has a config.json"
+        if str(file.parent) in ("demo", "scribe"):
+            told += "; the bundled model of this name is served where no directory is called so"
         raise ConfigError(f"{file}: {told}")
     return model_files.read_json(file, object_pairs_hook=no_duplicates, parse_constant=no_constant)
 

@@ -23,6 +23,7 @@ from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint, 
 from reflex_runtime.robots.sources.memory import Weight
 from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
 from reflex_runtime.run.modules import imported, made
+from reflex_runtime.run.processor import kind_of
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
@@ -152,7 +153,7 @@ def _factory(source: str) -> Factory:
 def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel | WholeModel:
     model = made(partial(factory, device), source, "the factory")
     if not isinstance(model, StagedModel | WholeModel):
-        raise ConfigError(f"{source}: made a {type(model).__name__}, expected a StagedModel or a WholeModel")
+        raise ConfigError(f"{source}: made {kind_of(model)}, expected a StagedModel or a WholeModel")
     if not isinstance(getattr(model, "spec", None), PolicySpec):
         raise ConfigError(f"{source}: the model has no spec; call super().__init__(spec) with a PolicySpec")
     if tuple(model.captured_sizes) != tuple(device.captured_sizes):

@@ -469,7 +469,7 @@ def _of(values: Any, name: str, kind: type[Any], where: str = "") -> Any:
     if type(found) is int and kind is float:
         return float(found)
     if type(found) is not kind:
-        raise invalid(name, printable(f"{where and where + '.'}{name}: must be a {kind.__name__}"))
+        raise invalid(name, printable(f"{where and where + '.'}{name}: must be of type {kind.__name__}"))
     return found
 
 
