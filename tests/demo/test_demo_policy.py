@@ -151,6 +151,7 @@ def test_a_directory_that_is_called_like_a_bundled_model_is_told_apart(
     with Server(name) as server:
         listening = next(line for line in server.log if "listening on" in line)
     assert listening.endswith(f", loading ./{name}, the directory here, not the bundled model")
+    assert sum("tools are refused" in line for line in server.log) == (name == "scribe")  # it has a tokenizer
     for file in (tmp_path / name).iterdir():
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert main(["serve", name, "--port", "0", "--no-supervise"]) == 2
