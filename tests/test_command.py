@@ -284,6 +284,10 @@ def test_reflex_alone_lists_its_verbs() -> None:
             "nowhere: not found, expected an export directory; bundled: "
             "reflex serve demo is a robot policy",
         ),
+        ("serve more.py --no-supervise", "is a file of Python; serve a function of it: reflex serve python:more:F"),
+        ("serve more:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
+        ("serve python:more.py:arr --no-supervise", "there is no module 'more.py': leave .py out, more:arr"),
+        ("doctor python:more:arr", "python:more:arr: is a function, and doctor checks policies and language models"),
         (
             "serve {export} --no-supervise --port 0 --provider gpu",
             "--provider=gpu: not in this onnxruntime, which has ",
@@ -320,6 +324,7 @@ def test_an_error_says_what_to_write_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("serv.toml").write_text("[serv]\nmax_queue = 3\n")
+    Path("more.py").write_text("def arr(items: list[int]) -> list[int]:\n    return items\n")
     write_tiny(Path("tiny"))
     words = [word.format(export="tiny", serv="serv.toml") for word in arguments.split()]
     assert cli.main(words) in (1, 2)

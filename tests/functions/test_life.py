@@ -18,7 +18,7 @@ from forked import reflex
 from reflex_runtime.settings import FunctionsConfig
 from serving.harness import PATIENCE, parse_answers
 
-from .door import Functions, request
+from .door import Functions, parts_of, request
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
@@ -140,6 +140,50 @@ def test_a_setup_that_raises_ends_the_server_with_one_line(tmp_path: Path) -> No
         assert not any("Traceback" in line for line in server.log), server.log
 
 
+FAULTS = """
+import json
+
+def key(items: list[int]) -> list[int]:
+    return [{}["nope"] for item in items]
+
+def text(items: list[int]) -> list[int]:
+    return json.loads("no JSON")
+
+async def later(items: list[int]) -> list[int]:
+    return undefined
+
+def stream(items: list[int]):
+    yield [1 for item in items]
+    raise RuntimeError("mid")
+
+def thing(items: list[int]) -> list:
+    return [{"in": object()} for item in items]
+
+def things(items: list[int]):
+    yield [1 for item in items]
+    yield [object() for item in items]
+"""
+TOLD = {
+    "key": "KeyError: 'nope' (faults.py, line 5)",
+    "text": "(faults.py, line 8)",
+    "later": "NameError: name 'undefined' is not defined (faults.py, line 11)",
+    "stream": "RuntimeError: mid (faults.py, line 15)",
+    "thing": "thing returned an object, which has no form in JSON",
+    "things": "things returned an object, which has no form in JSON",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_the_log_says_where_in_the_users_code_a_request_failed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "faults.py").write_text(FAULTS)
+    with Functions(f"python:faults:{name}", before=f"import os; os.chdir({str(tmp_path)!r})") as server:
+        answer = server.predict("", 1, {"X-Request-Id": "mine"})
+        told = answer.json if answer.status == 500 else [*parts_of(answer.body)][-1][1]
+        assert (told["error"], told["request_id"]) == ("processor_failed", "mine")
+        assert "faults.py" not in told["message"]
+        assert server.wait_log("request mine failed: ").rstrip().endswith(TOLD[name])
+
+
 # -- a function that hangs ---------------------------------------------------------------------------------------------
 
 
@@ -233,6 +277,19 @@ def test_what_one_item_raises_never_ends_a_function_that_runs_on_the_loop(server
     for bad in ("exit", "interrupt", "left", "cancelled", "panic"):
         assert server.predict("result", bad).status == 500
     assert server.predict("result", "after").json == "after"
+
+
+def test_the_report_of_a_recording_counts_answers_and_shows_nothing_of_robots(tmp_path: Path) -> None:
+    with Functions("result", options=("--record", str(tmp_path))) as server:
+        for item in ("a", "b", "c", "raises"):
+            server.predict("", item)
+        assert server.stop() == 0
+    done = reflex("report", str(tmp_path))
+    rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) > 1)
+    assert (rows["requests"], rows["  answered"], rows["  processor_failed"]) == ("4", "3", "1")
+    assert 0.0 < float(rows["latency p50, ms"]) <= float(rows["latency p99, ms"])
+    for word in ("episodes", "success", "interval", "guard"):
+        assert word not in done.stdout
 
 
 def test_the_journal_of_a_server_that_runs_is_sent(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.console import console
-from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.serving import PYTHON, names_functions, names_model
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo import model_directory, write_policy
+from reflex_runtime.demo import model_directory, policy_source, write_policy
+from reflex_runtime.run.modules import imported
 from reflex_runtime.settings.declare import whole
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 on
 def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("doctor", description=_DOCTOR_DESCRIPTION, epilog=_DOCTOR_EPILOG)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="export directory, lerobot:DIR, openpi:DIR, python:module:make or MODEL_DIR")
+    add("source", metavar="SOURCE", help="export DIR, demo, lerobot:DIR, openpi:DIR, python:module:make, MODEL_DIR")
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
     add(
@@ -89,8 +90,13 @@ def doctor(args: argparse.Namespace) -> int:
     from reflex_runtime.robots.sources.load import is_export
     from reflex_runtime.run.onnx_session import PROVIDERS
 
+    args.source = policy_source(args.source)
     if names_model([args.source]):
         return _of_model(args)
+    if args.source.startswith(PYTHON) and names_functions([args.source]):
+        imported(args.source.removeprefix(PYTHON), args.source, "python:package.module:make")  # else that is said
+        told = "is a function, and doctor checks policies and language models"
+        raise ConfigError(f"{args.source}: {told}; reflex serve {args.source} checks it before it opens its port")
     if is_export(args.source):
         check_directory(Path(args.source))
     if args.instruction is not None and not args.instruction.strip():

@@ -26,19 +26,25 @@ JSON = str | int | float | bool | None
 class ReflexError(Exception):
     """Base of all errors of the runtime.
 
-    `details` holds JSON-safe values that belong in an answer; `retry_after` is a hint in seconds or None.
+    `details` holds JSON-safe values that belong in an answer; `retry_after` is a hint in seconds or None. `place` is
+    where in the user's code it was raised, for logs alone; "" where that is not known.
     """
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
     retry_safe: ClassVar[bool] = False
     outcome: ClassVar[str] = "failed"
+    place: str = ""
 
     def __init__(self, message: str = "", *, retry_after: float | None = None, **details: JSON) -> None:
         super().__init__(message or self.code)
         self.message = message or self.code
         self.retry_after = retry_after
         self.details: Mapping[str, JSON] = details
+
+    def logged(self) -> str:
+        """What a log says of it."""
+        return f"{self} ({self.place})" if self.place else str(self)
 
     def __reduce__(self) -> Any:  # keyword details survive pickling between processes
         return (_rebuild, (type(self), self.message, self.retry_after, dict(self.details)))

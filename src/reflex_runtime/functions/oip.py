@@ -157,7 +157,7 @@ class FunctionAsModel:
             columns = {name: [_field(result, name) for result in results] for name in self._results}
             return [tensor_out(name, column) for name, column in columns.items()]
         if self._results["result"].hint is None:
-            return [tensor_out("result", [encode_text(result) for result in results])]
+            return [tensor_out("result", [encode_text(result, self.name) for result in results])]
         return [tensor_out("result", results)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -117,7 +118,7 @@ class Predict:
             if self.served.streams:
                 return await self._stream(request, prediction, item, asked)
             value = await self.value(prediction, item, asked)
-            body, kind = encode(value, request.wants_msgpack)
+            body, kind = encode(value, request.wants_msgpack, self.served.name)
             return HttpResponse(200, body, kind, _told(prediction.ticket))
 
     async def value(self, prediction: Prediction, item: Any, asked: Asked | None) -> Any:
@@ -180,18 +181,19 @@ class Predict:
         ticket = parts.ticket = self._submit(prediction, item, asked, parts.settled)
         server.streams[ticket] = parts
         head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
+        failed, name = partial(_failed, prediction.request_id), self.served.name
         try:
             if request.headers.get(b"accept", b"").startswith(JSON):
                 whole = [part async for part in parts]
-                return HttpResponse(200, encode(whole, False)[0], JSON, _told(ticket))
+                return HttpResponse(200, encode_text(whole, name), JSON, _told(ticket))
             count = 0
             async for part in parts:
                 if not count:  # what fails before the first part has a status of its own
-                    await request.begin(200, head, _failed)
+                    await request.begin(200, head, failed)
                 count += 1
-                await request.write(b"data: %b\n\n" % encode_text(part))
+                await request.write(b"data: %b\n\n" % encode_text(part, name))
             if not count:
-                await request.begin(200, head, _failed)
+                await request.begin(200, head, failed)
             await request.end(b'event: end\ndata: {"parts": %d}\n\n' % count)
             return None
         finally:
@@ -249,9 +251,9 @@ class Parts:
             )
 
 
-def _failed(error: ReflexError) -> bytes:
+def _failed(request_id: str, error: ReflexError) -> bytes:
     """The last event of a stream that fails."""
-    return b"event: error\ndata: " + PLAIN(error, "", False).body + b"\n\n"
+    return b"event: error\ndata: " + PLAIN(error, request_id, False).body + b"\n\n"
 
 
 def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:

@@ -15,6 +15,7 @@ import numpy as np
 import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.run.processor import kind_of
 from reflex_runtime.web.arrays import array_in, check_json
 from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
 from reflex_runtime.web.fields import invalid, invalid_field, printable
@@ -144,25 +145,30 @@ class Values:
         raise ConfigError(f"{self._where}: {_named(hint)} is no type that can be sent: {known}")
 
 
-def encode(value: Any, packed: bool) -> tuple[bytes, bytes]:
-    """A result as (body, content type). packed: the caller reads msgpack. ProcessorError for what cannot be written."""
+def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
+    """A result as (body, content type). packed: the caller reads msgpack. ProcessorError says what `name` returned that
+    cannot be written."""
     if isinstance(value, bytes):
         return value, BYTES
     if is_picture(type(value)):
         return _png(value), PNG
-    return (encode_text(value), JSON) if not packed else (_written(msgspec.msgpack.encode, value, _packed), MSGPACK)
+    if packed:
+        return _written(msgspec.msgpack.encode, value, _packed, name), MSGPACK
+    return encode_text(value, name), JSON
 
 
-def encode_text(value: Any) -> bytes:
-    """A value in JSON, bytes and pictures in base64. ProcessorError for what cannot be written."""
-    return _written(msgspec.json.encode, value, _plain)
+def encode_text(value: Any, name: str) -> bytes:
+    """A value in JSON, bytes and pictures in base64. ProcessorError says what else `name` returned."""
+    return _written(msgspec.json.encode, value, _plain, name)
 
 
-def _written(write: Callable[..., bytes], value: Any, hook: Callable[[Any], Any]) -> bytes:
+def _written(write: Callable[..., bytes], value: Any, hook: Callable[[Any], Any], name: str) -> bytes:
     try:
         return write(value, enc_hook=hook)
-    except (TypeError, ValueError, NotImplementedError, RecursionError, OverflowError) as error:
-        raise ProcessorError(f"its result cannot be written: {_line(error)}") from error
+    except NotImplementedError as error:
+        raise ProcessorError(f"{name} returned {_line(error)}") from error
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise ProcessorError(f"{name} returned what cannot be written: {_line(error)}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -173,7 +179,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if is_picture(type(value)):
         return pybase64.b64encode(_png(value)).decode()
-    raise NotImplementedError(f"a {type(value).__name__} has no form in JSON")
+    raise NotImplementedError(f"{kind_of(value)}, which has no form in JSON")
 
 
 def _packed(value: Any) -> Any:
@@ -189,7 +195,8 @@ def example_of(values: Values, given: Any = None) -> Any:
     if given is None and not values.schema:
         return None
     try:
-        made = msgspec.json.decode(encode_text(given)) if given is not None else _made(values.schema, values.parts)
+        sent = None if given is None else msgspec.json.decode(encode_text(given, "example"))
+        made = _made(values.schema, values.parts) if given is None else sent
         text = msgspec.json.encode(made)
         values.decode(text, JSON)
     except Exception:

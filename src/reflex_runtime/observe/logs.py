@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from typing import Final, NoReturn, TextIO
 
 from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.errors import ProcessorError, ReflexError
 from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.observe.trace_context import current_span
 from reflex_runtime.pacing import Throttle
@@ -283,11 +284,16 @@ class FailureLog:
     def __call__(self, event: Event) -> None:
         if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
             return
-        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
+        if event.ticket is None:
+            return
+        if isinstance(event.ticket.outcome, Failed):
             self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
+        elif isinstance(event.error, ProcessorError):  # it ran, and its result cannot be written
+            self.tell(event.at, event.ticket.id, event.error)
 
     def tell(self, now: float, request_id: str, error: BaseException) -> None:
         """One request failed. now: seconds."""
         if count := self._throttle.count(now):
             more = f" ({count - 1} more since the last line)" if count > 1 else ""
-            logging.getLogger("reflex.server").error("request %s failed: %s%s", request_id, error, more)
+            told = error.logged() if isinstance(error, ReflexError) else error
+            logging.getLogger("reflex.server").error("request %s failed: %s%s", request_id, told, more)

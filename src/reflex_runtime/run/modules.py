@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.run.wall import place_of
 from reflex_runtime.settings.declare import did_you_mean
 
 _FORM: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -38,6 +36,8 @@ def imported(text: str, where: str, form: str) -> Any:
         hint = f"pip install {package}" if package else "install it with pip"
         if own:
             hint = f"run reflex in the directory that contains it, or {hint}"
+        if module.endswith(".py"):
+            hint = f"leave .py out, {module.removesuffix('.py')}:{name}"
         raise ConfigError(f"{where}: there is no module {error.name!r}: {hint}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {module} cannot be imported: {told(error)}") from error
@@ -61,7 +61,6 @@ def made(make: Callable[[], Any], where: str, what: str) -> Any:
         raise ConfigError(f"{where}: {what} failed: {told(error)}") from error
 
 
-_OTHERS: Final = re.compile(r"[/\\](site-packages|reflex_runtime)[/\\]")  # code of libraries, and ours
 LONGEST: Final = 1000  # characters of a foreign text
 
 
@@ -74,7 +73,5 @@ def in_one_line(text: object) -> str:
 def told(error: BaseException) -> str:
     """An exception of foreign code as one line: its class, what it says, and where in which file it was raised."""
     words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-    passed = (__file__, str(Path(importlib.__file__).parent), "<")  # on the way to it
-    raised = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
-    own = [f for f in raised if not _OTHERS.search(f.filename)] or raised
-    return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
+    place = place_of(error)
+    return f"{words} ({place})" if place else words

@@ -26,7 +26,7 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
 )
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.run.wall import WALL, Panic
+from reflex_runtime.run.wall import WALL, Panic, place_of
 
 if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
     from typing_extensions import TypeVar as DefaultTypeVar
@@ -118,6 +118,7 @@ def wrapped(error: BaseException) -> ProcessorError:
         error = error.__cause__
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
+    wrapped.place = place_of(error)
     return wrapped
 
 

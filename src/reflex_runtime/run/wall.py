@@ -7,13 +7,36 @@ any other, but pass every `except Exception` and end the thread, the loop or the
 from __future__ import annotations
 
 import asyncio
+import os
+import sysconfig
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 
 class Panic(Exception):
     """What was raised is no `Exception`: its class and text. `__cause__` is it."""
+
+
+_PASSED: Final = (str(Path(__file__).parents[1]) + os.sep, "<")  # ours, and frozen modules
+_LIBRARIES: Final = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception was raised, `good.py, line 3`: the innermost call in code of the user's own, else in that of
+    an installed package. "" where it was raised in neither."""
+    found, trace = "", error.__traceback__
+    own = False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        installed = "site-packages" in file or "dist-packages" in file
+        if not file.startswith(_PASSED) and (installed or not file.startswith(_LIBRARIES)):
+            if not (own and installed):
+                found = f"{os.path.basename(file)}, line {trace.tb_lineno}"
+            own = own or not installed
+        trace = trace.tb_next
+    return found
 
 
 class Wall:

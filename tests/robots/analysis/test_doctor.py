@@ -703,6 +703,14 @@ def test_t7_no_directory_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"is a file; name its directory, {tmp_path}\n" in capsys.readouterr().err
 
 
+def test_t7_the_bundled_policy_is_named_as_for_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "demo"]) == 0
+    assert "fit to serve" in capsys.readouterr().out
+
+
 def test_state_of_the_samples_stays_near_the_mean(mono: Path) -> None:
     from reflex_runtime.robots import load_policy
 

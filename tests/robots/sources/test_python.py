@@ -110,6 +110,10 @@ def test_p4_a_factory_is_called_once_with_the_device_and_opened(here: Path) -> N
     assert weight_of("python:my_policy:make") == ("python:my_policy:make", 0)
 
 
+def test_p4_a_factory_may_take_nothing(here: Path) -> None:
+    assert load_policy("python:my_policy:nothing").spec.model_id == "mine"
+
+
 def test_p4_another_device_is_another_model(here: Path) -> None:
     spec = read_source("python:my_policy:make")
     other = DeviceOptions(threads=2)
@@ -128,7 +132,6 @@ WRONG = {
     "python:my_policy:value": "value has no method predict(self, items)",
     "python:leaves:make": "leaves cannot be imported: SystemExit: no licence (leaves.py, line 1)",
     "python:my_policy:leaves": "the factory failed: SystemExit (my_policy.py",
-    "python:my_policy:nothing": "the factory failed: TypeError: nothing() takes 0 positional arguments but 1 was given",
     "python:my_policy:broken": "the factory failed: KeyError: 'weights' (my_policy.py",
     "python:my_policy:wrong": "made a str, expected a StagedModel or a WholeModel",
     "python:my_policy:refused": "python:my_policy:refused: weights.pt: not found",

@@ -242,7 +242,7 @@ class Health:
             self._count(ticket.request.client, BatchSubmissionRejected, now)
         if not isinstance(ticket.outcome.error, ProcessorError) or admission is None:
             return
-        self._error = str(ticket.outcome.error)
+        self._error = ticket.outcome.error.logged()
         if admission.id != self._batch:  # the first of its batch; the others follow it at once
             self._batch = admission.id
             self._tell_batches(now, self._batches.count(now))

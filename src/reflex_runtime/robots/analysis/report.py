@@ -55,7 +55,7 @@ class SlotReport:
             self.started.add(line.request.episode)
         if line.error is not None:
             self.errors[line.error.slug] += 1
-        if line.response is not None:
+        if line.outcome == "ok" and line.error is None:
             self.latencies.append(line.latency.total_ms)
         if line.guard is not None:
             self.clamped += bool(line.guard.get("clamped")) and not line.guard.get("held")
@@ -96,7 +96,7 @@ class Event:
 
 @dataclass(slots=True)
 class RolloutReport:
-    """The report. timeline: in order of time."""
+    """The report. timeline: in order of time. robots: whether policies were served, which have episodes and guards."""
 
     files: list[Path]
     slots: dict[str, SlotReport] = field(default_factory=dict)
@@ -108,6 +108,7 @@ class RolloutReport:
     dropped: int = 0
     unfinished: int = 0
     mixed: int = 0
+    robots: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -183,15 +184,15 @@ class RolloutReport:
             row("  loaded (UTC)", lambda s: _clock(s.loaded) if s.loaded else "–")
         row("requests", lambda s: f"{s.requests:,}")
         row("  answered", lambda s: f"{len(s.latencies):,}")
-        row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
-        row(
-            "success", lambda s: f"{s.successes} of {s.finished}, {s.successes / s.finished:.1%}" if s.finished else "–"
-        )
-        row("  95 % interval", _interval)
+        if self.robots:
+            row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
+            row("success", _success)
+            row("  95 % interval", _interval)
         for share in (0.50, 0.99):
             row(f"latency p{share * 100:.0f}, ms", lambda s, share=share: _ms(s.latency(share)))
-        row("guard clamped", lambda s: f"{s.clamped:,}")
-        row("guard held", lambda s: f"{s.held:,}")
+        if self.robots:
+            row("guard clamped", lambda s: f"{s.clamped:,}")
+            row("guard held", lambda s: f"{s.held:,}")
         for slug in sorted({slug for slot in slots for slug in slot.errors}):
             row(f"  {_plain(slug)}", lambda s, slug=slug: f"{s.errors[slug]:,}")
         return table
@@ -254,7 +255,7 @@ def report(
     """
     headers = journals_in(paths, policy)
     files = list(headers)
-    found = RolloutReport(files)
+    found = RolloutReport(files, robots=any(header.model_type != "function" for header in headers.values()))
     notes: list[Note] = []
     for path in files:
         notes += _read(path, found, policy)
@@ -393,6 +394,10 @@ def evidence(value: float) -> str:
 
 def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "·" for c in text)
+
+
+def _success(slot: SlotReport) -> str:
+    return f"{slot.successes} of {slot.finished}, {slot.successes / slot.finished:.1%}" if slot.finished else "–"
 
 
 def _interval(slot: SlotReport) -> str:

@@ -179,6 +179,9 @@ class Export(PolicySource):
 
 def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
     """ConfigError for what is no directory of files. hint: for a path that does not exist. what: is expected there."""
+    if path.is_file() and path.suffix == ".py":
+        module = ".".join(path.with_suffix("").parts) if not path.is_absolute() else path.stem
+        raise ConfigError(f"{path}: is a file of Python; serve a function of it: reflex serve python:{module}:FUNCTION")
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
@@ -188,6 +191,9 @@ def check_directory(path: Path, hint: str = "", what: str = "an export directory
 
 def _hint(path: Path) -> str:
     """What to do where the name of a model on a hub was given."""
+    module, colon, _ = str(path).partition(":")
+    if colon and Path(module.replace(".", "/") + ".py").is_file():
+        return f"; for a function of yours: reflex serve python:{path}"
     download = from_hub(path)
     return f" or the directory of a language model{download}" if download else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def load_policy(
 # -- python:module:make ------------------------------------------------------------------------------------------------
 
 
-Factory = Callable[[DeviceOptions], StagedModel | WholeModel]
+Factory = Callable[..., StagedModel | WholeModel]  # of a device, or of nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -151,7 +152,7 @@ def _factory(source: str) -> Factory:
 
 
 def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel | WholeModel:
-    model = made(partial(factory, device), source, "the factory")
+    model = made(partial(factory, device) if _takes_device(factory) else factory, source, "the factory")
     if not isinstance(model, StagedModel | WholeModel):
         raise ConfigError(f"{source}: made {kind_of(model)}, expected a StagedModel or a WholeModel")
     if not isinstance(getattr(model, "spec", None), PolicySpec):
@@ -162,6 +163,14 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
         kind = "StagedModel" if isinstance(model, StagedModel) else "WholeModel"
         raise ConfigError(f"{source}: spec.staged is {model.spec.staged}, but it made a {kind}")
     return model
+
+
+def _takes_device(factory: Callable[..., Any]) -> bool:
+    """A factory takes a device, or nothing."""
+    try:
+        return bool(inspect.signature(factory).parameters)
+    except ValueError:  # some built-in functions have no signature
+        return True
 
 
 def _file_hash(factory: Any) -> str:
