@@ -456,10 +456,11 @@ def test_f10_a_stage_that_raises_costs_its_frame_and_is_told_at_most_once_a_seco
     made = Made(Camera(*range(10), END, live=False), pipeline=pipeline, clock=clock).run()
     assert (made.drops, made.sink.sequences) == ({"failed": 9}, [9])
     named = "" if where == "view" else "stage stage: "
+    place = "" if where == "view" else f" (test_feed.py, line {stage.__code__.co_firstlineno + 5})"
     told = made.log.of(FeedStageError)
     assert [(e.count, e.error, e.source) for e in told] == [
-        (1, f"{named}ValueError: frame 0", "cam"),
-        (8, f"{named}ValueError: frame 8", "cam"),
+        (1, f"{named}ValueError: frame 0{place}", "cam"),
+        (8, f"{named}ValueError: frame 8{place}", "cam"),
     ]
     if where != "view":
         assert made.feed.snapshot().stages == {"stage": StageFigures(10, 9, 1.0)}

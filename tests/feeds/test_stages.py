@@ -105,7 +105,7 @@ def test_f14_stages_of_ones_own_have_state_of_their_feed_and_a_fault_costs_one_f
         assert [line["sequence"] for line in lines] == [0, 1, 4, 5], "2 failed, 3 was kept from the sinks"
         assert lines[-1]["value"]["seen"] == list(range(6)), "of this feed alone, in order"
         assert lines[0]["value"]["labels"] == ["RED"]
-    assert any("a: stage own:Count: ValueError: two is wrong" in line for line in feeds.log)
+    assert any("a: stage own:Count: ValueError: two is wrong (own.py, line " in line for line in feeds.log)
     assert any("a: 1 of 6 frames have no answer: stage own:Count" in line for line in feeds.log)
 
 

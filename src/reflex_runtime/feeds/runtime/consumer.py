@@ -30,7 +30,7 @@ from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, name_
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.coordinator import BatchHandle
 from reflex_runtime.run.submitted_frame import NewestFrame
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.wall import WALL, place_of
 
 log = logging.getLogger("reflex.feeds")
 
@@ -260,7 +260,9 @@ class Consumer:
                 raise TypeError(f"returned {type(made).__name__}, must return a {kind.__name__} or None")
             failed = False
         except Exception as error:
-            raise StageFailed(f"stage {name}: {type(error).__name__}: {error}") from error
+            fault = StageFailed(f"stage {name}: {type(error).__name__}: {error}")
+            fault.place = place_of(error)
+            raise fault from error
         finally:
             self._feed.ledger.stage_ended(name, self._feed.clock() - began, failed)
         return made
@@ -360,7 +362,7 @@ class Consumer:
         """Report a failed stage or sink: at once, then at most once a second with the count."""
         if not self._throttle.held:
             log.debug("%s: a stage or sink failed", self._feed.name, exc_info=error)
-        self._failure = str(error) if isinstance(error, ReflexError) else f"{type(error).__name__}: {error}"
+        self._failure = error.logged() if isinstance(error, ReflexError) else f"{type(error).__name__}: {error}"
         self._feed.ledger.note(self._failure)
         self._tell(self._throttle.count(self._feed.clock()))
 
