@@ -273,9 +273,9 @@ ASKED = {"model": "scribe", "prompt": "Once there was", "max_tokens": 2000, "ign
 BEFORE_IT_ACCEPTS = """
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
 inner = HFTokenizer.load
-def load(path):
+def load(path, quiet=False):
     {wait}
-    return inner(path)
+    return inner(path, quiet)
 HFTokenizer.load = load
 """
 IN_A_STEP = """

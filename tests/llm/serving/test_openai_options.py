@@ -133,7 +133,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sizes = {"torch_dtype": "float32", "cache_bytes": lambda tokens, width: 64 * tokens * width}
     opened = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000, **sizes))
     monkeypatch.setattr(checkpoint.Checkpoint, "open", lambda path: opened)
-    monkeypatch.setattr(tokenizer.HFTokenizer, "load", lambda path: None)
+    monkeypatch.setattr(tokenizer.HFTokenizer, "load", lambda path, quiet=False: None)
     for name in (f.name for f in fields(LLMServeConfig)):
         monkeypatch.delenv(f"REFLEX_{name.upper()}", raising=False)
     return directory
