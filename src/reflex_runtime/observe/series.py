@@ -2,7 +2,7 @@
 
 Counters and histograms are written on one thread, several times for every request, without a lock; prometheus-client's
 own take one each time and cost five times as much. A scrape on another thread reads numbers that are at most one
-observation apart. `docs/metrics.md` explains the series; a test compares."""
+observation apart. The tables of `docs/metrics.md` are made of the rows below."""
 
 from __future__ import annotations
 
@@ -200,36 +200,36 @@ _RATIO: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 _APART: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 POLICIES: Final = (
-    Row("reflex_batch_cost_per_flush_ms", "Estimated device ms of each flushed batch", (), _COST),
-    Row("reflex_batch_size_per_flush", "Requests per flush", (), (1, 2, 4, 8, 16, 32)),
-    Row("reflex_batch_flush_total", "Flushes by reason and finer cause", ("reason", "cause")),
-    Row("reflex_captured_graph_hit_rate", "Share of the last 100 batches of captured stages at a captured size"),
-    Row("reflex_policy_runtime_queue_depth", "Waiting requests, now"),
-    Row("reflex_backlog_seconds", "Predicted device seconds of waiting work"),
-    Row("reflex_device_busy_seconds_total", "Seconds that the device computed"),
-    Row("reflex_in_flight_requests", "Requests being answered, now"),
-    Row("reflex_slot_drained", "1 while the slot is drained or probed"),
-    Row("reflex_queue_wait_seconds", "Ready to the first batch", (), _SECONDS),
-    Row("reflex_prepare_seconds", "Arrival to pictures decoded, of requests that have any", (), _SECONDS),
-    Row("reflex_request_latency_seconds", "Every answer, end to end", ("outcome",), _SECONDS),
-    Row("reflex_act_latency_seconds", "Served answers, queue and model", (), _SECONDS),
-    Row("reflex_requests_total", "Answers by outcome and wire", ("outcome", "wire")),
-    Row("reflex_request_warnings_total", "Answers that warn of something in the request", ("kind",)),
-    Row("reflex_batch_on_loop_total", "Batches that ran on the event loop, as they are brief"),
-    Row("reflex_batch_cost_error_ratio", "Predicted over measured batch time", (), _RATIO),
-    Row("reflex_cache_hit_total", "Prefix cache hits"),
-    Row("reflex_cache_miss_total", "Prefix cache misses"),
+    Row("reflex_batch_cost_per_flush_ms", "Predicted device time of a batch, ms", (), _COST),
+    Row("reflex_batch_size_per_flush", "Requests in a batch", (), (1, 2, 4, 8, 16, 32)),
+    Row("reflex_batch_flush_total", "Batches, by why they left", ("reason", "cause")),
+    Row("reflex_captured_graph_hit_rate", "Share of the last 100 batches that ran as a CUDA graph (--cuda-graphs)"),
+    Row("reflex_policy_runtime_queue_depth", "Requests that wait; at --max-queue the next one is refused"),
+    Row("reflex_backlog_seconds", "Predicted device time of the requests that wait: scale on it"),
+    Row("reflex_device_busy_seconds_total", "Time that the device computed; its rate is the share that it is busy"),
+    Row("reflex_in_flight_requests", "Requests admitted and not yet answered"),
+    Row("reflex_slot_drained", "1 while the slot is out of service for its crashes"),
+    Row("reflex_queue_wait_seconds", "From ready to run until the first batch", (), _SECONDS),
+    Row("reflex_prepare_seconds", "From admission until the pictures are decoded", (), _SECONDS),
+    Row("reflex_request_latency_seconds", "From the head of a request to its answer", ("outcome",), _SECONDS),
+    Row("reflex_act_latency_seconds", "Queue and model, of successful answers", (), _SECONDS),
+    Row("reflex_requests_total", "Answers, and callers that left before one", ("outcome", "wire")),
+    Row("reflex_request_warnings_total", "Answers that warn: a part of the request had no effect", ("kind",)),
+    Row("reflex_batch_on_loop_total", "Batches that ran on the event loop, because they are brief (--brief-ms)"),
+    Row("reflex_batch_cost_error_ratio", "Predicted over measured time of a batch", (), _RATIO),
+    Row("reflex_cache_hit_total", "Answers whose prefix was cached, stale ones included"),
+    Row("reflex_cache_miss_total", "Answers whose prefix had to be computed"),
     Row("reflex_denoise_steps_total", "Denoise steps, summed over requests"),
     Row("reflex_denoise_steps_spared_total", "Denoise steps that --adaptive-steps left out"),
-    Row("reflex_guard_total", "Chunks the action guard changed or refused", ("result",)),
+    Row("reflex_guard_total", "Chunks that the action guard changed or refused", ("result",)),
     Row("reflex_rtc_total", "Chunks that continued their episode's last one"),
-    Row("reflex_injected_latency_seconds_total", "Seconds that --inject-latency-ms added"),
-    Row("reflex_recording_dropped_total", "Lines missing from the recording, of all slots"),
-    Row("reflex_recording_failed", "1 when a disk error ended the recording, of all slots"),
-    Row("reflex_episode_outcomes_total", "Episodes by how they ended", ("success",)),
-    Row("reflex_shadow_delay_seconds", "What served requests waited for a shadow step that ran when they came", (),
+    Row("reflex_injected_latency_seconds_total", "Time that --inject-latency-ms added: 0 in production"),
+    Row("reflex_recording_dropped_total", "Lines missing from the recording, because the disk is too slow"),
+    Row("reflex_recording_failed", "1 if a disk error ended the recording"),
+    Row("reflex_episode_outcomes_total", "Episodes with a reported outcome that one version answered", ("success",)),
+    Row("reflex_shadow_delay_seconds", "What a request waited for a running shadow step", (),
         _SECONDS),
-    Row("reflex_shadow_divergence", "Mean absolute difference between served and shadow actions", (), _APART),
+    Row("reflex_shadow_divergence", "Mean absolute difference of the served and the shadow chunk", (), _APART),
 )  # fmt: skip
 
 # -- language models: the names of vLLM with our prefix ----------------------------------------------------------------
@@ -243,49 +243,49 @@ _MESSAGES: Final = (1, 2, 4, 6, 8, 10, 12, 14, 16, 24, 32, 64)
 _WAITS: Final = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 50.0, 100.0, 1000.0)
 
 ENGINE: Final = (
-    Row("reflex_num_requests_waiting", "Requests that wait, now"),
-    Row("reflex_num_requests_waiting_by_reason", "The same, by what the last step was short of", ("reason",)),
-    Row("reflex_num_requests_running", "Requests that hold a place, now"),
-    Row("reflex_kv_cache_usage_perc", "Fraction of the cache's blocks held, 0 to 1"),
-    Row("reflex_num_preemptions_total", "Requests that lost their blocks"),
+    Row("reflex_num_requests_waiting", "Requests that wait, preempted ones included"),
+    Row("reflex_num_requests_waiting_by_reason", "The same, by what kept them out of the last step", ("reason",)),
+    Row("reflex_num_requests_running", "Requests that hold a place"),
+    Row("reflex_kv_cache_usage_perc", "Share of the cache's blocks that requests hold, 0 to 1"),
+    Row("reflex_num_preemptions_total", "Requests that lost their blocks or place, and start over"),
     Row("reflex_prefix_cache_queries_total", "Tokens looked up in the prefix cache"),
-    Row("reflex_prefix_cache_hits_total", "Tokens found there"),
-    Row("reflex_spec_decode_num_draft_tokens_total", "Guessed tokens computed"),
+    Row("reflex_prefix_cache_hits_total", "Tokens found there, and so not computed"),
+    Row("reflex_spec_decode_num_draft_tokens_total", "Guessed tokens that were computed (--speculate)"),
     Row("reflex_spec_decode_num_accepted_tokens_total", "Those that were right"),
     Row("reflex_prompt_tokens_total", "Prompt tokens of requests that got a token"),
     Row("reflex_generation_tokens_total", "Tokens generated"),
     Row("reflex_request_success_total", "Requests ended, by how", ("finished_reason",)),
-    Row("reflex_invariant_violations_total", "Defects of the engine itself", ("invariant",)),
+    Row("reflex_invariant_violations_total", "Bugs of the engine: please report them", ("invariant",)),
     Row("reflex_iteration_tokens_total", "Tokens in a step", (), _TOKENS),
-    Row("reflex_time_to_first_token_seconds", "Arrival to the first token", (), _FIRST),
-    Row("reflex_inter_token_latency_seconds", "One token to the next", (), _GAP),
-    Row("reflex_request_queue_time_seconds", "Arrival to the first step", (), _FIRST),
-    Row("reflex_e2e_request_latency_seconds", "Arrival to the end", (), _WHOLE),
+    Row("reflex_time_to_first_token_seconds", "From arrival to the first token", (), _FIRST),
+    Row("reflex_inter_token_latency_seconds", "From one token of a request to the next", (), _GAP),
+    Row("reflex_request_queue_time_seconds", "From arrival to the first step", (), _FIRST),
+    Row("reflex_e2e_request_latency_seconds", "From arrival to the end, of answered requests", (), _WHOLE),
 )
 MODEL_SERVER: Final = (Row("reflex_openai_requests_total", "Answers over HTTP", ("path", "status")),)
-STREAMS: Final = (Row("reflex_stream_holds_total", "Times a stream was held for its slow reader"),)
+STREAMS: Final = (Row("reflex_stream_holds_total", "Times that a stream was held for its slow reader"),)
 WORKERS: Final = (
-    Row("reflex_worker_ready", "Whether the runtime process takes requests", ("worker",)),
-    Row("reflex_worker_restarts_total", "Times it was started again", ("worker",)),
+    Row("reflex_worker_ready", "1 if the runtime process accepts requests", ("worker",)),
+    Row("reflex_worker_restarts_total", "Times that it was started again; its counters then begin at 0", ("worker",)),
 )
 GENERATE_BATCHER: Final = (
-    Row("reflex_generate_batcher_batch_size", "Requests per generate message", (), _MESSAGES),
-    Row("reflex_generate_batcher_queue_wait_ms", "From arrival to its message", (), _WAITS),
-    Row("reflex_generate_batcher_priority_mix_total", "Requests in generate messages", ("priority",)),
-    Row("reflex_generate_batcher_fallback_total", "Requests that went by themselves", ("reason",)),
+    Row("reflex_generate_batcher_batch_size", "Requests in a message to a runtime process", (), _MESSAGES),
+    Row("reflex_generate_batcher_queue_wait_ms", "From arrival until the message is formed, ms", (), _WAITS),
+    Row("reflex_generate_batcher_priority_mix_total", "Requests in messages, by tier", ("priority",)),
+    Row("reflex_generate_batcher_fallback_total", "Requests that were sent alone", ("reason",)),
 )
 
 # -- functions: every one also has `function` --------------------------------------------------------------------------
 
 FUNCTIONS: Final = (
-    Row("reflex_function_requests_total", "Answers by outcome and wire", ("outcome", "wire")),
-    Row("reflex_function_latency_seconds", "Every answer, end to end", ("outcome",), _SECONDS),
-    Row("reflex_function_queue_wait_seconds", "Arrival to the first batch", (), _SECONDS),
-    Row("reflex_function_batches_total", "Batches by why they left", ("cause",)),
-    Row("reflex_function_batch_size", "Items of a batch", (), (1, 2, 4, 8, 16, 32, 64, 128)),
-    Row("reflex_function_busy_seconds_total", "Seconds that the function computed"),
-    Row("reflex_function_waiting", "Waiting requests, now"),
-    Row("reflex_function_in_flight", "Requests that are not answered, now"),
+    Row("reflex_function_requests_total", "Answers", ("outcome", "wire")),
+    Row("reflex_function_latency_seconds", "From the head of a request to its answer", ("outcome",), _SECONDS),
+    Row("reflex_function_queue_wait_seconds", "From the arrival of an item to its first batch", (), _SECONDS),
+    Row("reflex_function_batches_total", "Calls of the function, and steps of one that streams", ("cause",)),
+    Row("reflex_function_batch_size", "Items in a batch", (), (1, 2, 4, 8, 16, 32, 64, 128)),
+    Row("reflex_function_busy_seconds_total", "Time that the function computed"),
+    Row("reflex_function_waiting", "Requests that wait for a batch"),
+    Row("reflex_function_in_flight", "Requests that are not answered yet"),
 )
 
 # -- every server with --otel ------------------------------------------------------------------------------------------
@@ -340,33 +340,33 @@ FEEDS: Final = (
     _read("reflex_feed_frames_total", "Frames read from the source", lambda f: f.frames),
     _read("reflex_feed_frames_processed_total", "Frames answered and through every stage", lambda f: f.processed),
     _read("reflex_feed_drops_total", "Frames that left unanswered, by reason", lambda f: f.drops, "reason"),
-    _read("reflex_feed_waiting", "Frames read and not yet answered or dropped, now", lambda f: f.waiting),
-    _read("reflex_feed_in_flight", "Of these, at the batch point, now", lambda f: f.in_flight),
-    _read("reflex_feed_fps", "Frames answered per second, over the last two", lambda f: f.fps),
-    _read("reflex_feed_age_seconds", "Age of the last answered frame, now", lambda f: f.age),
-    _timing("reflex_feed_latency_seconds", "Capture of a frame to its answer", lambda f: f.latency),
+    _read("reflex_feed_waiting", "Frames read and not yet answered or dropped", lambda f: f.waiting),
+    _read("reflex_feed_in_flight", "Of these, at the processor", lambda f: f.in_flight),
+    _read("reflex_feed_fps", "Answers a second, over the last two seconds", lambda f: f.fps),
+    _read("reflex_feed_age_seconds", "Age of the last answered frame", lambda f: f.age),
+    _timing("reflex_feed_latency_seconds", "From the capture of a frame to its answer", lambda f: f.latency),
     _read("reflex_feed_restarts_total", "Times the source was opened again", lambda f: f.restarts),
     _read("reflex_feed_sink_errors_total", "Results on which a sink failed", lambda f: f.sink_errors),
-    _read("reflex_feed_corrupt_total", "Packets that could not be decoded", lambda f: f.corrupt),
+    _read("reflex_feed_corrupt_total", "Pictures damaged or missing", lambda f: f.corrupt),
     _read("reflex_feed_stage_runs_total", "Frames that a stage got", _stages("runs"), "stage"),
     _read("reflex_feed_stage_errors_total", "Frames on which a stage failed", _stages("errors"), "stage"),
     _read("reflex_feed_stage_seconds_total", "Time in a stage", _stages("seconds"), "stage"),
     _read("reflex_feed_zone_count", "Boxes in a zone, in the last frame", lambda f: f.zones, "zone"),
-    _read("reflex_feed_line_in_total", "Objects that crossed a line inwards", _crossed("in"), "line"),
-    _read("reflex_feed_line_out_total", "Objects that crossed a line outwards", _crossed("out"), "line"),
+    _read("reflex_feed_line_in_total", "Objects that crossed a line to its left", _crossed("in"), "line"),
+    _read("reflex_feed_line_out_total", "Objects that crossed it the other way", _crossed("out"), "line"),
 )
 COORDINATORS: Final = (
     _read("reflex_feed_batch_submissions_total", "Submissions, admitted or refused", _admissions, "outcome"),
-    _read("reflex_feed_batch_items_total", "Admitted items by how they ended", _of(ENDS), "outcome"),
+    _read("reflex_feed_batch_items_total", "Admitted items: processed, failed, dropped", _of(ENDS), "outcome"),
     _read("reflex_feed_batch_timeouts_total", "Callers that stopped waiting", lambda m: m.timed_out),
-    _read("reflex_feed_batch_pending", "Admitted items that have not ended, now", lambda m: m.pending),
+    _read("reflex_feed_batch_pending", "Items admitted and not ended", lambda m: m.pending),
     _read("reflex_feed_batches_total", "Batches formed", lambda m: m.batches_dispatched),
-    _read("reflex_feed_batch_size", "Items per batch", _sizes, bounds=SIZES),
-    _read("reflex_feed_batch_fill_ratio", "Items over what their batches could hold", lambda m: m.fill_ratio),
-    _timing("reflex_feed_batch_formation_seconds", "Oldest item's arrival to the batch", lambda m: m.formation),
-    _timing("reflex_feed_batch_processing_seconds", "Time in the processor, per batch", lambda m: m.processing),
+    _read("reflex_feed_batch_size", "Frames in a batch", _sizes, bounds=SIZES),
+    _read("reflex_feed_batch_fill_ratio", "Frames over the places of their batches", lambda m: m.fill_ratio),
+    _timing("reflex_feed_batch_formation_seconds", "Oldest frame's arrival to its batch", lambda m: m.formation),
+    _timing("reflex_feed_batch_processing_seconds", "Time in the processor of a batch", lambda m: m.processing),
     _read(
-        "reflex_feed_batch_consecutive_errors", "Batches in a row without any answer, now",
+        "reflex_feed_batch_consecutive_errors", "Batches in a row without any answer",
         lambda m: m.consecutive_errors,
     ),
 )  # fmt: skip
@@ -375,12 +375,12 @@ OUTPUTS: Final = (
     _read("reflex_feed_output_results_total", "Results that were given to the output", lambda o: o.taken),
     _read("reflex_feed_output_sent_total", "Results that arrived at the receiver", lambda o: o.sent),
     _read("reflex_feed_output_drops_total", "Results that did not arrive, by reason", lambda o: o.drops, "reason"),
-    _read("reflex_feed_output_waiting", "Results that wait to be sent, now", lambda o: o.waiting),
+    _read("reflex_feed_output_waiting", "Results that wait to be sent", lambda o: o.waiting),
     _read("reflex_feed_output_retries_total", "Times that the output tried again", lambda o: o.retries),
 )
 FEEDS_AT_COORDINATORS: Final = (  # of each feed at each coordinator
     _read("reflex_feed_submissions_total", "Submissions by how they ended", _of((*REFUSALS, *ENDS)), "outcome"),
-    _read("reflex_feed_timeouts_total", "Times the feed stopped waiting", lambda s: s.timed_out),
-    _read("reflex_feed_pending", "Admitted items that have not ended, now", lambda s: s.pending),
-    _timing("reflex_feed_answer_seconds", "Submission to answer", lambda s: s.latency),
+    _read("reflex_feed_timeouts_total", "Times that the feed stopped waiting", lambda s: s.timed_out),
+    _read("reflex_feed_pending", "Frames admitted and not ended", lambda s: s.pending),
+    _timing("reflex_feed_answer_seconds", "From submission to answer", lambda s: s.latency),
 )
