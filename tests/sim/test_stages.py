@@ -119,7 +119,6 @@ def test_the_tables_of_the_page_are_what_its_commands_print(flags: str, cases: S
     printed = stages_table(stages(bench, cases=[case])).splitlines()[1]
     rows = [line.split() for line in page.splitlines() if line.strip().startswith(f"{name}  ")]
     assert rows == [printed.split()]
-    assert all(f"    {case.name}  " in page for case in cases)
 
 
 def test_stages_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
