@@ -28,8 +28,6 @@ from reflex_runtime.ipc.messages import (
     STATS,
     TERMINAL,
     BatchResult,
-    CheckDraft,
-    CheckedDraft,
     GenerateParams,
     LoadModel,
     StreamChunk,
@@ -103,9 +101,6 @@ class StubEngine(Engine):
         if params.text == "":
             raise ConfigError("text='': must not be empty")
         return list(range(len(params.text or params.messages or [])))
-
-    async def check_draft(self, params: CheckDraft) -> CheckedDraft:
-        return CheckedDraft(True, accepted=1, token_ids=[*params.draft_token_ids[:1], 9])
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> StubStream:
         self.asked.append(params.stream_id)

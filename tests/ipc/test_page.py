@@ -18,7 +18,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="u
 PARAMS: dict[str, Any] = {
     messages.LOAD: messages.LoadModel,
     messages.BATCH_GENERATE: messages.BatchGenerate,
-    messages.CHECK_DRAFT: messages.CheckDraft,
     messages.CANCEL: messages.StreamId,
     messages.CHUNK: messages.StreamChunk,
     messages.PROMPT: messages.StreamPrompt,
@@ -30,7 +29,6 @@ RESULTS: dict[str, Any] = {
     messages.INFO: messages.Info,
     messages.LOAD: dict[str, Any],
     messages.BATCH_GENERATE: messages.BatchResult,
-    messages.CHECK_DRAFT: messages.CheckedDraft,
 }
 
 

@@ -17,10 +17,9 @@ from llm.models import random_model
 from llm.steps import faults
 from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.token_budget import ExtraUnits
-from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
+from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine.llm_engine import Kept, LLMEngine
 from reflex_runtime.llm.engine.sequence import RequestOutput
 from reflex_runtime.llm.engine.series import invariants
@@ -252,23 +251,6 @@ def test_l8_a_step_that_fails_with_guesses_is_repeated_without_them() -> None:
     assert runner.crashes == 3
     assert plain(found) == plain(without)
     assert engine.processor.accepted
-
-
-def test_l8_a_given_draft_changes_nothing_and_saves_steps() -> None:
-    params = SamplingParams.greedy(40, ignore_eos=True)
-    [plain_output], _, _ = outputs(ToyRunner(200, 4), "off", ["one two"], params)
-    right = list(plain_output.token_ids)
-    for draft, least in ((right, 35), ([*right[:20], 5, *right[21:]], 18), ([7] * 40, 0), (right[:3], 2), ([], 0)):
-        engine = LLMEngine(ToyRunner(200, 4), ByteTokenizer(), max_gap_ms=0)
-        request = engine.processor.request("one two", GenerateParams.of(params, draft_token_ids=draft))
-        engine._submit(request, "one two")
-        while engine.unfinished:
-            engine.step()
-        assert list(request.payload.output_ids) == right
-        assert engine.processor.accepted >= least
-    for wrong in ([256], [-1], [1] * 9000):
-        with pytest.raises(ConfigError, match="draft_token_ids: "):
-            engine.processor.request("one two", GenerateParams.of(params, draft_token_ids=wrong))
 
 
 @pytest.mark.long

@@ -76,9 +76,6 @@ class Engine(Protocol):
         """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
         return None
 
-    async def check_draft(self, params: wire.CheckDraft) -> wire.CheckedDraft:
-        """See `CheckDraft`. Called only where the process has the capability `draft`. Raises ReflexError."""
-
     async def submit(self, params: wire.GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
         """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
         same prompt and no output yet. Raises ReflexError."""

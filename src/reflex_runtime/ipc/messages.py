@@ -7,7 +7,7 @@ docs/workers.md shows every one of them. An older end ignores fields that a newe
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -21,8 +21,6 @@ MOST_STOPS = 16
 MOST_STOP_IDS = 256
 MOST_BIASED = 1024
 MOST_FORM = 200_000  # characters of a schema, expression or grammar
-_GUIDED: Final = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}  # mode → its field
-_MOST_TEXTS: Final = 1000
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -118,9 +116,6 @@ CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
 PROMPT = "stream.prompt"
 
-DRAFT, GUIDANCE = "draft", "guidance"  # capabilities
-NGRAM = "ngram"  # the draft model that looks up what was said before
-
 PROTOCOL = 1  # in runtime/info; other numbers are refused
 
 EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
@@ -176,9 +171,8 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     traceparent: of the request's span, where it is recorded. timeout_ms: until the first token; max_gap_ms: between
     two. prompt_logprobs: how many alternatives to report for each token of the prompt, None for nothing. follows: a
     stream with the same prompt; this request waits until that stream has computed, and told of, it. credits: tokens
-    that may be sent before `stream.credit` grants more. draft_model: what guesses the next tokens; `ngram` looks up
-    what was said before. draft_token_ids: what the output is expected to begin with. guidance: see `guided`. They need
-    the capabilities `draft` and `guidance`.
+    that may be sent before `stream.credit` grants more. draft_model, guidance: of other runtimes; requests that differ
+    in them share no message.
     """
 
     stream_id: str = ""
@@ -197,7 +191,6 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     follows: str | None = None
     credits: int = WINDOW
     draft_model: str | None = None
-    draft_token_ids: list[int] | None = None
     guidance: dict[str, Any] | None = None
 
     @classmethod
@@ -217,63 +210,6 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
         told = self.prompt_logprobs
         if told is not None and not 0 <= told <= MOST_LOGPROBS:
             raise ConfigError(f"prompt_logprobs={told!r}: must be in [0, {MOST_LOGPROBS}] or absent")
-
-
-def guided(params: GenerateParams) -> GenerateParams:
-    """The request with the constraint that its guidance means. ConfigError for guidance that is none, and beside a
-    constraint.
-
-    mode: `json` (schema: a JSON Schema, by default any object), `regex`, `choice` (a list of texts), `grammar`; each
-    with the field of its name.
-    """
-    guidance = params.guidance or {}
-    mode: Any = guidance.get("mode")
-    if mode not in list(_GUIDED):
-        raise ConfigError(f"guidance.mode={mode!r:.100}: must be one of {', '.join(_GUIDED)}")
-    if params.constraint is not None:
-        raise ConfigError("guidance: the request has a constraint, too; send one")
-    unknown = sorted(guidance.keys() - {"mode", _GUIDED[mode]})
-    if unknown:
-        raise ConfigError(f"guidance.{unknown[0]:.100}: is no field of mode {mode!r}")
-    try:
-        text = _text(mode, guidance.get(_GUIDED[mode]))
-    except (TypeError, ValueError, RecursionError) as error:  # MessagePack holds what JSON cannot
-        raise ConfigError(f"guidance.{_GUIDED[mode]}: is no JSON: {error}") from None
-    constraint = Constraint(mode, text)
-    return msgspec.structs.replace(params, constraint=constraint, guidance=None)
-
-
-def _text(mode: str, said: Any) -> str:
-    if mode == "json" and isinstance(said, dict | None):
-        return msgspec.json.encode(said or {"type": "object"}).decode()
-    if mode == "choice" and isinstance(said, list) and 0 < len(said) <= _MOST_TEXTS:
-        if all(isinstance(text, str) and text for text in said):
-            return msgspec.json.encode(said).decode()
-    elif mode in ("regex", "grammar") and isinstance(said, str):
-        return said
-    wants = {"json": "a JSON Schema, an object", "choice": f"a list of 1 to {_MOST_TEXTS} texts, none empty"}
-    raise ConfigError(f"guidance.{_GUIDED[mode]}: must be {wants.get(mode, 'a text')}")
-
-
-class CheckDraft(msgspec.Struct):
-    """Params of `check_draft`: whether the model would say these tokens behind the prompt; or, without them, whether
-    `draft_model` can guess for the model."""
-
-    model_id: str
-    draft_model: str = NGRAM
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
-    draft_token_ids: list[int] = []
-
-
-class CheckedDraft(msgspec.Struct):
-    """The result of `check_draft`. compatible: whether the pair can be asked for; reason: why not. accepted: how many
-    tokens of the draft, from its beginning, are the likeliest ones. token_ids: those, and the one that comes next."""
-
-    compatible: bool
-    reason: str = ""
-    accepted: int = 0
-    token_ids: list[int] = []
 
 
 class BatchGenerate(msgspec.Struct):

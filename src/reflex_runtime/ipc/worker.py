@@ -35,9 +35,9 @@ LONGEST_DRAIN = 3600  # seconds
 GRACE = 5.0  # seconds that work may take beyond its time limit
 
 _KINDS = {
-    wire.LOAD: wire.LoadModel, wire.TOKENIZE: wire.Tokenize, wire.CHECK_DRAFT: wire.CheckDraft,
-    wire.GENERATE: wire.GenerateParams, wire.BATCH_GENERATE: wire.BatchGenerate, wire.CREDIT: wire.Credit,
-    wire.CANCEL: wire.StreamId, wire.SHUTDOWN: wire.Shutdown,
+    wire.LOAD: wire.LoadModel, wire.TOKENIZE: wire.Tokenize, wire.GENERATE: wire.GenerateParams,
+    wire.BATCH_GENERATE: wire.BatchGenerate, wire.CREDIT: wire.Credit, wire.CANCEL: wire.StreamId,
+    wire.SHUTDOWN: wire.Shutdown,
 }  # fmt: skip
 _READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # of params; other methods have none
 _Accepted = tuple[wire.GenerateParams, Engine, Outlet]
@@ -46,8 +46,8 @@ _Accepted = tuple[wire.GenerateParams, Engine, Outlet]
 class Worker:
     """Answers the calls of the front; the handler of one peer.
 
-    capabilities: advertised; `batch_generate`, drafts and guidance are refused without theirs. grace: seconds
-    beyond its time that work may take to end, before this process ends without it.
+    capabilities: advertised; `batch_generate` is refused without its own. grace: seconds beyond its time that work may
+    take to end, before this process ends without it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Worker:
         self._batches, self._batched, self._last = 0, 0, wire.BatchResult([])
         self._methods: dict[str, Callable[..., Any]] = {
             wire.INFO: self._info, wire.STATE: self._state, wire.METRICS: self._metrics, wire.LIVE: self._live,
-            wire.LOAD: self._load, wire.TOKENIZE: self._tokenize, wire.CHECK_DRAFT: self._check_draft,
+            wire.LOAD: self._load, wire.TOKENIZE: self._tokenize, wire.CHECK_DRAFT: _no_drafts,
             wire.GENERATE: self._generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
         }  # fmt: skip
         self._notes: dict[str, Callable[[Any], object]] = {
@@ -246,11 +246,6 @@ class Worker:
             raise ConfigError("tokenize: needs either text or messages")
         return {"token_ids": await self._model(asked.model_id).tokenize(asked)}
 
-    def _check_draft(self, asked: wire.CheckDraft) -> Coroutine[Any, Any, wire.CheckedDraft]:
-        if wire.DRAFT not in self.capabilities:
-            raise frames.ProtocolError("check_draft: this runtime has no drafts", frames.INVALID_PARAMS)
-        return self._model(asked.model_id).check_draft(asked)
-
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def _cancel(self, asked: wire.StreamId) -> dict[str, bool]:
@@ -300,11 +295,9 @@ class Worker:
 
     def _accept(self, params: wire.GenerateParams) -> _Accepted:
         """Check what needs no engine. After this its stream is live and can be cancelled."""
-        draft = params.draft_token_ids if params.draft_model is None else params.draft_model
-        wants = {wire.DRAFT: draft, wire.GUIDANCE: params.guidance}
-        for name in wants.keys() - self.capabilities:
-            if wants[name] is not None:
-                raise frames.ProtocolError(f"this runtime does not advertise {name!r}", frames.INVALID_PARAMS)
+        for name in ("draft_model", "guidance"):
+            if getattr(params, name) is not None:
+                raise frames.ProtocolError(f"{name}: this runtime has none", frames.INVALID_PARAMS)
         return params, self._model(params.model_id), self._outlets.add(params)
 
     async def _begin(self, params: wire.GenerateParams, engine: Engine, outlet: Outlet) -> wire.Started:
@@ -334,7 +327,7 @@ async def serve(load: Load) -> tuple[int, bool]:
     Returns the exit status (0: told to shut down; 1: the connection ended) and whether no thread is at work any more;
     else the process has to leave by `os._exit`.
     """
-    worker = Worker(load, capabilities=(wire.BATCH_GENERATE, wire.DRAFT, wire.GUIDANCE))
+    worker = Worker(load)
     _, peer = await asyncio.get_running_loop().connect_accepted_socket(lambda: Peer(worker), inherited())
     clean = await worker.run(peer)
     return 0 if worker.told_to_stop else 1, clean
@@ -350,6 +343,10 @@ def inherited() -> socket.socket:
         os.dup2(nothing.fileno(), 0)
     sock.setblocking(False)
     return sock
+
+
+def _no_drafts() -> None:
+    raise frames.ProtocolError("check_draft: this runtime has no draft models", frames.INVALID_PARAMS)
 
 
 async def _answer(peer: Peer, request: frames.RpcRequest, work: Coroutine[Any, Any, Any]) -> None:

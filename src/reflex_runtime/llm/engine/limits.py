@@ -88,17 +88,6 @@ class Limits:
             )
         self._check_ids("prompt: token ids", ids)  # last: it looks at each
 
-    def check_draft(self, ids: Sequence[int]) -> None:
-        """Raises ConfigError for a draft that no output of this model can be.
-
-        Its tokens do not count among those that may wait (`max_queued_tokens`): they are no work by themselves, and
-        what is computed of them is bounded step by step. Their memory, some 40 bytes a token, is bounded by this check
-        and by the requests that may wait.
-        """
-        if len(ids) > self.max_model_len:
-            raise ConfigError(f"draft_token_ids: {len(ids)} tokens; the model's context holds {self.max_model_len}")
-        self._check_ids("draft_token_ids:", ids)
-
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises ConfigError for a token id among the parameters that the model does not have."""
         self._check_ids("stop_token_ids: token ids", params.stop_token_ids)

@@ -12,7 +12,6 @@ from typing import Final
 
 MOST: Final = 16  # tokens guessed at a time
 LONGEST: Final = 16_384  # tokens of a sequence that are looked up: about 300 bytes each
-TRUSTED: Final = 8  # the length of a match that a given draft counts as, at its beginning
 LEAST: Final = 0.05  # a chance below it is not worth naming
 _CLASSES: Final = (2, 3, 4, 8, 16, 32)  # lengths of a match from which guesses are right more often
 _CLASS: Final = [sum(length >= bound for bound in _CLASSES[1:]) for length in range(_CLASSES[-1] + 1)]
@@ -49,13 +48,12 @@ class Rates:
 
 
 class Lookup:
-    """The guesses of one sequence. prompt: its tokens so far. draft: what its output is expected to be; where that
-    turns out wrong it is looked up like the rest. rates: of all sequences."""
+    """The guesses of one sequence. prompt: its tokens so far. rates: of all sequences."""
 
-    __slots__ = ("_at", "_before", "_known", "_length", "_pairs", "_rates", "_text", "_triples")
+    __slots__ = ("_at", "_known", "_length", "_pairs", "_rates", "_text", "_triples")
 
-    def __init__(self, prompt: Seq[int], rates: Rates, draft: Seq[int] = ()) -> None:
-        self._text, self._before, self._rates = [*draft, *prompt], len(draft), Rates(rates)
+    def __init__(self, prompt: Seq[int], rates: Rates) -> None:
+        self._text, self._rates = list(prompt), Rates(rates)
         self._pairs: dict[int, int] = {}  # two tokens, as one number → the place behind them
         self._triples: dict[int, int] = {}
         self._known = 0  # tokens of the text that are looked up
@@ -64,17 +62,15 @@ class Lookup:
 
     def learn(self, end: int) -> None:
         """The prompt up to here can be repeated from now on. O(what is new of it)."""
-        for place in range(self._known, min(self._before + end, LONGEST)):
+        for place in range(self._known, min(end, LONGEST)):
             self._at, self._length = self._remember(place)
-        self._known = self._before + end
-        if self._before and self._known == len(self._text):
-            self._at, self._length = 0, TRUSTED
+        self._known = end
 
     def follow(self, token: int) -> None:
         """There is one more token of output: compare it with the guess."""
         place = len(self._text)
         if self._known < place:
-            self.learn(place - self._before)
+            self.learn(place)
         self._text.append(token)
         self._known += 1
         if place >= LONGEST:

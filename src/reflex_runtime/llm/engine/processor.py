@@ -142,13 +142,8 @@ class LLMProcessor(BaseProcessor):
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
         asked = params if isinstance(params, GenerateParams) else _PLAIN
-        draft, tokenizer = asked.draft_token_ids, self.tokenizer
-        if draft:
-            self.limits.check_draft(draft)
-        guesses = self.config.speculate != "off" or draft is not None or asked.draft_model is not None
-        sequence = Sequence(
-            ids, params, tokenizer, tokenizer.eos_token_ids, matcher, self.rates if guesses else None, draft or ()
-        )
+        tokenizer, rates = self.tokenizer, self.rates if self.config.speculate != "off" else None
+        sequence = Sequence(ids, params, tokenizer, tokenizer.eos_token_ids, matcher, rates)
         sequence.span = parent_of(asked.traceparent.encode()) if asked.traceparent else None
         sequence.adapter = self._number_of(asked.adapter)
         if asked.prompt_logprobs is not None:

@@ -62,9 +62,8 @@ class Sequence:
         eos: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
         rates: Rates | None = None,
-        expected: Seq[int] = (),
     ) -> None:
-        """rates: of all sequences; with them it guesses its next tokens. expected: what they are likely to be."""
+        """rates: of all sequences; with them it guesses its next tokens."""
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
         self._longest = self.num_prompt_tokens + params.max_tokens
@@ -85,7 +84,7 @@ class Sequence:
         self.span: SpanContext | None = None
         self.adapter = 0  # the number of its adapter, 0 for none
         self.draft: list[int] = []
-        self.lookup = None if rates is None else Lookup(self.tokens, rates, expected)
+        self.lookup = None if rates is None else Lookup(self.tokens, rates)
         self._stream = detokenizer.stream(self.tokens, params.stop, params.include_stop)
         self._pieces: list[str] = []
 

@@ -299,7 +299,7 @@ class LocalModel(ModelHost):
             "kv_cache_tokens": limits.cache_tokens,
             "hung_steps": self.batcher.device.hung,
         }
-        if processor.config.speculate != "off" or processor.drafted:
+        if processor.config.speculate != "off":
             body["speculation"] = {"draft_tokens": processor.drafted, "accepted_tokens": processor.accepted}
         if self.trace is not None and self.trace.error is not None:
             body["trace_error"] = str(self.trace.error)

@@ -68,37 +68,11 @@ class WorkerEngine(Engine):
         self, params: wire.GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
     ) -> GenerationStream:
         """Queue a request. leader: a stream with the same prompt: this one waits until that has computed it."""
-        if reason := _incompatible(params.draft_model or wire.NGRAM):
-            raise ConfigError(reason)
-        if params.guidance is not None:
-            params = wire.guided(params)
         model = self._model
         prompt, matcher = await self._prompt(params), await model.compiled(params.constraint)
         _check_scores(params, prompt)
         params = msgspec.structs.replace(params, prompt=None, prompt_token_ids=None, messages=None)  # they are large
         return model.submit(model.request(prompt, params, matcher), bell, leader)
-
-    async def check_draft(self, params: wire.CheckDraft) -> wire.CheckedDraft:
-        """The draft is computed like any other, until a token is not the one that the model says."""
-        draft, said = params.draft_token_ids, list[int]()
-        if reason := _incompatible(params.draft_model):
-            return wire.CheckedDraft(False, reason)
-        if not draft:
-            return wire.CheckedDraft(True)
-        model, ids = self._model, params.prompt_token_ids
-        asked = wire.GenerateParams(model_id=params.model_id, prompt=params.prompt, prompt_token_ids=ids)
-        prompt = await self._prompt(asked)
-        likeliest = wire.SamplingParams.greedy(len(draft) + 1, ignore_eos=True)
-        greedy = wire.GenerateParams.of(likeliest, request_id="check_draft", draft_token_ids=draft)
-        stream = model.submit(model.request(prompt, greedy))
-        try:
-            async for output in stream:
-                said.append(output.token_id)
-                if said != draft[: len(said)]:
-                    break
-        finally:
-            stream.close()
-        return wire.CheckedDraft(True, "", len(said) - 1, said)
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
@@ -115,13 +89,6 @@ class WorkerEngine(Engine):
         if params.prompt_token_ids is not None:
             return params.prompt_token_ids
         return await self.tokenize(wire.Tokenize(params.model_id, params.prompt, params.messages))
-
-
-def _incompatible(draft_model: str) -> str:
-    """Why this cannot guess for a model; "" if it can."""
-    if draft_model == wire.NGRAM:
-        return ""
-    return f"draft_model={draft_model[:100]!r}: must be {wire.NGRAM!r}; drafts of another model are not served"
 
 
 def _check_scores(params: wire.GenerateParams, prompt: Sequence[int]) -> None:
