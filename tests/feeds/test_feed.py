@@ -38,8 +38,7 @@ from reflex_runtime.core.errors import (
     TooLate,
     WaitTimeout,
 )
-from reflex_runtime.feeds.runtime.capture import Backoff, FeedConfig
-from reflex_runtime.feeds.runtime.feed import Feed
+from reflex_runtime.feeds.runtime.feed import Backoff, Feed, FeedConfig
 from reflex_runtime.feeds.runtime.health import (
     FeedConnected,
     FeedDisconnected,
@@ -275,10 +274,10 @@ def test_live_a_frame_that_waited_too_long_is_no_work_for_the_stages() -> None:
 
     made = Made(Camera(), clock=clock, pipeline=Pipeline([slow]), max_age=0.5, queue=2)
     for sequence in (0, 1):  # both are in the queue, of one age, before a stage runs
-        made.feed._shared.ledger.read(waiting := frame(sequence, clock.now))
-        made.feed._shared.queue.put(waiting)
-    made.feed._shared.queue.close()
-    assert made.feed._consumer.run() is None
+        made.feed.ledger.read(waiting := frame(sequence, clock.now))
+        made.feed.queue.put(waiting)
+    made.feed.queue.close()
+    assert made.feed._consume() is None
     assert (seen, made.sink.sequences, made.drops) == ([0], [0], {"stale": 1})
 
 
@@ -421,8 +420,8 @@ def test_any_exception_of_a_source_is_a_lost_source() -> None:
 def test_a_camera_that_sends_nothing_is_told_once_for_each_gap() -> None:
     camera, patience = Camera(0), []
     made = Made(camera, frozen_after=0.02)
-    get = made.feed._shared.queue.get
-    made.feed._shared.queue.get = lambda timeout: (patience.append(timeout), get(timeout))[1]  # type: ignore[method-assign]
+    get = made.feed.queue.get
+    made.feed.queue.get = lambda timeout: (patience.append(timeout), get(timeout))[1]  # type: ignore[method-assign]
     made.feed.start()
     made.log.wait(FeedFrozen)
     camera.give(1)
@@ -456,7 +455,7 @@ def test_f10_a_stage_that_raises_costs_its_frame_and_is_told_at_most_once_a_seco
     made = Made(Camera(*range(10), END, live=False), pipeline=pipeline, clock=clock).run()
     assert (made.drops, made.sink.sequences) == ({"failed": 9}, [9])
     named = "" if where == "view" else "stage stage: "
-    place = "" if where == "view" else f" (test_feed.py, line {stage.__code__.co_firstlineno + 5})"
+    place = f" (test_feed.py, line {stage.__code__.co_firstlineno + 5})"
     told = made.log.of(FeedStageError)
     assert [(e.count, e.error, e.source) for e in told] == [
         (1, f"{named}ValueError: frame 0{place}", "cam"),
@@ -483,11 +482,12 @@ def test_a_sink_that_raises_is_counted_and_the_others_get_the_result() -> None:
     def broken(result: Any) -> None:
         raise OSError("no space")
 
-    made.feed.sinks = made.feed._consumer._sinks = (broken, made.sink)
+    broken_at = f"OSError: no space (test_feed.py, line {broken.__code__.co_firstlineno + 1})"
+    made.feed.sinks = (broken, made.sink)
     made.run()
     assert made.sink.sequences == [0, 1, 2, 3, 4]
     snapshot = made.feed.snapshot()
-    assert (snapshot.processed, snapshot.sink_errors, snapshot.error) == (5, 5, "OSError: no space")
+    assert (snapshot.processed, snapshot.sink_errors, snapshot.error) == (5, 5, broken_at)
     assert sum(e.count for e in made.log.of(FeedStageError)) == 5
 
 
@@ -545,7 +545,7 @@ def test_a_stage_or_a_sink_that_panics_costs_one_frame(where: str) -> None:
     pipeline = Pipeline(after=[panics]) if where == "stage" else Pipeline()
     made = Made(Camera(0, 1, 2, END, live=False), pipeline=pipeline)
     if where == "sink":
-        made.feed.sinks = made.feed._consumer._sinks = (panics, made.sink)  # type: ignore[assignment]
+        made.feed.sinks = (panics, made.sink)  # type: ignore[assignment]
     made.run()
     assert made.feed.state == "ended"
     assert made.sink.sequences == ([0, 2] if where == "stage" else [0, 1, 2])
@@ -568,8 +568,8 @@ def test_f10_a_lost_coordinator_ends_the_feed_and_is_not_told_twice() -> None:
     made.sink.wait(1)
     made.point.lost = ProcessorError("the thread died")
     made.point.answer = lambda sequence: (_ for _ in ()).throw(Closed("died"))
-    made.feed._shared.queue.put(made.sink.results[0].frame)  # one more, whatever the camera gave by now
-    made.feed._shared.ledger.read(made.sink.results[0].frame)
+    made.feed.queue.put(made.sink.results[0].frame)  # one more, whatever the camera gave by now
+    made.feed.ledger.read(made.sink.results[0].frame)
     ended(made.feed)
     assert made.feed.state == "failed"
     assert [e.error for e in made.log.of(FeedFailed)] == ["ProcessorError: the thread died"]
@@ -678,7 +678,7 @@ class Stuck(Collector):
 
 def test_a_sink_that_is_stuck_is_not_closed_under_its_thread_and_those_after_it_get_nothing() -> None:
     made, stuck, later = Made(Camera(0)), Stuck(), Collector()
-    made.feed.sinks = made.feed._consumer._sinks = (made.sink, stuck, later)
+    made.feed.sinks = (made.sink, stuck, later)
     made.feed.start()
     stuck.gate.busy()
     assert not made.feed.stop(0.02)

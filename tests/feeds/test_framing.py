@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -163,12 +164,12 @@ def test_pictures_that_are_not_taken_are_numbered_and_counted() -> None:
 def test_a_camera_whose_pictures_are_not_taken_is_not_silent() -> None:
     camera = Camera(*range(2))
     made = Made(camera, every=1000, frozen_after=0.02)
-    frozen = made.feed._consumer._silent
+    frozen = partial(made.feed._silent, 0.02)
     made.feed.start()
     camera.idle()
-    made.feed._capture.latest = made.feed._shared.clock() + 60.0
+    made.feed._latest = made.feed.clock() + 60.0
     assert not frozen(), "a picture came lately"
-    made.feed._capture.latest = made.feed._shared.clock() - 60.0
+    made.feed._latest = made.feed.clock() - 60.0
     assert frozen()
     made.log.wait(FeedFrozen)
     assert made.feed.stop()

@@ -14,9 +14,7 @@ import pytest
 
 from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended, frame, number_in
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
-from reflex_runtime.feeds.runtime.capture import FeedConfig, FeedContext
-from reflex_runtime.feeds.runtime.consumer import CurrentFrame
-from reflex_runtime.feeds.runtime.feed import Feed
+from reflex_runtime.feeds.runtime.feed import CurrentFrame, Feed, FeedConfig
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.submitted_frame import NewestFrame
@@ -286,8 +284,8 @@ def test_f14_with_stages_before_or_a_longer_queue_the_frame_that_waits_stays(kep
 
 
 def test_f5_a_frame_whose_caller_has_left_takes_no_other_out_of_the_queue() -> None:
-    feed = FeedContext("cam", FeedConfig(), True, lambda event: None, lambda: 0.5, threading.Event.wait)
-    hand, newer = CurrentFrame(frame(1), Pipeline(), feed), frame(2)
+    feed = Feed("cam", Camera(), clock=lambda: 0.5)
+    hand, newer = CurrentFrame(frame(1), feed), frame(2)
     feed.queue.put(newer)
     hand.leave()
     taken = hand.newest()

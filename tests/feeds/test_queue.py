@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from feeds.fakes import PATIENCE, frame
-from reflex_runtime.feeds.runtime.capture import FrameQueue
+from reflex_runtime.feeds.runtime.feed import FrameQueue
 
 
 def test_f14_a_live_queue_drops_the_oldest_and_never_waits() -> None:

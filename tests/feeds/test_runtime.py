@@ -93,12 +93,25 @@ def test_f14_frames_of_one_file_share_batches_and_its_results_stay_in_order() ->
     config = BatchConfig(max_batch_size=4, max_latency=0.001, max_in_flight_per_feed=4)
     point = runtime.coordinator(detector, config)
 
+    class Film(Camera):
+        def read(self) -> Any:
+            self.taken += 1
+            if self.taken == 6:
+                filled.set()
+            return super().read()
+
+        taken = 0
+
+    filled = threading.Event()
+
     def opens(frame: Frame) -> Frame:
+        if frame.sequence == 0:  # the four behind it are in the queue: none is waited for
+            assert filled.wait(PATIENCE)
         if frame.sequence == 3:  # three frames are at the batch point, one of them in the first batch
             detector.gate.set()
         return frame
 
-    runtime.feed("file", Camera(*range(40), END, live=False), Pipeline([opens], point), [sink])
+    runtime.feed("file", Film(*range(40), END, live=False), Pipeline([opens], point), [sink])
     with runtime:
         assert runtime.wait(PATIENCE)
         snapshot = runtime.snapshot()
@@ -256,7 +269,7 @@ def test_removing_and_adding_many_times_leaks_no_thread() -> None:
 
 
 def test_reconnecting_many_times_leaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.feeds.runtime.capture.Backoff.FIRST_S", 0.0)
+    monkeypatch.setattr("reflex_runtime.feeds.runtime.feed.Backoff.FIRST_S", 0.0)
     losses = [item for i in range(200) for item in (i, SourceError("gone"))]
     with Runtime() as runtime:
         log = Told(runtime)

@@ -14,8 +14,7 @@ from feeds.fakes import END, PATIENCE, Camera, Collector, Log, Point, balanced
 from feeds.graphs import BLUE, RED, bright_graph, lit
 from feeds.videos import clip, write_video
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.capture import FeedConfig
-from reflex_runtime.feeds.runtime.feed import Feed
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
 from reflex_runtime.feeds.runtime.health import FeedStageError
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, StageFigures

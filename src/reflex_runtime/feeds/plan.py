@@ -16,7 +16,7 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
-from reflex_runtime.feeds.runtime.consumer import Sink
+from reflex_runtime.feeds.runtime.feed import Sink
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.settings import CAMERA, FILES, OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of

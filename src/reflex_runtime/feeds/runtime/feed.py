@@ -16,18 +16,238 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
 from typing import Any
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.capture import FILE, LIVE, Capture, FeedConfig, FeedContext, Pause, words_of
-from reflex_runtime.feeds.runtime.consumer import Consumer, Sink
-from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot
+from reflex_runtime.core.errors import (
+    Closed,
+    ConfigError,
+    CutShort,
+    Displaced,
+    Drained,
+    Expired,
+    InFlightCapReached,
+    QueueFull,
+    ReflexError,
+    Shed,
+    Superseded,
+    TooLate,
+    WaitTimeout,
+)
+from reflex_runtime.feeds.runtime.health import (
+    FeedConnected,
+    FeedDisconnected,
+    FeedEnded,
+    FeedFailed,
+    FeedFrozen,
+    FeedStageError,
+    HealthEvent,
+)
+from reflex_runtime.feeds.runtime.pipeline import (
+    Frame,
+    Picture,
+    Pipeline,
+    Result,
+    Source,
+    SourceClock,
+    SourceError,
+    Taking,
+    name_of,
+    turned,
+)
+from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, Ledger
+from reflex_runtime.pacing import Throttle, doubled
+from reflex_runtime.run.coordinator import BatchHandle
 from reflex_runtime.run.device import Clock
+from reflex_runtime.run.submitted_frame import NewestFrame
+from reflex_runtime.run.wall import WALL, place_of
+from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.feeds")
+
+Sink = Callable[[Result], Any]
+Pause = Callable[[threading.Event, float], bool]  # waits for the event, some seconds at most; whether it was set
+
+LIVE, FILE = "live", "file"
+RETRY_S, RETRY_MOST_S = 0.005, 0.100  # a file feed's pauses before it submits a frame again
+
+_RETRIED = (QueueFull, Displaced, InFlightCapReached, WaitTimeout)  # by a file feed, which loses nothing
+_GONE = (Closed, Drained, CutShort)
+_REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], ...] = (
+    ((QueueFull, Displaced), "queue_full"),
+    (InFlightCapReached, "in_flight"),
+    (WaitTimeout, "timeout"),
+    ((Expired, Shed, Superseded, TooLate), "stale"),
+    (_GONE, "closed"),
+    (ReflexError, "failed"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedConfig:
+    """How a feed treats its frames. Times in seconds.
+
+    mode: live or file (see the module); None: as the source is.
+    max_age: live: a frame older than this is dropped before it is computed; None: no limit.
+    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
+        with stages before the batch point, or with a view of its own (`Pipeline`), the frame that waits for its batch
+        stays the same.
+    restarts: how often the source is opened again, in all; None: without end for live, never for file.
+    retries: file: how often a frame is submitted again after no answer came in time; then it counts as failed.
+    every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
+        The others are numbered, and dropped as `skipped`.
+    rotate: degrees by which pictures are turned clockwise; places in results are pixels of the turned picture.
+    frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
+    """
+
+    mode: str | None = option(None, choices=(LIVE, FILE))
+    max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
+    queue: int | None = option(None, low=1, high=4096)
+    restarts: int | None = option(None, low=0, high=10**9)
+    retries: int = option(10, low=0, high=10**9)
+    frozen_after: float | None = option(3.0, low=0, above=True, high=86_400, unit="seconds")
+    every: int = option(1, low=1, high=1_000_000)
+    fps: float = option(0.0, low=0, high=1000, unit="pictures a second")
+    rotate: int = 0
+
+    def __post_init__(self) -> None:
+        validate(self, "FeedConfig")
+        if self.rotate not in (0, 90, 180, 270):
+            raise ConfigError(f"FeedConfig.rotate={self.rotate!r}: must be 0, 90, 180 or 270 degrees")
+
+
+class FrameQueue:
+    """First in, first out, at most `capacity` frames. One thread puts, one takes, any thread closes; nothing is polled.
+
+    drop_oldest: `put` never waits, and the oldest frame makes room: of capacity 1, the newest wins. Else it waits.
+    Every frame put is either taken by `get`, or handed back by `put` or `close`: every lost frame is reported.
+    """
+
+    def __init__(self, capacity: int, drop_oldest: bool) -> None:
+        self._capacity, self._drop_oldest = capacity, drop_oldest
+        self._frames: deque[Frame] = deque()
+        lock = threading.Lock()
+        self._filled, self._room = threading.Condition(lock), threading.Condition(lock)
+        self.closed = False  # it takes nothing more; what it holds may still be taken
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: Frame) -> Frame | None:
+        """Add a frame. Returns the one that found no place: the oldest, or this one if it is closed; else None."""
+        with self._filled:
+            if not self._drop_oldest:
+                self._room.wait_for(lambda: self.closed or len(self._frames) < self._capacity)
+            if self.closed:
+                return frame
+            lost = self._frames.popleft() if len(self._frames) >= self._capacity else None
+            self._frames.append(frame)
+            self._filled.notify()
+            return lost
+
+    def get(self, timeout: float | None = None) -> Frame | None:
+        """The oldest frame; waits for one. None when the time is over (seconds), or when it is closed and empty."""
+        with self._filled:
+            self._filled.wait_for(lambda: self._frames or self.closed, timeout)
+            if not self._frames:
+                return None
+            self._room.notify()
+            return self._frames.popleft()
+
+    def close(self, discard: bool = False) -> list[Frame]:
+        """Take nothing more and wake both sides. discard: what it holds is handed back, and `get` finds nothing."""
+        with self._filled:
+            self.closed = True
+            left = list(self._frames) if discard else []
+            if discard:
+                self._frames.clear()
+            self._filled.notify_all()
+            self._room.notify_all()
+            return left
+
+
+class Backoff:
+    """Pauses between attempts: 1 s, doubled up to 30 s, each varied by up to a fifth, so that feeds do not retry
+    together."""
+
+    FIRST_S, MOST_S, JITTER = 1.0, 30.0, 0.2
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance, self._made = chance, 0
+
+    def next(self) -> float:
+        """Seconds until the next attempt."""
+        self._made += 1
+        pause = doubled(self.FIRST_S, self.MOST_S, self._made - 1)
+        return pause * self._chance.uniform(1.0 - self.JITTER, 1.0 + self.JITTER)
+
+    def reset(self) -> None:
+        self._made = 0
+
+
+class StageFailed(ReflexError):
+    """A stage of a feed failed on a frame."""
+
+    code = "stage_failed"
+
+
+class _Out(Exception):
+    """The frame in hand goes no further; `reason` is one of `DROPS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class CurrentFrame:
+    """The frame that a feed works on. While it waits for the processor, a newer one takes its place when its batch
+    begins.
+
+    frame: as it was read. made: what the stages before the batch point made of it. replaced: whether it is a newer one
+    than that which was submitted.
+    """
+
+    def __init__(self, frame: Frame, feed: Feed) -> None:
+        self.frame = self.made = frame
+        self.replaced = False
+        self._feed = feed
+        self._view: Any = None
+        self._waits = True  # for its batch; then no frame is taken any more
+        self._guard = threading.Lock()  # of these
+
+    def view(self) -> Any:
+        """What goes with it to the processor, made once."""
+        if self._view is None:
+            self._view = self._feed.pipeline.view_of(self.made)
+        return self._view
+
+    def newest(self) -> NewestFrame:
+        """What its batch computes: the newest frame of the queue, else this one. The one that it replaces is dropped.
+
+        Called by the coordinator. Raises `Expired` if it is too old, or what a preparation raises.
+        """
+        feed = self._feed
+        with self._guard:
+            newer = feed.queue.get(0.0) if self._waits else None
+            self._waits = False
+            if newer is not None:
+                feed.ledger.overrun()
+                self.frame = self.made = newer
+                self.replaced, self._view = True, None
+        if self.frame.captured + feed.max_age <= feed.clock():
+            raise Expired(f"older than max_age={feed.max_age:g} s when its batch began")
+        frame = self.made
+        return NewestFrame(feed.pipeline.part(frame.image), self.view(), frame.sequence, frame.pts)
+
+    def leave(self) -> None:
+        """It waits no more: from now on it stays the same, also if its batch begins."""
+        with self._guard:
+            self._waits = False
 
 
 def close_sink(sink: Sink) -> None:
@@ -45,6 +265,10 @@ class Feed:
     clock, pause, seed: for tests; pause waits for an event, seed is of the jitter in reconnecting.
 
     Whatever ends one of its threads, an unexpected exception too, ends the feed with a state and an event.
+
+    in_flight: frames at the batch point. There a camera's frame makes way for a newer one until its batch begins,
+    unless stages run before: those run on the pipeline's thread. A file has as many frames there as a batch can hold,
+    since it waits for them anyway.
     """
 
     def __init__(
@@ -64,24 +288,45 @@ class Feed:
     ) -> None:
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise ConfigError(f"Feed.name={name!r}: must be a text of 1 to 256 characters")
-        config = config or FeedConfig()
+        self.config = config = config or FeedConfig()
         self.name, self.mode = name, config.mode or (LIVE if source.live else FILE)
-        self.sinks, self.pipeline = tuple(sinks), pipeline or Pipeline()
-        self._source = source
+        self.sinks, self.pipeline, self.clock = tuple(sinks), pipeline or Pipeline(), clock
+        self._live = live = self.mode == LIVE
+        self.max_age = config.max_age if live and config.max_age is not None else inf
+        self.queue, self.ledger = FrameQueue(config.queue or (1 if live else 4), drop_oldest=live), Ledger()
+        self._source, self._pause = source, pause
         self._emit_to, self._release, self._on_end = emit, release, on_end
-        live = self.mode == LIVE
-        self._shared = shared = FeedContext(name, config, live, self._emit, clock, pause)
-        # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
-        ahead = None if live or self.pipeline.before or self.pipeline.view else self.pipeline.prepared
-        self._capture = Capture(shared, source, ahead, random.Random(name if seed is None else seed))
-        self._consumer = Consumer(shared, self.pipeline, self.sinks, self._silent)
+        self._stop = threading.Event()  # everything of this feed ends
         self._asked = False  # whether `stop` was called
         self._failure: BaseException | None = None
         self._final: str | None = None
         self._finished = False
         self._released: list[Sink] = []
-        self._guard = threading.Lock()  # of starting, of the end and of letting a sink go: each happens once
+        self._guard = threading.Lock()  # of starting, of the end, of letting a sink go (each happens once), of `_at`
         self._threads: tuple[threading.Thread, ...] = ()
+        # the capture's
+        plain = not self.pipeline.before and self.pipeline.view is None
+        # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
+        self._prepare = self.pipeline.prepared if plain and not live else None
+        self._taking = Taking(config.every, config.fps)
+        self._paced = getattr(source, "paced", False)
+        self._times = SourceClock(live and not self._paced)
+        self._backoff = Backoff(random.Random(name if seed is None else seed))
+        self._connection = "connecting"  # then running, reconnecting
+        self._restarts = 0
+        self._total: int | None = None
+        self._latest = clock()  # when the newest picture came, taken or not
+        # the pipeline's
+        self._handle = None if self.pipeline.batch is None else self.pipeline.batch.handle
+        self._newest = live and (config.queue or 1) == 1 and plain
+        self._most = 1 if live else getattr(self._handle, "ahead", 1)  # frames at the batch point
+        self._replaced = False  # whether a newer frame took the place of the last one
+        self._lost: Exception | None = None  # why the coordinator answers no more
+        self._throttle = Throttle()
+        self._fault = ""  # what the last stage or sink raised
+        self._abandoned = False  # `stop` no longer waits for this thread: further results are discarded
+        self._at: Sink | None = None  # the sink that has a result in hand
+        self.in_flight = 0
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -137,7 +382,10 @@ class Feed:
         A sink that the thread is inside of is not closed here, because that could block, too; the thread closes it if
         it returns.
         """
-        self._release_sinks(but=self._consumer.abandon())
+        with self._guard:
+            self._abandoned = True
+            inside = self._at
+        self._release_sinks(but=inside)
 
     @property
     def detached(self) -> tuple[str, ...]:
@@ -145,14 +393,14 @@ class Feed:
         return tuple(thread.name for thread in self._threads if thread.is_alive())
 
     @property
-    def state(self) -> str:
-        """connecting, running, reconnecting; then ended, failed or stopped."""
-        return self._final or self._capture.state
-
-    @property
     def over(self) -> bool:
         """Whether no more results will come."""
         return self._final is not None
+
+    @property
+    def state(self) -> str:
+        """connecting, running, reconnecting; then ended, failed or stopped."""
+        return self._final or self._connection
 
     def snapshot(self) -> FeedSnapshot:
         """Its figures now; those of frames are all of one moment."""
@@ -161,43 +409,307 @@ class Feed:
             mode=self.mode,
             source=self._source.name,
             state=self.state,
-            in_flight=int(self._consumer.in_flight),
-            restarts=self._capture.restarts,
-            total=self._capture.total,
+            in_flight=int(self.in_flight),
+            restarts=self._restarts,
+            total=self._total,
             corrupt=getattr(self._source, "corrupt", 0),  # a source may not know it
             zones=self._counts("zone_counts"),
             lines=self._counts("line_counts"),
-            **self._shared.ledger.figures(self._shared.clock()),
+            **self.ledger.figures(self.clock()),
         )
 
     def _counts(self, kind: str) -> dict[str, Any]:
         """What its stages count, by name."""
         return {name: n for stage in self.pipeline.after for name, n in getattr(stage, kind, {}).items()}
 
-    def _silent(self) -> bool:
-        return self._capture.silent(self._shared.config.frozen_after or 0.0)
-
-    # -- its threads ---------------------------------------------------------------------------------------------------
+    # -- the capture's thread: from the source to the queue ------------------------------------------------------------
 
     def _capture_main(self) -> None:
-        error: BaseException | None
-        try:
-            error = self._capture.run()
-        except BaseException as died:
-            log.exception("%s: the capture thread died", self.name)
-            error = died
+        error = self._error_of("capture", self._capture)
         self._failure = self._failure or error
-        self._shared.queue.close()  # what was read before is still worked on
+        self.queue.close()  # what was read before is still worked on
+
+    def _capture(self) -> Exception | None:
+        """Open, read and close the source, again when it was lost. Returns None at its end or at a stop, else the error
+        after which it is not tried again. Any exception counts as a lost source, because its cause is not known here.
+        """
+        most = self.config.restarts if self.config.restarts is not None else (inf if self._live else 0)
+        while True:
+            try:
+                with WALL:
+                    self._source.open()
+                    self._read()
+                return None
+            except Exception as error:
+                lost = error
+            finally:
+                self._close()
+            if self._stop.is_set():
+                return None
+            connected, words = self._connection == "running", words_of(lost)
+            self.ledger.note(words)
+            if self._restarts >= most or (isinstance(lost, SourceError) and not lost.retryable):
+                if connected:
+                    self._emit(FeedDisconnected(self.clock(), self.name, words))
+                return lost
+            self._connection, pause = "reconnecting", self._backoff.next()
+            self._emit(FeedDisconnected(self.clock(), self.name, words, pause))
+            self._pause(self._stop, pause)
+            self._restarts += 1
+
+    def _read(self) -> None:
+        """Take pictures until the end of the source, or until the feed stops."""
+        if self._stop.is_set():
+            return
+        self._total, self._connection = self._source.total, "running"
+        self._emit(FeedConnected(self.clock(), self.name))
+        while (picture := self._source.read()) is not None:
+            self._take(picture)
+            if self._stop.is_set():
+                return
+
+    def _take(self, picture: Picture) -> None:
+        """Time and number a picture, and put it into the queue, turned and prepared, unless it is left out."""
+        (image, pts), config, ledger = picture, self.config, self.ledger
+        now = self.clock()
+        pts = self._times.time(pts, now, getattr(self._source, "step", None))
+        if self._paced:
+            if self._pause(self._stop, self._times.ahead(now)):
+                return
+            now = self.clock()
+        self._latest = now
+        self._backoff.reset()
+        if pts is None and config.fps and ledger.read_so_far == 0:
+            log.warning("%s: fps has no effect: its pictures have neither times nor a rate; use every", self.name)
+        if not self._taking.takes(pts):
+            ledger.passed_over()
+            return
+        image, prepared = turned(image, config.rotate), None
+        if self._prepare is not None:  # while the frame before it is computed
+            try:
+                with WALL:
+                    prepared = self._prepare(image)
+            except Exception:  # the thread that submits the frame tries again, and counts it as failed
+                prepared = None
+        frame = Frame(image, ledger.read_so_far, pts, now, prepared, getattr(picture, "file", ""))
+        ledger.read(frame)
+        left_out = self.queue.put(frame)
+        if left_out is not None:
+            ledger.drop("stopped") if left_out is frame else ledger.overrun()
+
+    def _close(self) -> None:
+        try:
+            self._source.close()
+        except Exception:
+            log.exception("%s: the source could not be closed", self.name)
+
+    # -- the pipeline's thread: from the queue to the sinks ------------------------------------------------------------
 
     def _consume_main(self) -> None:
-        try:
-            error = self._consumer.run()
-            if error is not None:
-                self._fail(error)
-        except BaseException as died:
-            log.exception("%s: the pipeline thread died", self.name)
-            self._fail(died)
+        if (error := self._error_of("pipeline", self._consume)) is not None:
+            self._fail(error)
         self._finish()
+
+    def _consume(self) -> Exception | None:
+        """Take frames to their ends. Returns None when there is nothing more to take, or the error for which the feed
+        cannot go on."""
+        queue, frozen_after = self.queue, self.config.frozen_after if self._live else None
+        patience = frozen_after
+        ahead: deque[Generator[None]] = deque()  # frames of a file that wait for their answers, in order
+        try:
+            while self._lost is None or ahead:
+                room = self._lost is None and len(ahead) < self._most
+                frame = queue.get(0.0 if ahead else patience) if room else None
+                if frame is not None:
+                    patience, life = frozen_after, self._life(frame)
+                    ahead.extend(life for _ in islice(life, 1))
+                elif ahead:
+                    next(ahead.popleft(), None)
+                elif queue.closed and not len(queue):
+                    break
+                elif self._silent(frozen_after or 0.0):
+                    patience = None  # reported once for each gap
+                    self._emit(FeedFrozen(self.clock(), self.name))
+            return self._lost
+        finally:
+            for life in ahead:
+                life.close()
+            self._tell(self._throttle.flush(self.clock()))
+
+    def _silent(self, seconds: float) -> bool:
+        """Whether an open source has sent nothing for so long: pictures that are not taken are something, too."""
+        lately = not self._taking.all and self.clock() - self._latest < seconds
+        return self._connection == "running" and not lately
+
+    def _life(self, frame: Frame) -> Generator[None]:
+        """A frame's way from the queue to the sinks. It pauses where the next frame of a file may be submitted before
+        this one has its answer."""
+        pipeline, handle, hand = self.pipeline, self._handle, CurrentFrame(frame, self)
+        del frame  # once another takes its place, nothing keeps it
+        dropped: str | None = "failed"  # also when the thread dies of it
+        try:
+            self._time_left(hand)
+            for before in pipeline.before:
+                if (made := self._staged(before, hand.made, Frame)) is None:
+                    raise _Out("skipped")
+                hand.made = made
+            value = None
+            if handle is not None:
+                answer = None
+                if self._most > 1:
+                    answer = self._submitted(handle, hand)
+                    try:
+                        yield
+                    except GeneratorExit:  # the thread dies of another frame
+                        dropped = "stopped"
+                        if answer is not None:
+                            answer.cancel()
+                            self.in_flight -= 1
+                        raise
+                value = pipeline.placed(self._answer(handle, hand, answer))
+            if self._abandoned:
+                raise _Out("stopped")
+            answered = self.clock()
+            result: Result | None = Result(hand.made, self.name, value, answered - hand.frame.captured)
+            for after in pipeline.after:
+                if result is not None:
+                    result = self._staged(after, result, Result)
+            dropped = None
+            self.ledger.answered(hand.frame, answered)
+            if (result is None or self._give(result)) and self._throttle.held:
+                self._tell(self._throttle.recover(self.clock()))
+        except _Out as out:
+            dropped = out.reason
+        except Exception as error:
+            self._failed(error)
+        finally:
+            if dropped is not None:
+                self.ledger.drop(dropped)
+
+    def _staged(self, stage: Callable[[Any], Any], item: Any, kind: type[Any]) -> Any:
+        """What a stage makes of an item. Its time and its failures are counted; its error names it."""
+        name, began, failed = name_of(stage), self.clock(), True
+        self.ledger.stage_begins()
+        try:
+            with WALL:
+                made = stage(item)
+            if made is not None and not isinstance(made, kind):
+                raise TypeError(f"returned {type(made).__name__}, must return a {kind.__name__} or None")
+            failed = False
+        except Exception as error:
+            fault = StageFailed(f"stage {name}: {type(error).__name__}: {error}")
+            fault.place = place_of(error)
+            raise fault from error
+        finally:
+            self.ledger.stage_ended(name, self.clock() - began, failed)
+        return made
+
+    def _time_left(self, hand: CurrentFrame) -> float | None:
+        """Seconds until it is too old, None without a limit. Raises _Out if it is."""
+        if self.max_age == inf:
+            return None
+        left = hand.frame.captured + self.max_age - self.clock()
+        if left <= 0.0:
+            raise _Out("stale")
+        return left
+
+    def _submitted(self, handle: BatchHandle, hand: CurrentFrame) -> Future[Any] | None:
+        """The answer to come of a file's frame; None if it is refused now."""
+        image, view, frame = self.pipeline.part(hand.made.image), hand.view(), hand.frame
+        try:
+            answer = handle.submit(self.name, image, view, sequence=frame.sequence, pts=frame.pts, time_limit=None)
+        except ReflexError:
+            return None
+        self.in_flight += 1
+        return answer
+
+    def _answer(self, handle: BatchHandle, hand: CurrentFrame, answer: Future[Any] | None) -> Any:
+        """The processor's answer, or _Out. A file's frame that found no room, or had no answer, is submitted again."""
+        image = view = newest = None
+        if self._newest:
+            newest = hand.newest
+            if not self._replaced:  # of an overloaded processor it is likely to be again: then it is not prepared
+                hand.view()
+        else:
+            image, view = self.pipeline.part(hand.made.image), hand.view()
+        pause, timeouts = RETRY_S, 0
+        while True:
+            limit = None if self._newest else self._time_left(hand)
+            self.in_flight += answer is None
+            try:
+                if answer is not None:
+                    return _result_of(answer, handle.patience)
+                return handle.submit_and_wait(
+                    self.name,
+                    image,
+                    view,
+                    sequence=hand.frame.sequence,
+                    pts=hand.frame.pts,
+                    time_limit=limit,
+                    newest=newest,
+                )
+            except ReflexError as error:
+                self.ledger.note(str(error))
+                if not self._stop.is_set() and (handle.lost is not None or isinstance(error, _GONE)):
+                    self._lost = handle.lost or error  # reported by the coordinator's health; here it ends the feed
+                timeouts += isinstance(error, WaitTimeout)
+                if self._live or not isinstance(error, _RETRIED):
+                    raise _Out(next(reason for kind, reason in _REASONS if isinstance(error, kind))) from error
+                if timeouts > self.config.retries:
+                    self._failed(error)
+                    raise _Out("failed") from error
+            finally:
+                self.in_flight -= 1
+                hand.leave()
+                self._replaced, answer = hand.replaced, None
+            if self._pause(self._stop, pause):
+                raise _Out("stopped")
+            pause = min(RETRY_MOST_S, 2.0 * pause)
+
+    def _give(self, result: Result) -> bool:
+        """Give it to every sink, even if one fails, until the thread is abandoned. Returns whether all took it."""
+        failed = False
+        for sink in self.sinks:
+            with self._guard:
+                if self._abandoned:  # they may be closed
+                    return False
+                self._at = sink
+            try:
+                with WALL:
+                    sink(result)
+            except Exception as error:
+                failed = True
+                self.ledger.sink_failed()
+                self._failed(error)
+            finally:
+                self._at = None
+        return not failed
+
+    def _failed(self, error: Exception) -> None:
+        """Report a failed stage or sink: at once, then at most once a second with the count."""
+        if not self._throttle.held:
+            log.debug("%s: a stage or sink failed", self.name, exc_info=error)
+        if isinstance(error, ReflexError):
+            self._fault = error.logged()
+        else:
+            place = place_of(error)
+            self._fault = words_of(error) + (f" ({place})" if place else "")
+        self.ledger.note(self._fault)
+        self._tell(self._throttle.count(self.clock()))
+
+    def _tell(self, count: int) -> None:
+        if count:
+            self._emit(FeedStageError(self.clock(), self.name, self._fault, count=count))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _error_of(self, part: str, run: Callable[[], Exception | None]) -> BaseException | None:
+        """What ended a thread before its time."""
+        try:
+            return run()
+        except BaseException as died:
+            log.exception("%s: the %s thread died", self.name, part)
+            return died
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -205,8 +717,8 @@ class Feed:
 
     def _halt(self) -> None:
         """Wake both threads, so that they end."""
-        self._shared.stop.set()
-        self._shared.ledger.drop("stopped", len(self._shared.queue.close(discard=True)))
+        self._stop.set()
+        self.ledger.drop("stopped", len(self.queue.close(discard=True)))
         try:
             self._source.interrupt()
         except Exception:
@@ -219,9 +731,9 @@ class Feed:
                 return
             self._finished = True
         self._release_sinks()
-        failure, now = self._failure, self._shared.clock()
+        failure, now = self._failure, self.clock()
         if failure is not None:
-            self._shared.ledger.note(words_of(failure))
+            self.ledger.note(words_of(failure))
         self._final = "failed" if failure is not None else "stopped" if self._asked else "ended"
         if failure is not None:
             self._emit(FeedFailed(now, self.name, words_of(failure)))
@@ -239,11 +751,25 @@ class Feed:
                 self._release(sink)
             except BaseException as error:
                 words = f"a sink could not be closed: {words_of(error)}"
-                self._shared.ledger.note(words)
-                self._emit(FeedStageError(self._shared.clock(), self.name, words))
+                self.ledger.note(words)
+                self._emit(FeedStageError(self.clock(), self.name, words))
 
     def _emit(self, event: HealthEvent) -> None:
         try:
             self._emit_to(event)
         except Exception:
             log.exception("%s: the receiver of events failed", self.name)
+
+
+def words_of(error: BaseException) -> str:
+    """The message of an error; with its class, if the error is not ours and its message may mean little alone."""
+    return str(error) if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
+
+
+def _result_of(answer: Future[Any], patience: float) -> Any:
+    """The answer of a frame that was submitted before; `WaitTimeout` if none comes."""
+    try:
+        return answer.result(patience)
+    except TimeoutError:
+        answer.cancel()
+        raise WaitTimeout(f"no answer within {patience:g} s") from None

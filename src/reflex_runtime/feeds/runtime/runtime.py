@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from reflex_runtime.core.errors import Closed, ConfigError
-from reflex_runtime.feeds.runtime.capture import FILE, FeedConfig
-from reflex_runtime.feeds.runtime.consumer import Sink
-from reflex_runtime.feeds.runtime.feed import Feed, close_sink
+from reflex_runtime.feeds.runtime.feed import FILE, Feed, FeedConfig, Sink, close_sink
 from reflex_runtime.feeds.runtime.health import Health, HealthEvent, ThreadDetached
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
