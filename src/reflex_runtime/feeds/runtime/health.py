@@ -158,16 +158,6 @@ class ThreadDetached(HealthEvent):
 _Counted = type[_FramesLost]
 
 
-class _Feed:
-    """State of a feed. throttles: by kind, made at the first failure. lost: the coordinator's loss was reported."""
-
-    __slots__ = ("lost", "throttles")
-
-    def __init__(self) -> None:
-        self.throttles: dict[_Counted, Throttle] = {}
-        self.lost = False
-
-
 class Health:
     """A sink that reports the health of one coordinator and of the feeds that use it (a request's `client`).
 
@@ -177,7 +167,7 @@ class Health:
     every: seconds between two events of one kind and source. Held counts are reported within twice that, by a recovery
     (an admission, for refusals; an answer, for the rest), and by `flush`.
 
-    Beyond 4096 feeds the oldest are forgotten, but never their held counts. A forgotten feed gets the event of a lost
+    Beyond `FEEDS` feeds the oldest is forgotten, but never its held counts. A forgotten feed gets the event of a lost
     coordinator when it submits again.
     """
 
@@ -185,11 +175,9 @@ class Health:
 
     def __init__(self, source: str, emit: Callable[[HealthEvent], None], every: float = 1.0) -> None:
         self.source = source
-        self._emit = emit
-        self._every = every
-        self._feeds: dict[Any, _Feed] = {}
-        self._limit = FEEDS
-        self._held: dict[tuple[Any, _Counted], Throttle] = {}  # with something held
+        self._emit, self._every = emit, every
+        self._feeds: dict[Any, bool] = {}  # those that were seen: whether the coordinator's loss was reported
+        self._throttles: dict[tuple[Any, _Counted], Throttle] = {}  # of what failed lately
         self._batches = Throttle(every)
         self._batch = 0  # the last one counted in it
         self._error = ""
@@ -197,43 +185,44 @@ class Health:
         self._lost: str | None = None
 
     def __call__(self, event: Event) -> None:
+        now = event.at
         if isinstance(event, RequestQueued):
             client = event.ticket.request.client
             if client not in self._feeds:
-                self._feed(client, event.at)
-            if self._held:
-                self._recovered(client, BatchSubmissionRejected, event.at)
-                self._recovered(client, BatchInFlightExceeded, event.at)
+                self._know(client)
+            if self._throttles:
+                self._recovered(client, BatchSubmissionRejected, now)
+                self._recovered(client, BatchInFlightExceeded, now)
         elif isinstance(event, RequestSettled):
             if type(event.ticket.outcome) is not Done:
-                self._failed(event.at, event.ticket)
-            elif self._held or self._batches.held:
-                self._answered(event.at, event.ticket)
+                self._failed(now, event.ticket)
+            elif self._throttles or self._batches.held:
+                self._tell_batches(now, self._batches.recover(now))
+                if not event.ticket.abandoned:  # an answer after the caller gave up is no recovery
+                    self._recovered(event.ticket.request.client, BatchTimeout, now)
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):
-            self._count(event.ticket.request.client, BatchTimeout, event.at)
+            self._count(event.ticket.request.client, BatchTimeout, now)
         elif isinstance(event, DeviceLost):
-            self._device_lost(event)
-        if event.at >= self._sweep_at:
-            self._sweep(event.at)
+            self._lost = str(event.error)
+            for client in list(self._feeds):
+                self._tell_lost(client, now)
+        if now >= self._sweep_at:
+            self._sweep(now)
 
     def flush(self, now: float) -> None:
         """Report all held counts; to be called at the stop."""
-        held, self._held = self._held, {}
-        for (client, kind), throttle in held.items():
-            self._emit(kind(now, str(client), throttle.flush(now), self.source))
+        for key, throttle in self._throttles.items():
+            self._tell(key, now, throttle.flush(now))
         self._tell_batches(now, self._batches.flush(now))
-        self._sweep_at = inf
-
-    # -- what goes wrong -----------------------------------------------------------------------------------------------
 
     def _rejected(self, event: RequestRejected) -> None:
         client = event.request.client
         if not isinstance(event.error, Closed):
             kind = BatchInFlightExceeded if isinstance(event.error, InFlightCapReached) else BatchSubmissionRejected
             self._count(client, kind, event.at)
-        elif self._lost is not None and (client in self._feeds or len(self._feeds) < self._limit):
+        elif self._lost is not None and (client in self._feeds or len(self._feeds) < FEEDS):
             self._tell_lost(client, event.at)  # reported once: so it is remembered, and no feed is forgotten now
 
     def _failed(self, now: float, ticket: Ticket) -> None:
@@ -246,80 +235,45 @@ class Health:
         if admission.id != self._batch:  # the first of its batch; the others follow it at once
             self._batch = admission.id
             self._tell_batches(now, self._batches.count(now))
-            self._look_again(now)
+            self._sweep_at = min(self._sweep_at, now + self._every)
 
     def _count(self, client: Any, kind: _Counted, now: float) -> None:
-        throttles = self._feed(client, now).throttles
-        throttle = throttles.get(kind)
-        if throttle is None:
-            throttle = throttles[kind] = Throttle(self._every)
-        told = throttle.count(now)
-        if told:
-            self._held.pop((client, kind), None)
-            self._emit(kind(now, str(client), told, self.source))
-        else:
-            self._held[client, kind] = throttle
-            self._look_again(now)
-
-    def _device_lost(self, event: DeviceLost) -> None:
-        self._lost = str(event.error)
-        for client in list(self._feeds):
-            self._tell_lost(client, event.at)
-
-    def _tell_lost(self, client: Any, now: float) -> None:
-        feed = self._feed(client, now)
-        if not feed.lost:
-            feed.lost = True
-            self._emit(StageError(now, str(client), self._lost or "", self.source))
-
-    # -- what goes well ------------------------------------------------------------------------------------------------
-
-    def _answered(self, now: float, ticket: Ticket) -> None:
-        self._tell_batches(now, self._batches.recover(now))
-        if not ticket.abandoned:  # an answer after the caller gave up is no recovery
-            self._recovered(ticket.request.client, BatchTimeout, now)
+        self._know(client)
+        throttle = self._throttles.setdefault((client, kind), Throttle(self._every))
+        self._tell((client, kind), now, throttle.count(now))
+        self._sweep_at = min(self._sweep_at, now + self._every)
 
     def _recovered(self, client: Any, kind: _Counted, now: float) -> None:
-        throttle = self._held.get((client, kind))
-        if throttle is not None and (told := throttle.recover(now)):
-            del self._held[client, kind]
-            self._emit(kind(now, str(client), told, self.source))
-
-    # -- time ----------------------------------------------------------------------------------------------------------
-
-    def _look_again(self, now: float) -> None:
-        if self._sweep_at == inf:
-            self._sweep_at = now + self._every
+        if (throttle := self._throttles.get((client, kind))) is not None:
+            self._tell((client, kind), now, throttle.recover(now))
 
     def _sweep(self, now: float) -> None:
         """Report what is due; check the rest again, at most once per `every`."""
         self._tell_batches(now, self._batches.due(now))
-        for key, throttle in list(self._held.items()):
-            if told := throttle.due(now):
-                del self._held[key]
-                self._emit(key[1](now, str(key[0]), told, self.source))
-        self._sweep_at = now + self._every if self._held or self._batches.held else inf
+        for key, throttle in list(self._throttles.items()):
+            self._tell(key, now, throttle.due(now))
+            if throttle.quiet(now):
+                del self._throttles[key]
+        self._sweep_at = now + self._every if self._throttles or self._batches.held else inf
 
-    def _tell_batches(self, now: float, told: int) -> None:
-        if told:
-            self._emit(BatchError(now, self.source, told, self._error))
+    def _know(self, client: Any) -> None:
+        if self._feeds.setdefault(client, False) or len(self._feeds) <= FEEDS:
+            return
+        del self._feeds[next(iter(self._feeds))]
 
-    # -- feeds ---------------------------------------------------------------------------------------------------------
+    def _tell(self, key: tuple[Any, _Counted], now: float, count: int) -> None:
+        if count:
+            client, kind = key
+            self._emit(kind(now, str(client), count, self.source))
 
-    def _feed(self, client: Any, now: float) -> _Feed:
-        feed = self._feeds.get(client)
-        if feed is None:
-            if len(self._feeds) >= self._limit:
-                self._forget(now)
-            feed = self._feeds[client] = _Feed()
-        return feed
+    def _tell_batches(self, now: float, count: int) -> None:
+        if count:
+            self._emit(BatchError(now, self.source, count, self._error))
 
-    def _forget(self, now: float) -> None:
-        """Forget a quarter of the feeds with nothing held, oldest first."""
-        quiet = [c for c, f in self._feeds.items() if all(t.quiet(now) for t in f.throttles.values())]
-        for client in quiet[: FEEDS // 4]:
-            del self._feeds[client]
-        self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)
+    def _tell_lost(self, client: Any, now: float) -> None:
+        if not self._feeds.get(client):
+            self._feeds[client] = True
+            self._emit(StageError(now, str(client), self._lost or "", self.source))
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
