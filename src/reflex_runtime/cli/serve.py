@@ -108,7 +108,7 @@ def _serve(
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.robots.serving.plans import plans_of
+    from reflex_runtime.robots.app import plans_of
 
     plans = plans_of(config, places, asked)
     check_outputs(config)

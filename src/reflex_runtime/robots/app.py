@@ -12,17 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
+from itertools import groupby
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.openapi import OUTCOME, POLICIES, document
+from reflex_runtime.robots.openapi import POLICIES, document
+from reflex_runtime.robots.policy.model import PolicySource
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
-from reflex_runtime.robots.serving.admin import Admin
+from reflex_runtime.robots.serving.endpoints import Endpoints
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
-from reflex_runtime.robots.serving.views import ServerViews, Views
-from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
-from reflex_runtime.settings.declare import did_you_mean
+from reflex_runtime.robots.sources.export_directory import Export
+from reflex_runtime.robots.sources.load import read_source, weight_of
+from reflex_runtime.robots.sources.memory import check_two_policies
+from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
+from reflex_runtime.robots.versions.slo import Objective
+from reflex_runtime.robots.versions.slots import check_alike, device_of, faults_of
+from reflex_runtime.run.onnx_session import CPU, CUDA, PROVIDERS, check_provider
+from reflex_runtime.settings import DEFAULT_POLICY, PolicyAsked, ServeConfig
+from reflex_runtime.settings.declare import Places, check_needs, did_you_mean, one_line
+from reflex_runtime.settings.read import environment, read
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.dashboard import dashboard_routes
@@ -30,7 +39,7 @@ from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.journal_stream import JournalStreams
 from reflex_runtime.web.oip import ROOT
 from reflex_runtime.web.openapi import document_routes
-from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, Route, named_in
+from reflex_runtime.web.request import HttpRequest, Route, named_in
 from reflex_runtime.web.serve import Make, ServerLife
 from reflex_runtime.web.supervisor import Parent
 
@@ -83,18 +92,10 @@ class PolicyRoutes:
         """below: the policies of a server of several, which these routes are of."""
         self._handler, self._below = handler, below
         self._document: tuple[Mapping[str, Mapping[str, PolicySpec]], bytes] = ({}, b"")  # of these policies
-        operator = min(handler.config.max_body_bytes, OPERATOR_BODY)
-        admin, views = Admin(handler), ServerViews(handler) if below else Views(handler)
-        handler.runtime.on_drain.append(admin.close)
         routes = [
             *(route for wire in WIRES.values() if wire.routes for route in _module(wire.routes).routes(handler)),
-            *views.routes,
+            *Endpoints(handler, several=bool(below)).routes,
             *document_routes(self._described),
-            *(
-                Route(path, change, "POST", operators=True, changes=True, most=operator)
-                for path, change in admin.changes.items()
-            ),
-            Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator),
         ]
         self.by_path = {route.path: route for route in routes}
         sockets = {route.path: route for route in routes if route.socket is not None}
@@ -140,19 +141,14 @@ def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyR
     source: as SOURCE of `reflex serve`; else REFLEX_SOURCE. settings: its options; those that are not given come from
     the environment (REFLEX_MAX_QUEUE=64). ConfigError for what can be found before anything is loaded.
     """
-    from reflex_runtime.robots.sources.load import read_source
-    from reflex_runtime.robots.versions.slots import device_of
-    from reflex_runtime.settings.read import environment, read
-
     for name in settings.keys() - {field.name for field in fields(ServeConfig)}:
         raise ConfigError(f"{name}={settings[name]}: no such setting")
-    config, _ = read(ServeConfig, "serve", None, environment(), settings)
+    config, places = read(ServeConfig, "serve", None, environment(), settings)
     source = source or os.environ.get("REFLEX_SOURCE", "")
     if not source:
         raise ConfigError("REFLEX_SOURCE is missing: the directory of an export")
-    spec = read_source(source, device_of(config))
-    spec.check()
-    runtime = PolicyRuntime(config, [PolicyPlan(DEFAULT_POLICY, config, {"prod": spec})], _lost)
+    asked = PolicyAsked(DEFAULT_POLICY, {"prod": source}, config, places, 1.0, "")
+    runtime = PolicyRuntime(config, plans_of(config, places, [asked]), _lost)
     app = application(runtime)
     ServerLife(app, runtime, config.drain_timeout_s)
     return app, runtime
@@ -171,3 +167,85 @@ def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
         return application(runtime), runtime
 
     return make
+
+
+# -- what is served: its errors come before anything is loaded ---------------------------------------------------------
+
+
+def plans_of(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
+    """What is served. ConfigError for what can be found before anything is loaded."""
+    check_memory(asked)
+    plans = []
+    for policy in asked:
+        with policy.named():
+            device = device_of(policy.config)
+            specs = {slot: read_source(source, device) for slot, source in policy.sources.items()}
+            plans.append(PolicyPlan(policy.name, policy.config, specs, policy.weight))
+    check_needs(config, places, _unmet([spec for plan in plans for spec in plan.specs.values()]))
+    for policy, plan in zip(asked, plans, strict=True):
+        check_needs(policy.config, policy.places, _unmet(list(plan.specs.values())))
+        with policy.named():
+            _check_device(policy.config, plan.specs)
+            _check(policy.config, plan.specs)
+    return plans
+
+
+def _unmet(specs: Sequence[PolicySource]) -> dict[str, str]:
+    """The facts that settings need and that do not hold; see `check_needs`."""
+    told = ", ".join(spec.source for spec in specs)
+    missing = {}
+    if not any(spec.staged for spec in specs):
+        missing["a decomposed export"] = f"{told} is monolithic"
+    if not any(spec.takes_text for spec in specs):
+        missing["a policy that takes an instruction"] = f"{told} takes none"
+    if all(isinstance(spec, Export) for spec in specs):
+        missing["a model in PyTorch"] = f"{told} is an ONNX export"
+    return missing
+
+
+def check_memory(asked: Sequence[PolicyAsked]) -> None:
+    """Whether all policies fit, by the sizes of their files: nothing of them has been read yet."""
+
+    def provider_of(policy: PolicyAsked) -> str:
+        return PROVIDERS.get(policy.config.provider, policy.config.provider)
+
+    for provider, group in groupby(sorted(asked, key=provider_of), provider_of):
+        sizes = [[weight_of(source) for source in policy.sources.values()] for policy in group]
+        needs = [len(slots) * max(slot.model_bytes for slot in slots) for slots in sizes]
+        if sum(map(len, sizes)) > 1:
+            largest = max(range(len(sizes)), key=needs.__getitem__)
+            slots, beside = sizes[largest], sum(needs) - needs[largest]
+            check_two_policies(slots, environment(), provider, policies=len(slots), beside=beside)
+
+
+def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
+    provider = PROVIDERS.get(config.provider, config.provider)
+    try:
+        # ONNX Runtime has no say in policies that it does not run: torch may have CUDA where it has none.
+        if provider not in (CPU, CUDA) or any(isinstance(spec, Export) for spec in specs.values()):
+            check_provider(provider)
+    except ConfigError as error:
+        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
+    if config.cuda_graphs and provider != CUDA:
+        raise ConfigError(
+            f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"
+        )
+
+
+def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
+    """What of one policy takes more than a range, and what its sources allow."""
+    if config.slo:
+        Objective.parse(config.slo)
+    if config.guard:
+        RampGuard.parse(config.guard)
+    Ramp.every_of(config.ramp_every)
+    if config.ramp:
+        Ramp.shares_of(config.ramp)
+    faults_of(config.inject_fault, tuple(specs), "--inject-fault")
+    check_alike(specs)
+    for spec in specs.values():
+        spec.check()
+        for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
+            if given and not spec.staged:
+                why = "only decomposed policies denoise step by step"
+                raise ConfigError(f"{flag}: {spec.source} is monolithic, and {why}; leave {flag} out")

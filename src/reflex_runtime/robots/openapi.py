@@ -12,8 +12,8 @@ from typing import Any, Final, get_args
 
 from reflex_runtime.robots.policy.processors import FaultKind
 from reflex_runtime.robots.policy.spec import PolicySpec
-from reflex_runtime.robots.serving import admin
 from reflex_runtime.robots.serving.decode_pool import cameras_of
+from reflex_runtime.robots.serving.endpoints import BODIES, OUTCOME
 from reflex_runtime.robots.serving.question import ActAnswer
 from reflex_runtime.robots.versions.slots import SHADOW
 from reflex_runtime.robots.wires import oip as policy_models
@@ -37,7 +37,6 @@ from reflex_runtime.web.openapi import (
 from reflex_runtime.web.request import Route
 
 POLICIES: Final = "/policies/"  # before the name of a policy; behind it is what its server would have
-OUTCOME: Final = "/episodes/{id}/outcome"
 ERRORS: Final = {
     "400": "invalid_json, invalid_request: the body is not JSON or msgpack, or the request is not HTTP",
     "401": "unauthorized: a key is set and was not sent",
@@ -92,7 +91,7 @@ def _operations(
 ) -> dict[str, Operation]:
     """What is said of the paths of one policy. models: by which OIP names them, where they are the server's."""
     served = [spec for slot, spec in slots.items() if slot != SHADOW]
-    bodies = schemas_of(oip.InferBody, *admin.BODIES)
+    bodies = schemas_of(oip.InferBody, *BODIES)
     slot, rate = {"enum": list(slots)}, r"(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"
     bodies["SlotName"]["properties"]["slot"] = bodies["Load"]["properties"]["slot"] = slot
     fault = f"^({'|'.join(slots)}):({'|'.join(get_args(FaultKind))}):{rate}$"

@@ -18,9 +18,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from reflex_runtime.cli import main
-from reflex_runtime.robots.analysis import checks, doctor
-from reflex_runtime.robots.analysis.checks import Clocks
-from reflex_runtime.robots.analysis.doctor import Check, Diagnosis, examine
+from reflex_runtime.robots.analysis import doctor
+from reflex_runtime.robots.analysis.doctor import Check, Clocks, Diagnosis, examine
 from reflex_runtime.robots.sources.memory import GB
 from reflex_runtime.run.onnx_session import CUDA
 from robots import means
@@ -83,10 +82,10 @@ def test_t7_the_bundled_policy_is_fit_to_serve(kind: str, tmp_path: Path) -> Non
 
 
 def test_t7_every_check_of_the_contract_has_an_id() -> None:
-    ids = [name for name, *_ in checks.EXPORT]
+    ids = [name for name, *_ in doctor.EXPORT]
     named = {"model_load", "provider", "inputs", "normalisation", "determinism", "dynamic_batch", "batch_parity"}
     assert named | {"memory", "rtc_boundary", "clock"} <= set(ids)
-    for i, rule in enumerate(checks.EXPORT):
+    for i, rule in enumerate(doctor.EXPORT):
         assert set(rule.needs) <= set(ids[:i]), "a check may need earlier ones only"
 
 
@@ -631,7 +630,7 @@ def test_t7_a_check_that_breaks_is_a_finding_and_the_others_are_made(
     def breaks(context: Any) -> str:
         raise ZeroDivisionError("in the check")
 
-    rules = [rule._replace(look=breaks) if rule.id == "memory" else rule for rule in checks.EXPORT]
+    rules = [rule._replace(look=breaks) if rule.id == "memory" else rule for rule in doctor.EXPORT]
     monkeypatch.setattr(doctor, "EXPORT", rules)
     assert "ZeroDivisionError: in the check" in failed(mono, "memory").actual
     assert found(examine(mono), "batch_parity").status == "pass"
@@ -667,7 +666,7 @@ def test_t7_command_in_json_is_stable(mono: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert (told["schema_version"], told["exit_code"], told["threads"]) == (1, 3, 2)
     assert (told["model_id"], told["provider"], told["export_dir"]) == ("tiny", "NoSuchProvider", str(mono))
-    assert [check["id"] for check in told["checks"]] == [name for name, *_ in checks.EXPORT]
+    assert [check["id"] for check in told["checks"]] == [name for name, *_ in doctor.EXPORT]
     keys = {"id", "status", "expected", "actual", "remediation", "environment", "duration_ms"}
     assert all(set(check) == keys for check in told["checks"])
     assert sum(told["counts"].values()) == len(told["checks"])

@@ -22,7 +22,7 @@ from reflex_runtime.core.batch import Batch  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Ticket  # noqa: E402
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Export, Policy, load_policy  # noqa: E402
-from reflex_runtime.robots.serving.plans import _check_device  # noqa: E402
+from reflex_runtime.robots.app import _check_device  # noqa: E402
 from reflex_runtime.robots.sources import torch_models  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
 from reflex_runtime.robots.sources.torch_models import MOST_SHAPES, CapturedStep, TorchStaged, TorchWhole, UploadedOnce  # noqa: E402  # noqa: E402
