@@ -89,13 +89,3 @@ def test_every_method_field_and_setting_is_on_the_page() -> None:
     for setting in fields(GenerateBatcherConfig):
         default = json.dumps(setting.default)
         assert rows.get(setting.name) == default, (setting.name, default)
-
-
-def test_the_program_on_the_page_is_the_example() -> None:
-    code = re.search(r"^```python\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    example = (Path(__file__).parents[2] / "examples" / "generate_batcher.py").read_text(encoding="utf-8")
-    assert code is not None
-    program = code[1].removesuffix("asyncio.run(main())\n")
-    example = example.replace("from reflex_runtime import ReflexError\n", "")  # it says in one line what is missing
-    assert len(program) > 1000
-    assert program in example
