@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from reflex_runtime.functions.oip import FunctionModels
+from reflex_runtime.functions.oip import FunctionAsModel
 from reflex_runtime.functions.openapi import document
 from reflex_runtime.functions.predict import Predict
 from reflex_runtime.functions.server import FunctionServer
@@ -22,7 +22,7 @@ from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.fields import encode as encode_json
 from reflex_runtime.web.journal_stream import JournalStreams
-from reflex_runtime.web.oip import OipHttp
+from reflex_runtime.web.oip import OipHttp, OipModels
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, named_in
 from reflex_runtime.web.serve import Make
@@ -57,9 +57,10 @@ def application(server: FunctionServer) -> App:
     async def metrics(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, server.metrics(), CONTENT_TYPE.encode())
 
+    models = OipModels([FunctionAsModel(one) for one in of.values()], ("binary_tensor_data", "schedule_policy"))
     routes = [
         *questions,
-        *OipHttp(FunctionModels(of), most).routes,
+        *OipHttp(models, most).routes,
         Route("/health", health, open=True),
         Route("/metrics", metrics, open=True),
         *document_routes(lambda request: document(routes, server, app.keys)),
@@ -77,7 +78,7 @@ def application(server: FunctionServer) -> App:
     if config.oip_grpc:
         from reflex_runtime.web.oip_grpc import oip_listener
 
-        listener = oip_listener(app, config, FunctionModels(of))
+        listener = oip_listener(app, config, models)
         app.listeners.append(listener)
         server.listening["oip_grpc"] = listener.address
         log.info("clients of OIP over gRPC: %s", listener.address)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
-import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError, ReflexError
-from reflex_runtime.functions.predict import Asked, Predict, Prediction
+from reflex_runtime.functions.predict import Asked, Predict, Prediction, converted
 from reflex_runtime.functions.values import ArrayType, Values, array_type, encode_text, is_picture
 from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported
-from reflex_runtime.web.fields import invalid_field, invalid_input, printable
+from reflex_runtime.web.fields import invalid_input
 from reflex_runtime.web.oip import (
     Described,
     InferRequest,
@@ -26,8 +25,7 @@ from reflex_runtime.web.oip import (
     Tensor,
     check_names,
     datatype_of,
-    described,
-    limits_said,
+    limits_in,
     rows_of,
     tensor_out,
 )
@@ -69,61 +67,43 @@ def _port(values: Values, hint: Any) -> TensorField | None:
     return TensorField(_PLAIN[hint], [-1, 1], hint) if hint in _PLAIN else None
 
 
-class FunctionModels:
-    """The functions of a server. extensions: of the protocol."""
-
-    extensions = ("binary_tensor_data",)
-
-    def __init__(self, of: Mapping[str, Predict]) -> None:
-        self._models = {name: FunctionAsModel(predict) for name, predict in of.items()}
-        self._first = next(iter(self._models.values()))
-
-    @property
-    def ready(self) -> bool:
-        return self._first.ready
-
-    def model(self, name: str) -> FunctionAsModel:
-        if name not in self._models:
-            there = ", ".join(self._models)
-            raise NotFound(printable(f"model {name[:200]!r} is not served; there are {there}"))
-        return self._models[name]
-
-    def refused(self, call: OipCall, error: ReflexError) -> None:
-        self._first.prediction(call, 0, 1).refuse(error)
-
-
 class FunctionAsModel:
     """One function."""
 
     def __init__(self, predict: Predict) -> None:
-        self._predict, self.name = predict, predict.served.name
+        self._predict, self.names = predict, [predict.served.name]
         self._items, self._by_field = ports_of(predict.served.items, "item")
         self._results, self._result_fields = ports_of(predict.served.results, "result")
+        self.inputs, self.outputs = _told(self._items), _told(self._results)
 
     @property
     def ready(self) -> bool:
         return self._predict.server.state == "ready"
 
-    def metadata(self) -> Mapping[str, Any]:
-        return described(self.name, _told(self._items), _told(self._results))
+    def refused(self, call: OipCall, error: ReflexError) -> None:
+        self._prediction(call, 0, 1).refuse(error)
 
-    def prediction(self, call: OipCall, row: int, rows: int) -> Prediction:
-        id = f"{call.id}.{row}" if rows > 1 else call.id
+    def _prediction(self, call: OipCall, row: int, rows: int) -> Prediction:
+        id = f"{call.request_id}.{row}" if rows > 1 else call.request_id
         client = (call.client, row) if rows > 1 else call.client
-        made = Prediction(self._predict.server, self.name, WIRE, id, client, call.started, call.source)
+        made = Prediction(self._predict.server, self.names[0], WIRE, id, client, call.started, call)
         made.received = call.received or call.started
         return made
 
-    def read(self, sent: InferRequest, most_ms: float | None) -> tuple[list[Any], Asked]:
+    async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
+        served = self._predict.served
+        if served.streams:
+            raise NotFound(f"{served.name} streams its results: ask POST /predict/{served.name}")
         check_names(sent, list(self._items), (), list(self._results))
-        rows = rows_of(sent.inputs, MOST_ROWS)
-        said = limits_said(sent.parameters, ("priority", "client"), (), most_ms)
+        rows, given = rows_of(sent.inputs, MOST_ROWS), {tensor.name: tensor for tensor in sent.inputs}
+        limits = converted(limits_in(sent.parameters, ("priority", "client"), (), call.left_ms))
+        items = [self._item(given, row) for row in range(rows)]
+        results = await together(self._row(call, row, rows, item, limits) for row, item in enumerate(items))
         try:
-            asked = msgspec.convert(said, Asked, strict=False)
-        except msgspec.ValidationError as error:
-            raise invalid_field(error, Asked) from None
-        given = {tensor.name: tensor for tensor in sent.inputs}
-        return [self._item(given, row) for row in range(rows)], asked
+            return OipAnswer(self._tensors(results))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            wrong = ProcessorError(f"its results are no tensors of {', '.join(self._results)}: {error}")
+            raise Reported(wrong, call.request_id) from error
 
     def _item(self, given: Mapping[str, Tensor], row: int) -> Any:
         values = self._predict.served.items
@@ -133,19 +113,8 @@ class FunctionAsModel:
         ((name, port),) = self._items.items()
         return values.decode(found[name], JSON) if port.hint is None else values.convert(found[name])
 
-    async def answer(self, call: OipCall, asked: tuple[list[Any], Asked]) -> OipAnswer:
-        items, limits = asked
-        if self._predict.served.streams:
-            raise NotFound(f"{self.name} streams its results: ask POST /predict/{self.name}")
-        results = await together(self._row(call, row, len(items), item, limits) for row, item in enumerate(items))
-        try:
-            return OipAnswer(self._tensors(results))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            wrong = ProcessorError(f"its results are no tensors of {', '.join(self._results)}: {error}")
-            raise Reported(wrong, call.id) from error
-
     async def _row(self, call: OipCall, row: int, rows: int, item: Any, limits: Asked) -> Any:
-        prediction = self.prediction(call, row, rows)
+        prediction = self._prediction(call, row, rows)
         try:
             with prediction:
                 return await self._predict.value(prediction, item, limits)
@@ -157,7 +126,7 @@ class FunctionAsModel:
             columns = {name: [_field(result, name) for result in results] for name in self._results}
             return [tensor_out(name, column) for name, column in columns.items()]
         if self._results["result"].hint is None:
-            return [tensor_out("result", [encode_text(result, self.name) for result in results])]
+            return [tensor_out("result", [encode_text(result, self.names[0]) for result in results])]
         return [tensor_out("result", results)]
 
 

@@ -41,6 +41,7 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import HEAD_S, most_connections
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
 
+MOST_S: Final = 600.0  # a longer deadline counts as none
 OVER: Final = 1.0  # seconds that callers have at the end to take their answers
 WINDOW: Final = 1 << 17  # bytes of a call that are read before they are asked for
 STREAMS: Final = 128  # calls of one connection
@@ -67,17 +68,17 @@ _BY_STATUS: Final = {
 
 
 class GrpcCall:
-    """One call. method: its name. id: made by the server, unique. peer: of its connection. started: when it came
-    (`time.monotonic`). left_ms: how long its caller waits from then on; None without limit. held: bytes of it that
-    `Bodies` counts."""
+    """One call. method: its name. request_id: made by the server, unique. client: its connection. started: when it
+    came; received: when all of it had, 0.0 before (`time.monotonic`). left_ms: how long its caller waits from its start
+    on, None for ever. held: bytes of it that `Bodies` counts."""
 
-    __slots__ = ("_context", "held", "id", "left_ms", "method", "peer", "started")
+    __slots__ = ("_context", "client", "held", "left_ms", "method", "received", "request_id", "started")
 
-    def __init__(self, method: str, id: str, context: Any) -> None:
-        self._context, self.method, self.id, self.peer = context, method, id, str(context.peer())
-        self.started = time.monotonic()
+    def __init__(self, method: str, request_id: str, context: Any) -> None:
+        self._context, self.method, self.request_id, self.client = context, method, request_id, str(context.peer())
+        self.started, self.received = time.monotonic(), 0.0
         left = context.time_remaining()
-        self.left_ms = None if left is None else max(float(left) * 1e3, 0.001)
+        self.left_ms = None if left is None or left > MOST_S else max(float(left) * 1e3, 0.001)
         self.held = 0
 
     @property
@@ -215,12 +216,12 @@ class GrpcListener:
         try:
             try:
                 self._check(call)
-                with self._counted(call.peer):
+                with self._counted(call.client):
                     return await answer(call)
             except Reported as reported:
                 error, request_id = reported.error, reported.request_id
             except Exception as failure:
-                error, request_id = known(failure, call.id), call.id
+                error, request_id = known(failure, call.request_id), call.request_id
                 self._failed(call, error)
             # Its frames hold the message, and so would an abort: an exception that gRPC keeps with the call.
             error.__traceback__ = error.__context__ = None

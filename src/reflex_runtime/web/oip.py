@@ -7,7 +7,7 @@ header `Inference-Header-Content-Length` says how long the JSON is. Behind it ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
+from reflex_runtime.web.batch_server import HasHeaders
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import (
     ClientError,
@@ -311,15 +312,14 @@ FORM: Final = _refuse
 """Our form of errors, but `error` is the message, because clients of this protocol show it; `code` is the code."""
 
 
-class OipCall(NamedTuple):
-    """A request for inference, on either wire. source: has its headers. most_ms: how long its caller waits."""
+class OipCall(HasHeaders, Protocol):
+    """A request for inference: an `HttpRequest` or a `GrpcCall`. left_ms: how long its caller waits, None for ever."""
 
-    id: str
-    client: Hashable
+    client: Any
+    request_id: str
     started: float
-    source: Any
-    received: float | None = None
-    most_ms: float | None = None
+    received: float
+    left_ms: float | None
 
 
 Described = tuple[str, str, Sequence[int]]
@@ -327,58 +327,60 @@ Described = tuple[str, str, Sequence[int]]
 
 
 class OipModel(Protocol):
-    """One model of a server."""
+    """One model. names: by which it is found; it answers with the first. inputs, outputs: -1 is any size."""
 
     @property
-    def name(self) -> str: ...
-    @property
-    def ready(self) -> bool: ...
-
-    def metadata(self) -> Mapping[str, Any]:
-        """Inputs and outputs; -1 is any size."""
-
-    def read(self, sent: InferRequest, most_ms: float | None) -> Any:
-        """What is asked, for `answer`; 422 names what is wrong."""
-
-    async def answer(self, call: OipCall, asked: Any) -> OipAnswer:
-        """Counted by itself, whatever becomes of it: an error is raised as `Reported`."""
-
-
-class OipModels(Protocol):
-    """The models of a server, or of the path that names one of its policies. extensions: of the protocol."""
-
-    @property
-    def extensions(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]: ...
     @property
     def ready(self) -> bool: ...
+    @property
+    def inputs(self) -> Sequence[Described]: ...
+    @property
+    def outputs(self) -> Sequence[Described]: ...
 
-    def model(self, name: str) -> OipModel:
-        """The model of this name; 404 for one that is not served."""
+    async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
+        """An error of what it has admitted is counted, and raised as `Reported`."""
 
     def refused(self, call: OipCall, error: ReflexError) -> None:
-        """Count a request that cannot be read, or must not be asked."""
+        """Count a request that was not admitted."""
 
 
-def model_of(models: OipModels, name: str, version: str) -> OipModel:
-    """404 for a model or a version that is not served."""
-    model = models.model(name)
-    if version not in ("", VERSION):
-        raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
-    return model
+@dataclass(frozen=True, slots=True)
+class OipModels:
+    """The models of a server. extensions: of the protocol."""
+
+    models: Sequence[OipModel]
+    extensions: Sequence[str]
+
+    @property
+    def ready(self) -> bool:
+        return any(model.ready for model in self.models)
+
+    def find(self, name: str, version: str) -> OipModel:
+        """404 for a model or a version that is not served."""
+        found = next((model for model in self.models if name in model.names), None)
+        if found is None:
+            there = ", ".join(model.names[0] for model in self.models)
+            raise NotFound(printable(f"model {name[:200]!r} is not served; there is {there}"))
+        if version not in ("", VERSION):
+            raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
+        return found
+
+    def refused(self, call: OipCall, error: ReflexError) -> None:
+        """Count a request that cannot be read."""
+        self.models[0].refused(call, error)
+
+    def metadata(self) -> dict[str, Any]:
+        return {"name": "reflex", "version": __version__, "extensions": list(self.extensions)}
 
 
-def server_metadata(models: OipModels) -> dict[str, Any]:
-    """Name, version and extensions of the server."""
-    return {"name": "reflex", "version": __version__, "extensions": list(models.extensions)}
-
-
-def described(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> dict[str, Any]:
-    """The metadata of a model."""
+def metadata_of(model: OipModel) -> dict[str, Any]:
+    """Name, inputs and outputs."""
     told = {
         which: [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in ports]
-        for which, ports in (("inputs", inputs), ("outputs", outputs))
+        for which, ports in (("inputs", model.inputs), ("outputs", model.outputs))
     }
-    return {"name": name, "versions": [VERSION], "platform": "reflex", **told}
+    return {"name": model.names[0], "versions": [VERSION], "platform": "reflex", **told}
 
 
 def check_names(sent: InferRequest, expected: Sequence[str], optional: Collection[str], outputs: Sequence[str]) -> None:
@@ -407,7 +409,7 @@ def rows_of(given: Sequence[Tensor], most: int) -> int:
     return given[0].shape[0] if given else 1
 
 
-def limits_said(
+def limits_in(
     parameters: Mapping[str, Any], own: Sequence[str], more: Collection[str], most_ms: float | None
 ) -> dict[str, Any]:
     """The parameters of these names (`own`), with `deadline_ms`; `priority` by its name. more: further ones that there
@@ -415,15 +417,15 @@ def limits_said(
     known = {*own, *more, "timeout", "binary_data_output"}
     for name in parameters.keys() - known:
         raise invalid_input(name, f"no such parameter; there are {', '.join(sorted(known))}")
-    said = {name: parameters[name] for name in own if name in parameters}
-    level = said.get("priority")
+    found = {name: parameters[name] for name in own if name in parameters}
+    level = found.get("priority")
     if type(level) is int:
-        said["priority"] = _LEVELS.get(level, "background") if level > 0 else "default"
+        found["priority"] = _LEVELS.get(level, "background") if level > 0 else "default"
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         raise invalid_input("timeout", "must be a whole number of microseconds")
     limits = ([timeout / 1e3] if timeout else []) + ([most_ms] if most_ms is not None else [])
-    return said | ({"deadline_ms": min(limits)} if limits else {})
+    return found | ({"deadline_ms": min(limits)} if limits else {})
 
 
 class OipHttp:
@@ -441,65 +443,52 @@ class OipHttp:
             self.routes += [
                 Route(path, self.model, form=FORM),
                 Route(f"{path}/ready", self.model_ready, form=FORM),
-                Route(f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=self.refused),
+                Route(f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=models.refused),
             ]
 
-    # -- metadata and health -------------------------------------------------------------------------------------------
-
     async def server(self, request: HttpRequest) -> HttpResponse:
-        """Server metadata."""
-        return HttpResponse(200, encode(server_metadata(self._models)))
+        return HttpResponse(200, encode(self._models.metadata()))
 
     async def live(self, request: HttpRequest) -> HttpResponse:
-        """200 while the server runs."""
         return HttpResponse(200, encode({"live": True}))
 
     async def ready(self, request: HttpRequest) -> HttpResponse:
-        """200 if requests can be answered, otherwise 503."""
         return _ready(self._models.ready)
 
     async def model(self, request: HttpRequest) -> HttpResponse:
-        """Inputs and outputs of the model."""
-        return HttpResponse(200, encode(self._model_of(request).metadata()))
+        return HttpResponse(200, encode(metadata_of(self._model_of(request))))
 
     async def model_ready(self, request: HttpRequest) -> HttpResponse:
-        """Like `ready`, for one model."""
         return _ready(self._model_of(request).ready)
 
     def _model_of(self, request: HttpRequest) -> OipModel:
-        name, version, _ = _what(request.path.removeprefix(self._prefix))
-        return model_of(self._models, name, version)
-
-    # -- infer ---------------------------------------------------------------------------------------------------------
+        """The model that the path names; names may contain slashes."""
+        name = request.path.removeprefix(self._prefix)[len(MODELS) :]
+        if name.endswith(("/infer", "/ready")):
+            name = name.rpartition("/")[0]
+        before, versions, version = name.rpartition("/versions/")
+        if not versions or "/" in version:
+            before, version = name, ""
+        return self._models.find(before, version)
 
     async def infer(self, request: HttpRequest) -> HttpResponse:
         try:
             model = self._model_of(request)
             sent = await _read(request)
             request.refuse_query()
-            asked = model.read(sent.asked, None)
-        except Exception as failure:
-            error = known(failure, request.request_id)
-            self.refused(request, error)
-            raise error from None
-        try:
-            answer = await model.answer(_call(request), asked)
+            answer = await model.infer(request, sent.asked)
         except Reported as reported:
             request.request_id = reported.request_id
             return request.app.refuse(request, reported.error)
+        except Exception as failure:
+            error = known(failure, request.request_id)
+            self._models.refused(request, error)
+            raise error from None
         request.request_id = sent.asked.id or request.request_id
-        body, head = encode_answer(model.name, sent, answer)
+        body, head = encode_answer(model.names[0], sent, answer)
         if head is None:
             return HttpResponse(200, body)
         return HttpResponse(200, body, BINARY, [(HEAD, b"%d" % head)])
-
-    def refused(self, request: HttpRequest, error: ReflexError) -> None:
-        """Count a request that cannot be read, or must not be asked."""
-        self._models.refused(_call(request), error)
-
-
-def _call(request: HttpRequest) -> OipCall:
-    return OipCall(request.request_id, request.client, request.started, request, request.received)
 
 
 async def _read(request: HttpRequest) -> OipBody:
@@ -517,15 +506,6 @@ async def _read(request: HttpRequest) -> OipBody:
 
 def _ready(ready: bool) -> HttpResponse:
     return HttpResponse(200 if ready else 503, encode({"ready": ready}))
-
-
-def _what(path: str) -> tuple[str, str, str]:
-    """Model, version and rest of a path. Model names may contain slashes."""
-    name, what = path[len(MODELS) :], ""
-    if name.endswith(("/infer", "/ready")):
-        name, _, what = name.rpartition("/")
-    before, versions, version = name.rpartition("/versions/")
-    return (before, version, what) if versions and "/" not in version else (name, "", what)
 
 
 # -- the document ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener, parse, seri
 from reflex_runtime.web.oip import Tensor, tensor_of_bytes, tensor_of_values
 
 SERVICE: Final = "inference.GRPCInferenceService"
-MOST_MS: Final = 600_000.0  # a longer deadline counts as none
 MAX_FIELDS: Final = 4096  # of a request
 MAX_OTHER: Final = 1 << 20  # bytes of a request that are not raw tensors
 _RAW: Final = 7 << 3 | 2  # tag of the field raw_input_contents
@@ -102,11 +101,6 @@ def _parameter(sent: Any) -> Any:
     return getattr(sent, field) if field else None
 
 
-def _call(call: GrpcCall) -> oip.OipCall:
-    most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
-    return oip.OipCall(call.id, call.peer, call.started, call, None, most_ms)
-
-
 def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.OipModels) -> GrpcListener:
     """These models at `--oip-grpc`."""
     service, listener = OipService(models), GrpcListener(app, "--oip-grpc", config.oip_grpc, config)
@@ -131,7 +125,7 @@ class OipService:
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a request."""
         if call.method == "ModelInfer":
-            self._models.refused(_call(call), error)
+            self._models.refused(call, error)
 
     async def live(self, call: GrpcCall, data: bytes) -> bytes:
         return serialize(messages.ServerLiveResponse(live=True))
@@ -140,20 +134,19 @@ class OipService:
         return serialize(messages.ServerReadyResponse(ready=self._models.ready))
 
     async def server(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ServerMetadataResponse(**oip.server_metadata(self._models)))
+        return serialize(messages.ServerMetadataResponse(**self._models.metadata()))
 
     async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
         return serialize(messages.ModelReadyResponse(ready=self._model_of(data).ready))
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ModelMetadataResponse(**self._model_of(data).metadata()))
+        return serialize(messages.ModelMetadataResponse(**oip.metadata_of(self._model_of(data))))
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
         name, version, sent = decode(data)
-        model, asked_by = oip.model_of(self._models, name, version), _call(call)
-        answer = await model.answer(asked_by, model.read(sent, asked_by.most_ms))
-        return encode(model.name, sent.id, answer)
+        model = self._models.find(name, version)
+        return encode(model.names[0], sent.id, await model.infer(call, sent))
 
     def _model_of(self, data: bytes) -> oip.OipModel:
         sent = parse(messages.ModelRequest, data)
-        return oip.model_of(self._models, sent.name, sent.version)
+        return self._models.find(sent.name, sent.version)

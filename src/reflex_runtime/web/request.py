@@ -125,6 +125,7 @@ class HttpRequest:
         "heard", "held", "method", "number", "path", "preparing", "query_string", "received", "request_id",
         "route", "scope", "started", "task",
     )  # fmt: skip
+    left_ms: float | None = None  # how long its caller waits: HTTP does not tell
 
     def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
         self.app, self.scope, self._receive, self._send = app, scope, receive, send

@@ -1,9 +1,10 @@
 """The supervisor, a small parent process: it owns the listening sockets, and starts workers again that end unasked.
 
-A worker is a fork: the same program with the same arguments, which accepts from the sockets that all share. Over a pipe
-it beats from its event loop, and says when it is ready and when it ends on purpose. One that ends without a word, or
-whose loop stands still, is replaced, with back-off; meanwhile callers wait in the sockets' backlog, or other workers
-take them. The supervisor has no thread and no event loop, because they would disturb the fork.
+A worker is a fork: the same program with the same arguments, which accepts from the sockets that all share. In memory
+that both see it writes when its event loop last turned, when it was ready, and that it ends on purpose. One that ends
+otherwise, or whose loop stands still, is replaced, with back-off; meanwhile callers wait in the sockets' backlog, or
+other workers take them. The supervisor has no thread and no event loop, because they would disturb the fork: it waits
+for signals, which it blocks otherwise.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import ctypes
 import errno
 import faulthandler
 import logging
+import mmap
 import os
-import selectors
 import signal
 import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import random
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.logs import leave
@@ -36,13 +38,14 @@ BACKLOG: Final = 4096  # connections that wait to be accepted
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 TURNS: Final = (signal.SIGHUP, signal.SIGUSR1)  # files continue in new ones
 PASSED_ON: Final = (*ENDS, *TURNS)
+AWAITED: Final = (*PASSED_ON, signal.SIGCHLD)
 MOST: Final = 8  # lives in a row shorter than STEADY, after which a lone worker is given up
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
 BEAT: Final = 0.5  # seconds
 LEAST_WATCH: Final = 4 * BEAT  # a loop that stands still for less is not hung, whatever the setting says
 LAST_WORDS: Final = 2.0  # seconds in which a hung worker writes its stacks; one that the kernel has stopped cannot
-_BEATS, _READY, _ENDS = b"b", b"r", b"e"
+LONG: Final = 3600.0  # seconds between two looks where no beats are watched
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
 
@@ -55,29 +58,45 @@ class Lives:
     last_exit: str | None = None
 
 
-class Parent:
-    """A worker's connection to its supervisor. number: of the worker, from 0; own_urls: where each of several workers
-    has pages of its own, in their order."""
+class Shared(ctypes.Structure):
+    """What a worker and its supervisor both see. beat: when its loop last turned; ready: when it was; both 0 before.
+    on_purpose: it ends by itself. once_ready: one of its lives was."""
 
-    def __init__(self, lives: Lives, pipe: int, number: int) -> None:
-        self.lives, self._pipe, self.number = lives, pipe, number
+    _fields_ = (
+        ("beat", ctypes.c_double),
+        ("ready", ctypes.c_double),
+        ("on_purpose", ctypes.c_bool),
+        ("once_ready", ctypes.c_bool),
+    )
+    beat: float
+    ready: float
+    on_purpose: bool
+    once_ready: bool
+
+
+def _shared() -> Shared:
+    return Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(Shared)))
+
+
+class Parent:
+    """What a worker has of its supervisor. number: of the worker, from 0; own_urls: where each of several workers has
+    pages of its own, in their order."""
+
+    def __init__(self, lives: Lives, shared: Shared, number: int) -> None:
+        self.lives, self._shared, self.number = lives, shared, number
         self.own_urls: Sequence[str] = ()
 
     def beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say every half second from now on that the loop turns."""
-        self._tell(_BEATS)
+        """Show every half second from now on that the loop turns."""
+        self._shared.beat = time.monotonic()
         loop.call_later(BEAT, self.beat, loop)
 
     def ready(self) -> None:
-        self._tell(_READY)
+        self._shared.ready, self._shared.once_ready = time.monotonic(), True
 
     def ends(self) -> None:
         """It ends on purpose: its status is the last word."""
-        self._tell(_ENDS)
-
-    def _tell(self, word: bytes) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone: the kernel ends this process too
-            os.write(self._pipe, word)
+        self._shared.on_purpose = True
 
 
 @dataclass(slots=True)
@@ -85,13 +104,15 @@ class _Worker:
     number: int
     restarts: Restarts
     lives: Lives = field(default_factory=Lives)
+    shared: Shared = field(default_factory=_shared)
     pid: int = 0  # 0 while there is none
-    pipe: int = -1
     start_at: float = 0.0
-    ready_at: float | None = None
-    beat_at: float | None = None  # the last beat; None before the first
-    kill_at: float | None = None  # when it is killed, if its last words have not ended it
-    on_purpose: bool = False
+    kill_at: float | None = None  # it is hung, and killed then if its last words have not ended it
+
+    def hung_at(self, after: float) -> float:
+        """When it is hung, by its last beat."""
+        watched = after and self.pid and self.kill_at is None and self.shared.beat and not self.shared.on_purpose
+        return self.shared.beat + after if watched else inf
 
 
 def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -> int:
@@ -110,116 +131,66 @@ class _Supervisor:
         self._workers = [
             _Worker(number, Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)) for number in range(workers)
         ]
-        self._selector = selectors.DefaultSelector()
-        self._woken, self._wake = socket.socketpair()
-        self._ever_ready = False
         self._ending: int | None = None  # the signal that ends everything
-        self._status: int | None = None  # of everything, once a worker has ended it
+        self._status = 0  # of everything, once a worker has ended it
 
     def run(self) -> int:
-        for end in (self._woken, self._wake):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        for number in (*PASSED_ON, signal.SIGCHLD):
-            signal.signal(number, self._signalled)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         try:
             while True:
-                now = time.monotonic()
                 for worker in self._workers:
-                    if not worker.pid and self._ending is None and now >= worker.start_at:
+                    if not worker.pid and self._ending is None and time.monotonic() >= worker.start_at:
                         self._fork(worker)
-                self._wait(now)
+                self._wait()
                 for worker in self._workers:
+                    self._end_hung(worker)
                     self._reap(worker)
                 if self._ending is not None and not any(worker.pid for worker in self._workers):
-                    return self._status or 0
+                    return self._status
         finally:
-            self._close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fork(self, worker: _Worker) -> None:
-        ours, theirs = os.pipe()
-        above = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-        pid = os.fork()
-        if pid == 0:
-            self._close()
-            os.close(ours)
+        shared, above = worker.shared, os.getpid()
+        shared.beat = shared.ready = 0.0
+        shared.on_purpose, worker.kill_at = False, None
+        worker.pid = os.fork()
+        if worker.pid == 0:
             _become_server(above)
-            _run_and_leave(self._serve, Parent(worker.lives, theirs, worker.number))
-        os.close(theirs)
+            _run_and_leave(self._serve, Parent(worker.lives, shared, worker.number))
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        os.set_blocking(ours, False)
-        worker.pid, worker.pipe = pid, ours
-        worker.ready_at = worker.beat_at = worker.kill_at = None
-        worker.on_purpose = False
-        self._selector.register(ours, selectors.EVENT_READ, worker)
-        if self._ending is not None:  # it came meanwhile
-            _signal(pid, self._ending)
+            os.setpgid(worker.pid, worker.pid)
 
-    def _signalled(self, number: int, frame: Any) -> None:
-        if number == signal.SIGCHLD:
-            return
-        if number in ENDS:
-            self._ending = number
-        for worker in self._workers:
-            _signal(worker.pid, number)
-
-    def _wait(self, now: float) -> None:
-        """Sleep until a signal, a word of a worker, or a time."""
-        times = [worker.start_at for worker in self._workers if not worker.pid and self._ending is None]
-        if self._hung_after:
-            times += [worker.beat_at + self._hung_after for worker in self._workers if worker.beat_at is not None]
-            times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
-        limit = max(0.0, min(times) - now) if times else None
-        for key, _ in self._selector.select(limit):
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            else:
-                self._hear(key.data)
+    def _wait(self) -> None:
+        """Sleep until a signal or a time, and pass the signal on."""
+        now = time.monotonic()
+        times = [now + (self._hung_after or LONG), *(worker.hung_at(self._hung_after) for worker in self._workers)]
+        times += [worker.start_at for worker in self._workers if not worker.pid and self._ending is None]
+        times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
+        limit = max(0.0, min(times) - now)
+        came = signal.sigtimedwait(AWAITED, limit)
         after = time.monotonic()
-        if limit is not None and after - now > limit + 1.0:  # this process stood still, so the beats are no evidence
+        if after - now > limit + 1.0:  # this process stood still, so the beats are no evidence
             for worker in self._workers:
-                worker.beat_at = None if worker.beat_at is None else after
-        for worker in self._workers:
-            self._check_beat(worker, after)
+                worker.shared.beat = after if worker.shared.beat else 0.0
+        if came is not None and came.si_signo != signal.SIGCHLD:
+            self._ending = came.si_signo if came.si_signo in ENDS else self._ending
+            for worker in self._workers:
+                _signal(worker.pid, came.si_signo)
 
-    def _hear(self, worker: _Worker) -> None:
-        try:
-            words = os.read(worker.pipe, 4096)
-        except BlockingIOError:
-            return
-        if _BEATS in words:
-            worker.beat_at = time.monotonic()
-        if _READY in words:
-            worker.ready_at, self._ever_ready = time.monotonic(), True
-        worker.on_purpose |= _ENDS in words
-        if not words or worker.on_purpose:
-            worker.beat_at = None  # it drains, and needs no watch
-        if not words:
-            self._drop_pipe(worker)
-
-    def _check_beat(self, worker: _Worker, now: float) -> None:
-        if self._hung_after and worker.pid and worker.beat_at is not None and now - worker.beat_at >= self._hung_after:
+    def _end_hung(self, worker: _Worker) -> None:
+        now = time.monotonic()
+        if now >= worker.hung_at(self._hung_after):
             log.error(
                 "worker %d: its event loop has stood still for %g s; its stacks follow, and it is killed",
                 worker.number, self._hung_after,
             )  # fmt: skip
-            worker.beat_at, worker.kill_at = None, now + LAST_WORDS
+            worker.kill_at = now + LAST_WORDS
             _signal(worker.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
-        if worker.kill_at is not None and now >= worker.kill_at:
-            worker.kill_at = None
+        elif worker.kill_at is not None and now >= worker.kill_at:
+            worker.kill_at = inf
             _signal(worker.pid, signal.SIGKILL)
-
-    def _drop_pipe(self, worker: _Worker) -> None:
-        if worker.pipe >= 0:
-            self._selector.unregister(worker.pipe)
-            os.close(worker.pipe)
-            worker.pipe = -1
 
     def _reap(self, worker: _Worker) -> None:
         """Handle the end of a worker."""
@@ -228,29 +199,24 @@ class _Supervisor:
         with contextlib.suppress(OSError):  # all that it started; its group id is not reused before it is reaped
             os.killpg(worker.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-        worker.pid = 0
-        while worker.pipe >= 0:
-            self._hear(worker)  # what it said before it ended
+        worker.pid, worker.kill_at = 0, None
         if self._ending is not None:
             asked = status >= 0 or -status == self._ending
-            self._status = max(self._status or 0, (status if status > 0 else 0) if asked else EXIT_LOST)
-        elif worker.on_purpose:
+            self._status = max(self._status, max(status, 0) if asked else EXIT_LOST)
+        elif worker.shared.on_purpose:
             self._end_all(status if status >= 0 else EXIT_LOST)
         else:
             self._lost(worker, status)
 
     def _lost(self, worker: _Worker, status: int) -> None:
-        lives, restarts = worker.lives, worker.restarts
+        lives, restarts, now = worker.lives, worker.restarts, time.monotonic()
         lives.last_exit = f"exited with status {status}" if status >= 0 else f"was ended by {_name(-status)}"
         told = f"worker {worker.number}" if len(self._workers) > 1 else "the server"
-        if not self._ever_ready:
+        if not any(worker.shared.once_ready for worker in self._workers):
             log.error("%s %s before it was ready; it is not started again", told, lives.last_exit)
             self._end_all(EXIT_LOST)
             return
-        if worker.ready_at is None:
-            restarts.failed()
-        else:
-            restarts.lived(time.monotonic() - worker.ready_at)
+        restarts.lived(now - worker.shared.ready if worker.shared.ready else 0.0)
         if restarts.open and len(self._workers) == 1:
             log.error("%s %s; that was loss %d in a row, giving up", told, lives.last_exit, restarts.failures)
             self._end_all(EXIT_LOST)
@@ -258,23 +224,12 @@ class _Supervisor:
         lives.restarts += 1
         wait = restarts.wait()
         log.error("%s %s; restart %d in %.2f s", told, lives.last_exit, lives.restarts, wait)
-        worker.start_at = time.monotonic() + wait
+        worker.start_at = now + wait
 
     def _end_all(self, status: int) -> None:
         self._ending, self._status = signal.SIGTERM, status
         for worker in self._workers:
             _signal(worker.pid, signal.SIGTERM)
-
-    def _close(self) -> None:
-        """Close everything of the supervisor's own."""
-        signal.set_wakeup_fd(-1)
-        self._selector.close()
-        self._woken.close()
-        self._wake.close()
-        for worker in self._workers:
-            if worker.pipe >= 0:
-                os.close(worker.pipe)
-                worker.pipe = -1
 
 
 def _become_server(above: int) -> None:
@@ -288,7 +243,7 @@ def _become_server(above: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     faulthandler.enable()
     die_with(above)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
 def die_with(parent: int) -> None:

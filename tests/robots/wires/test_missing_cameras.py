@@ -20,7 +20,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.wires.oip import Sequences, model_metadata, questions
+from reflex_runtime.robots.wires.oip import Sequences, inputs_of, questions
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.oip import InferRequest, tensor_of_bytes, tensor_of_values
 from robots import means
@@ -110,7 +110,7 @@ def test_p20_every_wire_reads_observations_by_the_same_names(aloha: Path) -> Non
 
 def test_p20_oip_takes_an_inference_without_their_tensors(aloha: Path) -> None:
     export = spec(aloha)
-    assert [tensor["name"] for tensor in model_metadata(export)["inputs"]][:3] == list(CAMERAS)
+    assert [name for name, _, _ in inputs_of(export)][:3] == list(CAMERAS)
     base = tensor_of_bytes("base_0_rgb", "UINT8", [1, 4, 6, 3], picture(0).tobytes())
     state = tensor_of_values("state", "FP32", [1, 14], [0.0] * 14)
     (question,) = questions(export, Sequences(), InferRequest((base, state), {}, (), ""), None)

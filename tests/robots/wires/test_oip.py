@@ -10,7 +10,7 @@ import pytest
 
 from reflex_runtime.robots import Export, InvalidRequest
 from reflex_runtime.robots.serving.question import Question
-from reflex_runtime.robots.wires.oip import Sequences, model_metadata, questions
+from reflex_runtime.robots.wires.oip import Sequences, inputs_of, questions
 from reflex_runtime.web.oip import InferRequest, Tensor, tensor_of_bytes, tensor_of_values
 from serving.exports import write_tiny
 
@@ -88,11 +88,9 @@ def test_w45_no_values_make_no_huge_array() -> None:
 
 
 def test_w46_the_model_says_what_it_takes_and_gives(export: Export, seeing: Export) -> None:
-    found = model_metadata(seeing)
-    assert [(item["name"], item["datatype"], item["shape"]) for item in found["inputs"]] == [
+    assert inputs_of(seeing) == [
         ("image", "UINT8", [-1, 6, 8, 3]), ("state", "FP32", [-1, 2]), ("seed", "INT64", [-1, 1]),
     ]  # fmt: skip
-    assert found["outputs"] == [{"name": "actions", "datatype": "FP32", "shape": [-1, 3, 2]}]
 
 
 def test_w47_every_row_is_a_question_of_its_own(seeing: Export) -> None:

@@ -310,7 +310,7 @@ class LerobotService:
 
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a call."""
-        self._handler.refused(PendingRequest(LEROBOT, call.id, call.peer, call.started, call), error)
+        self._handler.refused(PendingRequest(LEROBOT, call.request_id, call.client, call.started, call), error)
 
     def end(self) -> None:
         """The server shuts down: answer the calls that wait for an observation."""
@@ -368,14 +368,14 @@ class LerobotService:
         if robot.shared:
             await asyncio.sleep(PAUSE)
         robot.check_alone()
-        async with robot.turn(call.peer):
+        async with robot.turn(call.client):
             seen = await robot.next()
             if seen is None:
                 return b""
             try:
                 assert robot.setup is not None
                 handler = self._handler.one(robot.setup.policy)
-                pending = PendingRequest(LEROBOT, call.id, robot.name, seen.started, call)
+                pending = PendingRequest(LEROBOT, call.request_id, robot.name, seen.started, call)
                 seen.question.executed = robot.executed(seen)
                 answer = await handler.infer_row(pending, 0, seen.question)
                 robot.answered(seen)
@@ -417,7 +417,7 @@ class LerobotService:
         """Whether the robot of a call has a name, and the name or the connection."""
         name = call.headers.get(NAME)
         if name is None:
-            return False, call.peer
+            return False, call.client
         robot = name.decode("utf-8", "replace")
         check_id(NAME.decode(), robot)
         return True, robot
@@ -426,7 +426,7 @@ class LerobotService:
         """The robot of a call. One without a name is called after its first call, because ports repeat."""
         named, key = place = self._key(call)
         return self._robots.use(
-            place, lambda: LerobotRobot(key if named else f"lerobot-{call.id}", named, self._bodies)
+            place, lambda: LerobotRobot(key if named else f"lerobot-{call.request_id}", named, self._bodies)
         )
 
 

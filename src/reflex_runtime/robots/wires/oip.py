@@ -3,7 +3,7 @@ are one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -20,17 +20,17 @@ from reflex_runtime.robots.serving.observation_reader import MAX_ROWS
 from reflex_runtime.robots.serving.question import OIP, Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes, answer_details, limits_of, question_of
-from reflex_runtime.web.errors import NotFound
-from reflex_runtime.web.fields import check_id, encode, invalid_input, printable
+from reflex_runtime.web.fields import check_id, encode, invalid_input
 from reflex_runtime.web.oip import (
+    Described,
     InferRequest,
     OipAnswer,
     OipCall,
     OipHttp,
+    OipModels,
     Tensor,
     check_names,
-    described,
-    limits_said,
+    limits_in,
     rows_of,
 )
 from reflex_runtime.web.request import Route
@@ -47,16 +47,28 @@ _SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def routes(handler: RequestHandler) -> list[Route]:
-    return OipHttp(PolicyModels(handler), handler.config.max_body_bytes, handler.prefix).routes
+    return OipHttp(models(handler), handler.config.max_body_bytes, handler.prefix).routes
 
 
 def listener(app: App, handler: RequestHandler) -> GrpcListener:
     from reflex_runtime.web.oip_grpc import oip_listener
 
-    return oip_listener(app, handler.config, PolicyModels(handler))
+    return oip_listener(app, handler.config, models(handler))
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the models --------------------------------------------------------------------------------------------------------
+
+
+def models(handler: RequestHandler) -> OipModels:
+    """The policies that a handler takes requests for. Several are models by their own names; the only policy, or the
+    one that the path names, is called as its model is."""
+    runtime = handler.runtime
+    sequences = _SEQUENCES.setdefault(runtime, Sequences())
+    if len(runtime.policies) == 1 or handler.prefix:
+        found = [PolicyAsModel(handler, "", sequences)]
+    else:
+        found = [PolicyAsModel(handler.one(name), name, sequences) for name in runtime.policies]
+    return OipModels(found, ("binary_tensor_data", "sequence", "schedule_policy"))
 
 
 def model_name(spec: PolicySpec) -> str:
@@ -64,73 +76,54 @@ def model_name(spec: PolicySpec) -> str:
     return spec.model_id.rpartition("/")[2]
 
 
-class PolicyModels:
-    """The policies that a handler takes requests for. Several are models by their own names; the only policy, or the
-    one that the path names, is called as its model is."""
-
-    extensions = ("binary_tensor_data", "sequence", "schedule_policy")
-
-    def __init__(self, handler: RequestHandler) -> None:
-        self._handler, self._sequences = handler, _SEQUENCES.setdefault(handler.runtime, Sequences())
-
-    @property
-    def ready(self) -> bool:
-        handler = self._handler
-        return (handler.served.health if handler.prefix else handler.runtime.health) == "ready"
-
-    def model(self, name: str) -> PolicyAsModel:
-        handler, policies = self._handler, self._handler.runtime.policies
-        if len(policies) == 1 or handler.prefix:
-            own = model_name(handler.served.spec)
-            if name not in (own, handler.served.spec.model_id):
-                raise NotFound(printable(f"model {name[:200]!r} is not served; {own!r} is"))
-            return PolicyAsModel(handler, own, self._sequences)
-        if name not in policies:
-            raise NotFound(printable(f"model {name[:200]!r} is not served; there are {', '.join(policies)}"))
-        return PolicyAsModel(handler.one(name), name, self._sequences)
-
-    def refused(self, call: OipCall, error: ReflexError) -> None:
-        self._handler.refused(_pending(call), error)
-
-
 class PolicyAsModel:
-    """One policy. name: with which it answers."""
+    """One policy. name: with which it answers, else that of its model."""
 
     def __init__(self, handler: RequestHandler, name: str, sequences: Sequences) -> None:
-        self._handler, self.name, self._sequences = handler, name, sequences
+        self._handler, self._name, self._sequences = handler, name, sequences
+
+    @property
+    def names(self) -> Sequence[str]:
+        spec = self._handler.served.spec
+        return [self._name] if self._name else [model_name(spec), spec.model_id]
 
     @property
     def ready(self) -> bool:
         return self._handler.served.health == "ready"
 
-    def metadata(self) -> Mapping[str, Any]:
-        return model_metadata(self._handler.served.spec, self.name)
+    @property
+    def inputs(self) -> list[Described]:
+        return inputs_of(self._handler.served.spec)
 
-    def read(self, sent: InferRequest, most_ms: float | None) -> list[Question]:
-        return questions(self._handler.served.spec, self._sequences, sent, most_ms)
+    @property
+    def outputs(self) -> list[Described]:
+        spec = self._handler.served.spec
+        return [(ACTIONS, "FP32", [-1, spec.chunk_size, spec.action_dim])]
 
-    async def answer(self, call: OipCall, asked: list[Question]) -> OipAnswer:
+    async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
         """The parameter `reflex` has, for each row, the other fields of an answer of /act, as JSON."""
-        answers = await self._handler.infer_all(_pending(call), asked, call.received)
+        asked = questions(self._handler.served.spec, self._sequences, sent, call.left_ms)
+        answers = await self._handler.infer_all(_pending(call), asked, call.received or None)
         actions = np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
         details = encode([answer_details(answer) for answer in answers]).decode()
         return OipAnswer([Tensor(ACTIONS, "FP32", actions.shape, actions)], {"reflex": details})
 
+    def refused(self, call: OipCall, error: ReflexError) -> None:
+        self._handler.refused(_pending(call), error)
+
 
 def _pending(call: OipCall) -> PendingRequest:
-    return PendingRequest(OIP, call.id, call.client, call.started, call.source)
+    return PendingRequest(OIP, call.request_id, call.client, call.started, call)
 
 
-def model_metadata(spec: PolicySpec, name: str = "") -> dict[str, Any]:
-    """Inputs and outputs of the model; -1 is any size. name: where it is not called as its model."""
-    inputs = [(camera, "UINT8", [-1, *size, 3]) for camera, size in spec.images.items()]
+def inputs_of(spec: PolicySpec) -> list[Described]:
+    """A tensor for each camera, and for the state, the instruction and the seed."""
+    inputs: list[Described] = [(camera, "UINT8", [-1, *size, 3]) for camera, size in spec.images.items()]
     if spec.takes_state:
         inputs.append((_STATE, "FP32", [-1, spec.state_dim]))
     if spec.takes_text:
         inputs.append((_INSTRUCTION, "BYTES", [-1, 1]))
-    inputs.append((_SEED, "INT64", [-1, 1]))
-    outputs = [(ACTIONS, "FP32", [-1, spec.chunk_size, spec.action_dim])]
-    return described(name or model_name(spec), inputs, outputs)
+    return [*inputs, (_SEED, "INT64", [-1, 1])]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -172,12 +165,12 @@ def questions(
     spec: PolicySpec, sequences: Sequences, sent: InferRequest, most_ms: float | None = None
 ) -> list[Question]:
     """A question for each row; 422 names what is wrong. most_ms: the longest time that the caller waits."""
-    expected = [item["name"] for item in model_metadata(spec)["inputs"]]
+    expected = [name for name, _, _ in inputs_of(spec)]
     given = {tensor.name: tensor for tensor in sent.inputs}
     prompted = {_INSTRUCTION} if spec.default_prompt is not None else set()
     check_names(sent, expected, {_SEED, *spec.optional_images, *prompted}, [ACTIONS])
     rows = rows_of(list(given.values()), MAX_ROWS)
-    limits = limits_of(limits_said(sent.parameters, _LIMITS, _SEQUENCE, most_ms))
+    limits = limits_of(limits_in(sent.parameters, _LIMITS, _SEQUENCE, most_ms))
     robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
     found = []
     for row in range(rows):
