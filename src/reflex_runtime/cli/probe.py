@@ -136,7 +136,7 @@ def greet_oip(server: ServerAddress, key: str, timeout: float, pick: Pick) -> No
 def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape | None:
     """Greeted only where nothing says what its robots see."""
     with grpc_calls(server, key, timeout) as call:
-        from reflex_runtime.robots.wires.lerobot_client import SERVICE, sent_by_robot, shape_of  # protobuf, as gRPC
+        from reflex_runtime.robots.wires.lerobot import SERVICE, sent_by_robot, shape_of  # protobuf, as gRPC
 
         call(f"/{SERVICE}/Ready")
         if not (observed := pick()):

@@ -20,7 +20,7 @@ import pytest
 
 from reflex_runtime.observe.journal import JournalRequest
 from reflex_runtime.robots.policy.base import seed_of
-from reflex_runtime.robots.wires.lerobot import LerobotSetup
+from reflex_runtime.robots.wires.lerobot import LerobotSetup, read
 from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, Server
@@ -154,10 +154,10 @@ def test_w41_what_a_setup_names_is_bounded_however_often_a_pickle_repeats_it() -
             "policy_type": "act", "actions_per_chunk": 5, "lerobot_features": {f"f{i}": shared for i in range(n)},
         }  # fmt: skip
 
-    assert len(LerobotSetup(sent(["a.pos", "b.pos"], 512)).motors) == 512
+    assert len(read(LerobotSetup, sent(["a.pos", "b.pos"], 512)).motors) == 512
     for names, n in ((["a.pos", "b.pos"], 513), (["a"] * 2000, 1), (["a" * 257], 1)):
         with pytest.raises(InvalidRequest, match="at most 1024 motors may be named, each in 256 characters"):
-            LerobotSetup(sent(names, n))
+            read(LerobotSetup, sent(names, n))
 
 
 def test_w42_the_newest_observation_wins_and_nothing_yet_is_empty(tiny: Path, tmp_path: Path) -> None:

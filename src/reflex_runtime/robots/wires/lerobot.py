@@ -31,10 +31,12 @@ import pickle
 import pickletools
 import struct
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,27 +47,22 @@ from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
 from reflex_runtime.robots.serving.question import LEROBOT, Question
 from reflex_runtime.robots.wires.common import Episodes
-from reflex_runtime.robots.wires.lerobot_client import (
-    BEGIN,
-    END,
-    HELPERS,
-    IMAGES,
-    MIDDLE,
-    OBSERVATION,
-    SERVICE,
-    SETUP,
-    STATE,
-    TASK,
-)
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web.app import App
 from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest
-from reflex_runtime.web.fields import check_id, invalid, invalid_input, printable
+from reflex_runtime.web.fields import check_id, invalid_field, invalid_input, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener, parse, serialize
 
 log = logging.getLogger("reflex.server")
+
+SERVICE: Final = "transport.AsyncInference"
+HELPERS: Final = "lerobot.async_inference.helpers"
+SETUP, OBSERVATION = "RemotePolicyConfig", "TimedObservation"
+STATE, IMAGES, TASK = "observation.state", "observation.images.", "task"
+BEGIN, MIDDLE, END = 1, 2, 3
+PART: Final = 2 << 20  # bytes of an observation in one message
 
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
 STALE: Final = 10.0  # seconds after which an observation without a GetActions is dropped
@@ -101,32 +98,46 @@ _CHANGES: Final = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # the v
 
 
 LerobotKind = tuple[str | None, tuple[Any, ...], tuple[Any, ...], int]
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-class LerobotSetup:
-    """Describes the observations of a robot: motors in the order of the state, and cameras."""
+class LerobotFeature(msgspec.Struct):
+    """A part of observations: a picture, or numbers by their names."""
 
-    def __init__(self, sent: Mapping[str, Any]) -> None:
-        features = _of(sent, "lerobot_features", dict)
-        rename = _of(sent, "rename_map", dict) if "rename_map" in sent else {}
-        if not all(isinstance(name, str) for name in rename.values()):
-            raise invalid_input("rename_map", "must be texts")
-        self.policy_type: str = _of(sent, "policy_type", str)
-        self.policy: str | None = None  # the one that its checkpoint names, if that is served
-        self.steps: int = _of(sent, "actions_per_chunk", int)
-        if self.steps < 1:
-            raise invalid_input("actions_per_chunk", "must be at least 1")
-        self.motors: dict[str, list[str]] = {}  # by the name of the feature
-        self.cameras: dict[str, str] = {}  # the robot's name, by that of the feature
-        for name, feature in features.items():
-            own = rename.get(name, name)
-            dtype, names = _of(feature, "dtype", str, name), feature.get("names")
-            if dtype in ("image", "video"):
+    dtype: str
+    names: Any = None
+
+
+class LerobotSetup(msgspec.Struct):
+    """Describes the observations of a robot.
+
+    motors: in the order of the state, by the name of the feature. cameras: the robot's name, by that of the feature.
+    policy: the one that its checkpoint names, if that is served.
+    """
+
+    policy_type: str
+    actions_per_chunk: Annotated[int, msgspec.Meta(ge=1)]
+    lerobot_features: dict[str, LerobotFeature]
+    rename_map: dict[str, str] = {}
+    pretrained_name_or_path: Any = ""
+    motors: dict[str, list[str]] = {}
+    cameras: dict[str, str] = {}
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        self.motors, self.cameras, self.policy = {}, {}, None
+        for name, feature in self.lerobot_features.items():
+            own, names = self.rename_map.get(name, name), feature.names
+            if feature.dtype in ("image", "video"):
                 self.cameras[own] = name.removeprefix(IMAGES)
             elif not isinstance(names, (list, tuple)) or not all(isinstance(motor, str) for motor in names):
                 raise invalid_input(f"lerobot_features.{name}", "names must be a list of texts")
             else:
-                self.motors[own] = _bounded(names, MAX_MOTORS - sum(map(len, self.motors.values())))
+                self.motors[own] = list(names)
+                count = sum(map(len, self.motors.values()))
+                if count > MAX_MOTORS or any(len(motor) > MAX_NAME for motor in names):
+                    why = f"at most {MAX_MOTORS} motors may be named, each in {MAX_NAME} characters"
+                    raise invalid_input("lerobot_features", why)
 
     @property
     def names(self) -> set[str]:
@@ -137,7 +148,7 @@ class LerobotSetup:
     def kind(self) -> LerobotKind:
         """What equals in setups of robots of one kind; the chunk's length comes last."""
         motors = tuple(sorted((name, tuple(own)) for name, own in self.motors.items()))
-        return self.policy, motors, tuple(sorted(self.cameras.items())), self.steps
+        return self.policy, motors, tuple(sorted(self.cameras.items())), self.actions_per_chunk
 
     def check(self, reading: ObservationReader) -> None:
         """Raises 422 for a difference from the export."""
@@ -161,24 +172,29 @@ class LerobotSetup:
             if not isinstance(picture, np.ndarray):
                 raise invalid_input(camera, "must be an array")
             found[name] = picture
-        return found | ({"task": _of(raw, "task", str)} if "task" in raw else {})
+        return found | ({TASK: raw[TASK]} if TASK in raw else {})
 
 
-class LerobotObservation:
-    """An observation that waits for GetActions. held: bytes counted in `Bodies`. started: when it arrived."""
+class LerobotObservation(msgspec.Struct):
+    """One observation. Set while it waits for GetActions: question; steps of the chunk that its robot takes; started,
+    when it arrived; held, its bytes that `Bodies` counts."""
 
-    def __init__(self, question: Question, steps: int, timestamp: float, timestep: int, call: GrpcCall) -> None:
-        self.question, self.steps, self.timestamp, self.timestep = question, steps, timestamp, timestep
-        self.started = call.started
-        self.held = 0
+    timestamp: float
+    timestep: Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
+    observation: dict[str, Any]
+    must_go: Any = False
+    question: Any = None
+    steps: Any = 0
+    started: Any = 0.0
+    held: Any = 0
 
 
-class LerobotTurn:
-    """A GetActions that is not answered yet. gone: done when it ends; True if its caller gave it up."""
-
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
-        self.gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+def read(kind: type[T], sent: Mapping[str, Any]) -> T:
+    """The fields of a message; 422 names the wrong one."""
+    try:
+        return msgspec.convert(sent, kind)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
 
 
 class LerobotRobot:
@@ -193,7 +209,8 @@ class LerobotRobot:
         self._came = asyncio.Event()
         self._stale: asyncio.TimerHandle | None = None
         self._ends = False
-        self._turn: LerobotTurn | None = None
+        # Of a GetActions that is not answered: its connection, and what is done when it ends; True if it was given up.
+        self._turn: tuple[str, asyncio.Future[bool]] | None = None
         self._used = 0.0  # when it last sent an observation or asked; 0.0 before
         self._timestep = 0  # of its last observation
         self._answered: tuple[str | None, int] | None = None  # episode and timestep of its last chunk
@@ -230,14 +247,14 @@ class LerobotRobot:
 
         Two calls of one connection that both wait are of two robots.
         """
-        while (other := self._turn) is not None:
-            await asyncio.wait([other.gone], timeout=WAIT)
-            if other.peer == peer and not (other.gone.done() and other.gone.result()):
+        while self._turn is not None:
+            other, ends = self._turn
+            await asyncio.wait([ends], timeout=WAIT)
+            if other == peer and not (ends.done() and ends.result()):
                 self.shared = True
                 self.check_alone()
-        turn = self._turn = LerobotTurn(peer)
-        self._used = time.monotonic()
-        gone = False
+        end: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._turn, self._used, gone = (peer, end), time.monotonic(), False
         try:
             yield
         except asyncio.CancelledError:
@@ -245,12 +262,11 @@ class LerobotRobot:
             raise
         finally:
             self._turn, self._used = None, time.monotonic()
-            turn.gone.set_result(gone)
+            end.set_result(gone)
 
-    def put(self, seen: LerobotObservation, call: GrpcCall) -> None:
-        """Store an observation in place of an older one, and take over the counted bytes of its call."""
+    def put(self, seen: LerobotObservation) -> None:
+        """Store an observation in place of an older one."""
         self.drop()
-        seen.held, call.held = call.held, 0
         self._seen = seen
         self._came.set()
         self._stale = asyncio.get_running_loop().call_later(STALE, self.drop)
@@ -326,10 +342,10 @@ class LerobotService:
     async def instruct(self, call: GrpcCall, data: bytes) -> bytes:
         """Wait until the policy is ready, then compare the setup with it."""
         sent = read_pickle(parse(messages.Pickle, data).data, SETUP)
-        setup = LerobotSetup(sent)
+        setup = read(LerobotSetup, sent)
         await self._handler.runtime.wait_started()
         self._handler.runtime.need_loaded()
-        checkpoint = sent.get("pretrained_name_or_path")
+        checkpoint = setup.pretrained_name_or_path
         if isinstance(checkpoint, str) and checkpoint in self._handler.runtime.policies:
             setup.policy = checkpoint
         reading = self._handler.one(setup.policy).reading(LEROBOT)
@@ -350,17 +366,16 @@ class LerobotService:
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
-        sent = read_pickle(await _joined(parts), OBSERVATION)
-        robot, seen = self._robot(call), _of(sent, "observation", dict)
+        seen = read(LerobotObservation, read_pickle(await _joined(parts), OBSERVATION))
+        robot = self._robot(call)
         robot.check_alone()
         if robot.setup is None:
-            robot.setup = self._setup_of(seen)
-        timestep = _of(sent, "timestep", int)
-        if not abs(timestep) < 2**62:
-            raise invalid_input("timestep", "must be below 2^62")
-        robot.at(timestep)
-        question = self._question(robot, robot.setup, seen, sent.get("must_go") is True)
-        robot.put(LerobotObservation(question, robot.setup.steps, _of(sent, "timestamp", float), timestep, call), call)
+            robot.setup = self._setup_of(seen.observation)
+        robot.at(seen.timestep)
+        seen.question, seen.steps = self._question(robot, robot.setup, seen), robot.setup.actions_per_chunk
+        seen.started, seen.held, seen.observation = call.started, call.held, {}
+        call.held = 0
+        robot.put(seen)
         return b""
 
     async def actions(self, call: GrpcCall, data: bytes) -> bytes:
@@ -392,25 +407,25 @@ class LerobotService:
         if len({setup.kind[:-1] for setup in fits}) > 1:
             raise Conflict(f"{missing}, and robots of two kinds have these names: start the client again")
         if fits:
-            return min(fits, key=lambda setup: setup.steps)
+            return min(fits, key=lambda setup: setup.actions_per_chunk)
         try:
             reading = self._handler.one(None).reading(LEROBOT)
-            setup = LerobotSetup(_instructions(reading.spec, seen))
+            setup = read(LerobotSetup, _instructions(reading.spec, seen))
             setup.check(reading)
         except InvalidRequest as error:
             raise Conflict(f"{missing}; without it: {error.message}. Start the client again") from None
         return setup
 
-    def _question(self, robot: LerobotRobot, setup: LerobotSetup, seen: Mapping[str, Any], must_go: bool) -> Question:
+    def _question(self, robot: LerobotRobot, setup: LerobotSetup, seen: LerobotObservation) -> Question:
         reading = self._handler.one(setup.policy).reading(LEROBOT)
-        images, state, instruction = reading.read(setup.observation(seen))
+        images, state, instruction = reading.read(setup.observation(seen.observation))
         return Question(
             images=images,
             state=state,
             instruction=instruction,
             robot_id=robot.name,
             episode_id=robot.episodes.of(None, instruction),
-            priority="urgent" if must_go else "default",
+            priority="urgent" if seen.must_go is True else "default",
         )
 
     def _key(self, call: GrpcCall) -> tuple[bool, str]:
@@ -462,22 +477,6 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
         if state == END:
             return b"".join(found)
     raise ClientError("the observation breaks off before its last part")
-
-
-def _of(values: Any, name: str, kind: type[Any], where: str = "") -> Any:
-    found = values.get(name) if isinstance(values, dict) else None
-    if type(found) is int and kind is float:
-        return float(found)
-    if type(found) is not kind:
-        raise invalid(name, printable(f"{where and where + '.'}{name}: must be of type {kind.__name__}"))
-    return found
-
-
-def _bounded(motors: Sequence[str], most: int) -> list[str]:
-    if len(motors) > most or any(len(motor) > MAX_NAME for motor in motors):
-        why = f"at most {MAX_MOTORS} motors may be named, each in {MAX_NAME} characters"
-        raise invalid_input("lerobot_features", why)
-    return list(motors)
 
 
 def _seen(raw: Mapping[str, Any], name: str) -> Any:
@@ -693,3 +692,60 @@ def _float(value: float) -> bytes:
 
 def _whole(value: int) -> bytes:
     return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
+# -- a client: `reflex probe` and the load generator, without LeRobot's package ----------------------------------------
+
+
+def sent_by_robot(observed: Mapping[str, Any], policy_type: str) -> tuple[bytes, list[bytes]]:
+    """The setup of a robot that sees this, and its observation in parts.
+
+    observed: pictures, numbers and a text. Single numbers are motors of one state, in order; a vector is a state of its
+    own, whose motors get names.
+    """
+    features: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+    for name, value in observed.items():
+        plain = name.removeprefix(IMAGES).removeprefix("observation.")
+        if isinstance(value, str):
+            seen[TASK] = value
+        elif value.ndim == 3:
+            features[IMAGES + plain] = {"dtype": "image", "shape": value.shape, "names": None}
+            seen[plain] = value
+        else:
+            own = [plain] if value.size == 1 else [f"{plain}.m{i}" for i in range(value.size)]
+            state = STATE if value.size == 1 else f"observation.{plain}"
+            features.setdefault(state, {"dtype": "float32", "names": []})["names"] += own
+            seen |= dict(zip(own, value.reshape(-1).tolist(), strict=True))
+    setup = {
+        "policy_type": policy_type, "pretrained_name_or_path": "", "lerobot_features": features,
+        "actions_per_chunk": 1000, "device": "cpu", "rename_map": {},
+    }  # fmt: skip
+    timed = _pickled(OBSERVATION, {"timestamp": 0.0, "timestep": 0, "observation": seen, "must_go": True})
+    parts = []
+    for at in range(0, len(timed), PART):
+        place = END if at + PART >= len(timed) else BEGIN if at == 0 else MIDDLE
+        part = messages.ObservationPart(transfer_state=place, data=timed[at : at + PART])
+        parts.append(serialize(part))
+    return serialize(messages.Pickle(data=_pickled(SETUP, setup))), parts
+
+
+def shape_of(answer: bytes) -> tuple[int, ...]:
+    """How many actions an answer has, and of how many numbers; the latter only from servers of ours. () without any.
+
+    ValueError for what is no answer.
+    """
+    try:
+        data = messages.Pickle.FromString(answer).data
+        count = Counter(opcode.name for opcode, _, _ in pickletools.genops(data)) if data else Counter()
+    except Exception as error:  # of protobuf, or whatever a broken pickle's opcodes meet
+        raise ValueError(f"no answer of LeRobot's: {error!r:.200}") from None
+    if actions := count["TUPLE3"]:
+        return actions, count["BINFLOAT"] // actions - 1
+    return (count["NEWOBJ"],) if count["NEWOBJ"] else ()
+
+
+def _pickled(name: str, fields: Mapping[str, Any]) -> bytes:
+    """The pickle of an object of LeRobot's class `name` with these fields."""
+    state = pickle.dumps(dict(fields), 3)
+    return b"\x80\x03c" + f"{HELPERS}\n{name}\n".encode() + b")\x81" + state[2:-1] + b"b."
