@@ -42,8 +42,8 @@ from reflex_runtime.demo import model_directory
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import OFF, GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, GenerateParams
-from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.ipc.streams import StreamRegistry
 from reflex_runtime.run.process import COLLECTIONS, loop_factory
 
 CASE = "workers"

@@ -43,7 +43,7 @@ import reflex_runtime.feeds.detectors.onnx, reflex_runtime.feeds.runtime.runtime
 import reflex_runtime.feeds.sources.video, reflex_runtime.feeds.plan
 import reflex_runtime.feeds.outputs, reflex_runtime.feeds.stages
 import encodings.idna, shlex, PIL.ImageFile, rich._emoji_codes
-import reflex_runtime.llm.engine.toy, reflex_runtime.llm.server.worker_engine, reflex_runtime.ipc.worker
+import reflex_runtime.llm.engine.toy, reflex_runtime.llm.server.local_model, reflex_runtime.ipc.worker
 import reflex_runtime.robots.sources.export_directory, reflex_runtime.robots.app
 from reflex_runtime.cli import VERBS, build_parser
 from reflex_runtime.web.supervisor import die_with

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from reflex_runtime.ipc.worker import serve
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
-from reflex_runtime.llm.server.worker_engine import loading
+from reflex_runtime.llm.server.local_model import loading
 from reflex_runtime.run.process import COLLECTIONS, loop_factory
 from reflex_runtime.settings import LLMServeConfig
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
-from reflex_runtime.ipc.engine import Engine, OutputStream
 from reflex_runtime.ipc.frames import Notification, Reader, RpcRequest
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
@@ -38,7 +37,8 @@ from reflex_runtime.ipc.messages import (
     TokenOutput,
 )
 from reflex_runtime.ipc.peer import Peer
-from reflex_runtime.ipc.worker import Worker, serve
+from reflex_runtime.ipc.streams import OutputStream
+from reflex_runtime.ipc.worker import Engine, Worker, serve
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 _KINDS = {CHUNK: StreamChunk, PROMPT: StreamPrompt, STATS: StreamStats, EVENT: StreamEvent}

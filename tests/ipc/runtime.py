@@ -19,7 +19,7 @@ from reflex_runtime.ipc.frames import Notification, RpcError, RpcRequest
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS, GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost, Peer
-from reflex_runtime.ipc.registry import StreamRegistry
+from reflex_runtime.ipc.streams import StreamRegistry
 
 T = TypeVar("T")
 PATIENCE = 60.0  # seconds until a test that waits is broken

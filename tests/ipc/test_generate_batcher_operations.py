@@ -18,7 +18,7 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestQueued, Req
 from reflex_runtime.ipc.frames import ProtocolError, RpcError
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.peer import ConnectionLost
-from reflex_runtime.ipc.registry import StreamHandle
+from reflex_runtime.ipc.streams import StreamHandle
 from thinned import thinned
 
 OPERATIONS = 15_000  # of each seed; whatever can happen happens dozens of times

@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, Processo
 from reflex_runtime.ipc.frames import Notification, ProtocolError, error_of
 from reflex_runtime.ipc.messages import Credit, ScoredToken, StreamId, TokenOutput
 from reflex_runtime.ipc.peer import ConnectionLost
-from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 
 
 class Front:

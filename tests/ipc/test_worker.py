@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import (
     QueueFull,
     ReflexError,
 )
-from reflex_runtime.ipc import messages, outlet, worker
+from reflex_runtime.ipc import messages, streams, worker
 from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, ProtocolError
 from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, ScoredToken, Started
 from reflex_runtime.version import __version__
@@ -222,7 +222,7 @@ def test_g15_a_stream_that_ends_without_a_last_token_is_final_all_the_same() -> 
 def test_l9_what_is_said_of_a_prompt_comes_in_parts_before_the_tokens_and_delays_no_other_stream(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet, "SCORES_A_TURN", 6)
+    monkeypatch.setattr(streams, "SCORES_A_TURN", 6)
 
     async def main() -> None:
         async with ends() as both:
@@ -669,7 +669,7 @@ def test_nobody_loads_a_model_while_one_loads() -> None:
 
 
 def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "MOST_STREAMS", 2)
+    monkeypatch.setattr(streams, "MOST_STREAMS", 2)
 
     async def main() -> None:
         async with ends() as both:

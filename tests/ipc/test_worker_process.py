@@ -141,7 +141,7 @@ def test_a_process_without_a_socket_as_stdin_says_what_it_needs() -> None:
 
 
 def test_a_runtime_process_loads_nothing_of_its_front() -> None:
-    code = "import sys, reflex_runtime.ipc.worker, reflex_runtime.llm.server.worker_engine; print(*sys.modules)"
+    code = "import sys, reflex_runtime.ipc.worker, reflex_runtime.llm.server.local_model; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    front = {"ipc.client", "ipc.generate_batcher", "ipc.registry", "ipc.spawn", "web.connection", "web.supervisor"}
+    front = {"ipc.client", "ipc.generate_batcher", "ipc.spawn", "web.connection", "web.supervisor"}
     assert not {name for name in front if f"reflex_runtime.{name}" in found}

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
-from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
+from reflex_runtime.ipc.streams import OutputStream
 from reflex_runtime.llm.api.answers import Answer
 from reflex_runtime.llm.api.expand import echoes
 from reflex_runtime.llm.api.replies import ReplyContext

@@ -28,7 +28,7 @@ from reflex_runtime.cli.serving import (
 )
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory, told_apart
-from reflex_runtime.llm.server.model_settings import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
+from reflex_runtime.llm.server.model_host import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.observe import logs
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import one_line

@@ -30,8 +30,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
     from reflex_runtime.ipc.worker import serve
-    from reflex_runtime.llm.server.model_settings import load_model
-    from reflex_runtime.llm.server.worker_engine import loading
+    from reflex_runtime.llm.server.local_model import loading
+    from reflex_runtime.llm.server.model_host import load_model
     from reflex_runtime.observe.journal_writer import turn_all
     from reflex_runtime.run.process import loop_factory
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig as GenerateBatcherConfig
     from reflex_runtime.ipc.messages import GenerateParams as GenerateParams
     from reflex_runtime.ipc.peer import ConnectionLost as ConnectionLost
-    from reflex_runtime.ipc.registry import StreamHandle as StreamHandle
-    from reflex_runtime.ipc.registry import StreamRegistry as StreamRegistry
     from reflex_runtime.ipc.spawn import from_socket as from_socket
     from reflex_runtime.ipc.spawn import spawned as spawned
+    from reflex_runtime.ipc.streams import StreamHandle as StreamHandle
+    from reflex_runtime.ipc.streams import StreamRegistry as StreamRegistry
     from reflex_runtime.ipc.worker import Worker as Worker
     from reflex_runtime.ipc.worker import serve as serve
 
@@ -33,8 +33,8 @@ _NAMES = {
     "generate_batcher": "GenerateBatcher GenerateBatcherConfig",
     "messages": "GenerateParams",
     "peer": "ConnectionLost",
-    "registry": "StreamHandle StreamRegistry",
     "spawn": "from_socket spawned",
+    "streams": "StreamHandle StreamRegistry",
     "worker": "Worker serve",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

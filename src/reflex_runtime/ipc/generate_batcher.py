@@ -38,7 +38,7 @@ from reflex_runtime.ipc.generate_calls import (
     alone,
 )
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
-from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.observe.series import SeriesSet
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.dispatcher import Dispatcher

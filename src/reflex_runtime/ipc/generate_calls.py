@@ -31,7 +31,7 @@ from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
 from reflex_runtime.ipc.peer import ConnectionLost
-from reflex_runtime.ipc.registry import StreamHandle
+from reflex_runtime.ipc.streams import StreamHandle
 from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
 
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped

@@ -1,6 +1,6 @@
 """The runtime process: a model on one side, a connection to the front on the other.
 
-The front sends requests, the engine computes, and `outlet.py` sends its tokens. The engine is made by the `load` that
+The front sends requests, the engine computes, and `streams.py` sends its tokens. The engine is made by the `load` that
 this process was given, once in its life. When the connection ends, every stream is closed, and the process ends.
 """
 
@@ -13,18 +13,17 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError
 from reflex_runtime.ipc import frames
 from reflex_runtime.ipc import messages as wire
-from reflex_runtime.ipc.engine import Engine, Load
-from reflex_runtime.ipc.outlet import Outlet, Outlets
 from reflex_runtime.ipc.peer import Peer
+from reflex_runtime.ipc.streams import Outlet, Outlets, OutputStream
 from reflex_runtime.run.wall import ASYNC_WALL
 from reflex_runtime.version import __version__
 
@@ -40,6 +39,38 @@ _KINDS = {
     wire.SHUTDOWN: wire.Shutdown,
 }  # fmt: skip
 _READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # of params; other methods have none
+
+
+class Engine(Protocol):
+    """A loaded model. Everything is called on the loop."""
+
+    def info(self) -> dict[str, Any]:
+        """What `load_model` answers; JSON-safe."""
+
+    async def tokenize(self, params: wire.Tokenize) -> list[int]:
+        """Token ids of a text or a conversation. Raises ConfigError."""
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
+
+    def state(self) -> dict[str, Any]:
+        """Its part of `runtime/state`; JSON-safe."""
+        return {"state": "ready"}
+
+    def metrics(self) -> str:
+        """Prometheus text, or nothing."""
+        return ""
+
+    def live(self) -> Any:
+        """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
+        return None
+
+    async def submit(self, params: wire.GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
+        """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
+        same prompt and no output yet. Raises ReflexError."""
+
+
+Load = Callable[[wire.LoadModel], Awaitable[Engine]]
 _Accepted = tuple[wire.GenerateParams, Engine, Outlet]
 
 

@@ -21,7 +21,7 @@ from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.llm.runners.runner import blocks_in
 from reflex_runtime.llm.server import workers
-from reflex_runtime.llm.server.model_settings import gpu_of, load_model
+from reflex_runtime.llm.server.model_host import gpu_of, load_model
 from reflex_runtime.llm.server.workers import WorkersConfig, one_bound
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import flag, table

@@ -21,13 +21,12 @@ from llm.steps import faults
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority, TicketState
-from reflex_runtime.ipc.engine import merged
 from reflex_runtime.ipc.messages import GenerateParams
+from reflex_runtime.ipc.streams import merged
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.server.local_model import GenerationStream, LocalModel
-from reflex_runtime.llm.server.worker_engine import WorkerEngine
+from reflex_runtime.llm.server.local_model import GenerationStream, LocalModel, WorkerEngine
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.settings import LLMServeConfig
 from serving.in_process import Caller

@@ -12,7 +12,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc import messages
 from reflex_runtime.ipc.messages import GenerateParams, LoadModel
-from reflex_runtime.llm.server.worker_engine import WorkerEngine, loading
+from reflex_runtime.llm.server.local_model import WorkerEngine, loading
 
 from .toy_worker import make
 

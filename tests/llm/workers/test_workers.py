@@ -29,9 +29,8 @@ from reflex_runtime.ipc.messages import BATCH_GENERATE, GenerateParams
 from reflex_runtime.ipc.peer import Handler
 from reflex_runtime.ipc.spawn import Link, Opener, Process, _peer_on
 from reflex_runtime.llm.engine.toy import ByteTokenizer
-from reflex_runtime.llm.server import worker_engine
-from reflex_runtime.llm.server.model_host import ModelPlan, Open
-from reflex_runtime.llm.server.model_settings import trace_of
+from reflex_runtime.llm.server.local_model import WorkerEngine
+from reflex_runtime.llm.server.model_host import ModelPlan, Open, trace_of
 from reflex_runtime.llm.server.workers import Workers, WorkersConfig, labelled, opened
 from reflex_runtime.observe import live
 from reflex_runtime.observe.journal_reader import read_journal
@@ -250,7 +249,7 @@ def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.Monke
     model = Mock(batcher=batcher, queues=dict, health=dict)
 
     async def check() -> None:
-        engine = worker_engine.WorkerEngine(model, CollectorRegistry())
+        engine = WorkerEngine(model, CollectorRegistry())
         for _ in range(2):
             engine.live()
             assert [engine.live().number, len(sinks)] == [2, 1]

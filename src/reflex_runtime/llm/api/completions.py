@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.ipc.engine import merged
+from reflex_runtime.ipc.streams import merged
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import too_deep
 from reflex_runtime.llm.api.expand import queued

@@ -13,8 +13,8 @@ from typing import Any, Final
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError, Expired, TooLarge
-from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import MOST_SCORES, GenerateParams, ScoredToken
+from reflex_runtime.ipc.streams import OutputStream
 from reflex_runtime.llm.api import requests as wire
 from reflex_runtime.llm.api.errors import BadRequest, too_deep
 from reflex_runtime.llm.api.replies import ReplyContext

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.ipc.messages import ScoredToken, TokenOutput
+from reflex_runtime.ipc.streams import OutputStream
 from reflex_runtime.llm.api.requests import CompletionRequest, DefaultsOf
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
 from reflex_runtime.llm.engine.output_parsers import PartReader, Thought

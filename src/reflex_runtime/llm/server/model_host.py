@@ -1,17 +1,20 @@
-"""What runs the model of a server: what it is given, and what the server asks of it."""
+"""What runs the model of a server: what it is given, its settings, and what the server asks of it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
+from reflex_runtime.ipc.streams import OutputStream
 from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.tokenizer import Texts
@@ -19,8 +22,12 @@ from reflex_runtime.observe.journal_writer import turn_all
 from reflex_runtime.observe.live import LiveProcess
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.settings.declare import flag, one_line
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
+    from reflex_runtime.llm.engine.load import Description
+    from reflex_runtime.llm.engine.tokenizer import Tokenizer
+    from reflex_runtime.llm.runners.runner import Runner
     from reflex_runtime.web.watchers import Fold
 
 
@@ -113,3 +120,93 @@ class Opening:
 
 
 Open = Callable[[Opening], Awaitable[ModelHost]]
+
+
+# -- the settings of a model where it runs -----------------------------------------------------------------------------
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+_OF_THE_FRONT = {
+    "workers", "supervise", "host", "port", "api_key", "admin_key", "allow_host",
+    "served_model_name", "log_format",
+}  # fmt: skip
+
+
+def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
+    """The runner and the tokenizer by the settings; 0 leaves a number to the runner. Errors name flags."""
+    from reflex_runtime.llm.engine.load import load as load_directory
+
+    try:
+        return load_directory(directory, **_options(config))
+    except ConfigError as error:
+        raise _as_flag(config, error) from error
+
+
+def check_model(config: LLMServeConfig, model: Description) -> None:
+    """Check what can be checked without loading the model; errors name flags."""
+    from reflex_runtime.llm.engine.load import check
+
+    try:
+        check(model, **_options(config), copies=max(1, config.workers))
+    except ConfigError as error:
+        raise _as_flag(config, error) from None
+
+
+def _options(config: LLMServeConfig) -> dict[str, Any]:
+    """The settings as the loader of a directory takes them."""
+    return {
+        "device": config.device,
+        "runner": config.runner,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "cache_dir": config.cache_dir,
+        "block_size": config.block_size or None,
+        "kv_cache_bytes": round(config.kv_cache_gb * 1e9) if config.kv_cache_gb else None,
+        "max_model_len": config.max_model_len or None,
+        "threads": config.threads or None,
+        "adapters": adapters_of(config),
+    }
+
+
+def adapters_of(config: LLMServeConfig) -> dict[str, Path]:
+    """The directories of --lora by the adapters' names."""
+    pairs = (text.partition("=") for text in config.lora)
+    return {name: Path(directory) for name, _, directory in pairs}
+
+
+def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
+    """An error about an argument, in the words of the command line; itself where it is about something else."""
+    name, why = str(error.details.get("field", "")), error.message.partition(": ")[2]
+    if name == "kv_cache_bytes":
+        low, high = (int(error.details[end] or 0) / 1e9 for end in ("low", "high"))
+        name, high = "kv_cache_gb", floor(high * 100) / 100
+        each = f" for each of {config.workers} processes" if config.workers > 1 else ""
+        why = f"must be in [{low:.10g}, {high:.10g}] GB: from one block of this model to the memory that is free{each}"
+    if name not in LLMServeConfig.__dataclass_fields__:
+        return error
+    value = getattr(config, name)
+    value = one_line(", ".join(value)) if isinstance(value, tuple) else value
+    shown = f"{value:.10g}" if isinstance(value, float) else value
+    return ConfigError(f"{flag(name)}={shown}: {why}", field=name)
+
+
+def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:
+    """The environment of a runtime process that gives it a GPU of its own, where CUDA_VISIBLE_DEVICES names several."""
+    named = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
+    return {GPUS: named[number % len(named)]} if len(named) > 1 and config.device != "cpu" else {}
+
+
+def trace_of(path: str, number: int, restarts: int = 0) -> str:
+    """Where a runtime process writes its trace: one that was started again leaves that of the lost one alone."""
+    place = Path(path)
+    return str(place.parent / f"{place.stem}.worker-{number}{f'.{restarts}' if restarts else ''}{place.suffix}")
+
+
+def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[str, Any]:
+    """The settings of a runtime process: those of the model, its own trace, its part of the CPU."""
+    names = LLMServeConfig.__dataclass_fields__.keys() - _OF_THE_FRONT
+    found = {name: getattr(config, name) for name in sorted(names)}
+    if config.trace:
+        found["trace"] = trace_of(config.trace, number, restarts)
+    if not config.threads and config.workers > 1:  # threads of two models on one core wait for each other
+        found["threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
+    return found

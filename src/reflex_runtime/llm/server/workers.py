@@ -27,8 +27,8 @@ from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import GenerateParams
-from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 from reflex_runtime.ipc.spawn import Opener
+from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
 from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
