@@ -21,7 +21,7 @@ from bench.llm import VOCAB, Words, write_model
 from bench.report import Row, row, say
 from reflex_runtime.demo import SCRIBE
 from reflex_runtime.ipc.messages import SamplingParams
-from reflex_runtime.llm.engine.llm_engine import Kept, LLMEngine
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.load import load
 from reflex_runtime.llm.runners.runner import Runner, Step
 
@@ -34,18 +34,31 @@ WORDS = ("robot", "camera", "boy", "girl", "cat", "dog", "boat", "hill")
 BARS = {"copies": 1.5, "half": 0.97, "other": 0.97}
 
 
+class Kept:
+    """A runner that several engines use one after the other: closing an engine leaves it open."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.vocab_size, self.block_size, self.num_blocks = runner.vocab_size, runner.block_size, runner.num_blocks
+        self.max_model_len, self.name, self.adapters = runner.max_model_len, runner.name, runner.adapters
+        self._runner = runner
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        return self._runner.forward(step)
+
+    def close(self) -> None:
+        return
+
+
 class Scripted(Kept):
     """A runner that says what stood PROMPT tokens before, with a chance; a sequence is known by its first block."""
 
     def __init__(self, runner: Runner, chance: float) -> None:
         super().__init__(runner)
         rng = random.Random(9)
-        self._runner = runner
         self._script = [-1 if rng.random() < chance else rng.randrange(300, VOCAB) for _ in range(_LONG)]
         self._texts: dict[int, list[int]] = {}
-        self.forward = self._scripted
 
-    def _scripted(self, step: Step) -> npt.NDArray[np.float32]:
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
         logits = self._runner.forward(step)
         rows, at = step.picked.tolist(), 0
         for i, past in enumerate(step.past_lens.tolist()):

@@ -25,7 +25,7 @@ KINDS: tuple[type[Any], ...] = (
 OPTIONS = [(kind, field) for kind in KINDS for field in fields(kind)]
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}
 TEXTS |= {"replicas": "auto", "fail": "0@1-2"}
-TEXTS |= {"think": "5", "max_tokens": "5", "step_ms": "1+1", "sweep": "4..8", "provider": "cuda"}
+TEXTS |= {"think": "5", "max_tokens": "5", "sweep": "4..8", "provider": "cuda"}
 TEXTS |= {"cors": "http://localhost:3000", "gr00t": "tcp://127.0.0.1:5555"}
 TEXTS |= {"lerobot": "127.0.0.1:8080", "oip_grpc": "127.0.0.1:8001", "otel": "http://localhost:4318"}
 OFF = {"max_consecutive_crashes": 0, "policy": "greedy"}  # a value without the effect that others need

@@ -215,7 +215,6 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "prefix_caching": "test_l6_prefix_caching_computes_a_shared_prefix_once",
         "at": "test_at_is_when_each_arrives",
         "priority": "test_priority_is_of_all_or_of_each",
-        "step_ms": "test_step_ms_is_what_a_step_takes",
         "sweep": "test_l3_l10_steps_over_budget",
     },
 }

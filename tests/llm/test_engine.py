@@ -22,7 +22,6 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import EngineConfig, LLMEngine, RequestOutput, SamplingParams, trace_batches
-from reflex_runtime.llm.engine.llm_engine import Engines
 from reflex_runtime.llm.engine.processor import flatten
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.series import invariants
@@ -530,18 +529,24 @@ def test_random_histories_of_arrivals_aborts_and_preemptions(histories: int) -> 
 @pytest.mark.parametrize(("max_gap_ms", "longest"), [(None, 3.1), (100, 0.1), (400, 0.4)])
 def test_l2_a_long_prompt_is_read_within_the_gap(max_gap_ms: float | None, longest: float) -> None:
     """Without a gap the step takes what its tokens take."""
-    watch, engines = Watch(), Engines(ToyRunner(1 << 13), ByteTokenizer(), lambda tokens: 0.010 + 0.0015 * tokens)
-    engine, clock = engines([watch], max_gap_ms=max_gap_ms)
+    watch, now = Watch(), [0.0]
+
+    class Timed(ToyRunner):
+        def forward(self, step: Step) -> npt.NDArray[np.float32]:
+            now[0] += 0.010 + 0.0015 * len(step.token_ids)
+            return super().forward(step)
+
+    engine = LLMEngine(Timed(1 << 13), sinks=[watch], clock=lambda: now[0], max_gap_ms=max_gap_ms)
     for text in (A, B):
         engine.add_request(text, SamplingParams.greedy(400, ignore_eos=True), request_id=text)
     for _ in range(20):
         engine.step()
     watch.steps.clear()
     engine.add_request("x" * 3000, SamplingParams.greedy(1), request_id="long")
-    times = [clock()]
+    times = [now[0]]
     while not watch.steps or "long" in watch.steps[-1]:
         engine.step()
-        times.append(clock())
+        times.append(now[0])
     gaps = sorted(b - a for a, b in itertools.pairwise(times))
     assert 0.65 * longest < gaps[-1] <= longest
     assert sum(step.get("long", 0) for step in watch.steps) == 3000

@@ -20,7 +20,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.ipc.messages import Constraint, SamplingParams
-from reflex_runtime.llm.engine.llm_engine import Kept, LLMEngine
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.sequence import RequestOutput
 from reflex_runtime.llm.engine.series import invariants
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
@@ -111,7 +111,7 @@ def outputs(
     **config: Any,
 ) -> tuple[list[RequestOutput], LLMEngine, Seen]:  # fmt: skip
     seen = Seen()
-    engine = LLMEngine(Kept(runner), ByteTokenizer(), speculate=speculate, sinks=[seen], **config)
+    engine = LLMEngine(runner, ByteTokenizer(), speculate=speculate, sinks=[seen], **config)
     found = engine.generate(prompts, params)
     seen.check()
     return found, engine, seen

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from reflex_runtime.cli import main
-from reflex_runtime.llm.engine.prompts import StepTime, letters, step_time
+from reflex_runtime.llm.engine.prompts import letters
 from reflex_runtime.observe import journal_view
 from reflex_runtime.observe.journal_reader import read_journal
 
@@ -226,15 +226,6 @@ def test_priority_is_of_all_or_of_each(capsys: pytest.CaptureFixture[str]) -> No
     assert steps() == [{"A": 2}, {"B": 2}]
 
 
-def test_step_ms_is_what_a_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, *L3, "--step-ms", "10+1")
-    assert [row.split(" | ")[-1] for row in rows(lines)] == ["18.00", "18.00", "13.00", "12.00", "12.00", "11.00"]
-    assert "first token after p50 36.0 ms, longest 49.0 ms" in "\n".join(lines)
-    measured = "\n".join(shown(capsys, *L3, "--step-ms", "measured"))
-    assert "modelled" not in measured
-    assert "measured" in measured
-
-
 def test_prompts_come_from_a_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("hello world\n\ngoodbye\n")
     shown(capsys, "--prompts", "@p.txt", "third", "--max-tokens", "1")
@@ -259,7 +250,7 @@ def test_model_is_what_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
     monkeypatch.setattr("reflex_runtime.llm.engine.load.load", load)
     text = "\n".join(shown(capsys, *L3, "--model", "."))
-    shown(capsys, *L3, "--model", ".", "--num-blocks", "7", "--step-ms", "3")
+    shown(capsys, *L3, "--model", ".", "--num-blocks", "7")
     shown(capsys, *L3, "--model", "scribe")
     assert asked == [(Path(), {}), (Path(), {"num_blocks": 7}), (SCRIBE, {})]
     assert "of 99" in text
@@ -301,8 +292,6 @@ def test_a_model_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> N
             ["--prompts", "a", "--priority", "now"],
             "--priority=now: must be one of urgent, default, background",
         ),
-        (["--prompts", "a", "--step-ms", "0"], "--step-ms=0: must be A, A+B or `measured`: A ms a step, B ms a token"),
-        (["--prompts", "a", "--step-ms", "2-1"], "--step-ms=2-1: must be A, A+B or `measured`"),
         (["--prompts", "a", "--last", "0"], "--last=0: must be a whole number >= 1"),
         (["--prompts", "a", "--out", "/dev/null/p"], "--out=/dev/null/p: cannot be written: Not a directory"),
         (["--prompts", "abcdefghi", "--block-size", "2", "--num-blocks", "2"], "9 prompt tokens and max_tokens=4"),
@@ -352,8 +341,3 @@ def test_names_are_letters() -> None:
     assert [letters(i) for i in (0, 1, 25, 26, 27, 51, 52, 701, 702)] == [
         "A", "B", "Z", "AA", "AB", "AZ", "BA", "ZZ", "AAA"
     ]  # fmt: skip
-
-
-def test_a_step_time_is_read() -> None:
-    assert step_time("2+0.05") == step_time("2 + .05*tokens") == StepTime(0.002, 5e-05)
-    assert step_time("7") == StepTime(0.007, 0.0)

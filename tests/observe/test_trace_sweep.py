@@ -11,8 +11,7 @@ from PIL import Image
 
 from reflex_runtime.cli import main
 from reflex_runtime.llm import SamplingParams, trace_batches
-from reflex_runtime.llm.engine.llm_engine import Engines
-from reflex_runtime.llm.engine.prompts import Measured, Prompt, StepTime, budgets_of, knee, measured
+from reflex_runtime.llm.engine.prompts import Measured, Prompt, Setup, budgets_of, knee, measured
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.observe import journal_view
 
@@ -120,13 +119,13 @@ def test_a_sweep_is_read() -> None:
 def test_a_run_is_what_the_schedule_is_and_a_prompt_that_comes_later_waits() -> None:
     """On an engine of its own each time, whose runner stays."""
     texts, params = ("hello world", "goodbye"), SamplingParams.greedy(4, ignore_eos=True)
-    engines = Engines(ToyRunner(), ByteTokenizer(), StepTime(0.002, 0.00005))
+    setup = Setup(ToyRunner(), ByteTokenizer(), None, {})
     _, schedule = trace_batches(texts, 4, max_num_batched_tokens=8)
     both = [Prompt(text, text, params) for text in texts]
-    assert measured(engines, both, 8) == (8, [sum(step.values()) for step in schedule], [2, 3])
-    assert measured(engines, both, 8) == measured(engines, both, 8)
+    assert measured(setup, both, 8) == (8, [sum(step.values()) for step in schedule], [2, 3])
+    assert measured(setup, both, 8) == measured(setup, both, 8)
     later = [both[0], both[1]._replace(arrives=30)]
-    assert measured(engines, later, 64) == (64, [11, 1, 1, 1, 7, 1, 1, 1], [1, 5])
+    assert measured(setup, later, 64) == (64, [11, 1, 1, 1, 7, 1, 1, 1], [1, 5])
 
 
 NO_SWEEPS = ["", "4", "4..", "64..4", "0..4", "4..64:2", "1..9999999", "4…64"]

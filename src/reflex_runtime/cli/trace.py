@@ -95,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
         return _show(shown, args, args.file)
     if "sweep" in args:
         return _sweep(shown, args)
-    engines, prompts = setup_of(args, model_directory)
+    setup, prompts = setup_of(args, model_directory)
     with TemporaryDirectory(prefix="reflex-") as scratch:
         prefix = args.out or Path(scratch, "prompts")
         file = prefix.with_name(prefix.name + ".jsonl")
-        return _show(shown, args, file, record(engines, prompts, file))
+        return _show(shown, args, file, record(setup, prompts, file))
 
 
 def _sweep(console: Console, args: argparse.Namespace) -> int:

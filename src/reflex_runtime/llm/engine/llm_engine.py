@@ -1,7 +1,6 @@
 """The engine for programs: prompts in, outputs out, and a caller that makes every step.
 
-`LLMEngine` drives the processor that a server runs too (`processor.py`). `Engines` starts several for runs of the same
-prompts: on the machine's clock, or in virtual time, which moves only by the predicted time of each step.
+`LLMEngine` drives the processor that a server runs too (`processor.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from reflex_runtime.core.batch import Failed
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
@@ -27,11 +22,10 @@ from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor, next
 from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.runners.runner import Runner, Step
+from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.run.dispatcher import Stepper
 
 _PLAIN = SamplingParams()
-StepSeconds = Callable[[float], float]  # of a step with so many tokens
 
 
 def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
@@ -243,77 +237,3 @@ def trace_batches(
         engine.step()
     engine.close()
     return ids, steps
-
-
-class Kept:
-    """A runner that several engines use one after the other: closing an engine leaves it open."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.vocab_size, self.block_size, self.num_blocks = runner.vocab_size, runner.block_size, runner.num_blocks
-        self.max_model_len, self.name, self.adapters = runner.max_model_len, runner.name, runner.adapters
-        self._runner = runner
-
-    def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        return self._runner.forward(step)
-
-    def close(self) -> None:
-        return
-
-
-class Mute(Kept):
-    """A runner without a model, for runs in which only the schedule matters: its answer is always token 0."""
-
-    def __init__(self, like: Runner) -> None:
-        super().__init__(like)
-        self.name, self._logits = "mute", np.zeros((0, 2), np.float32)
-
-    def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        n = len(step.past_lens if step.rows is None else step.rows)
-        if len(self._logits) < n:
-            self._logits = np.zeros((n, 2), np.float32)
-        return self._logits[:n]
-
-
-class Paced(Kept):
-    """A kept runner in virtual time: `now` moves by the predicted seconds of each step."""
-
-    def __init__(self, runner: Runner, takes: StepSeconds) -> None:
-        super().__init__(runner)
-        self._takes, self._now = takes, 0.0
-
-    def now(self) -> float:
-        """Virtual seconds since the start."""
-        return self._now
-
-    def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        logits = super().forward(step)
-        self._now += self._takes(len(step.token_ids))
-        return logits
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """Starts engines on one runner, one after the other.
-
-    takes: predicted seconds of a step with so many tokens; None measures. settings: keywords of `LLMEngine`.
-    """
-
-    runner: Runner
-    tokenizer: Tokenizer
-    takes: StepSeconds | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(
-        self, sinks: Iterable[Callable[[Event], object]] = (), **changes: Any
-    ) -> tuple[LLMEngine, Callable[[], float]]:
-        """An engine and its clock, in seconds. changes: settings that differ in this engine. Raises ConfigError."""
-        settings = {**self.settings, **changes}
-        clock, runner = time.monotonic, Kept(self.runner)
-        if self.takes is not None:
-            runner = paced = Paced(self.runner, self.takes)
-            clock = paced.now
-        return LLMEngine(runner, self.tokenizer, sinks=sinks, clock=clock, **settings), clock
-
-    def mute(self, takes: StepSeconds) -> Engines:
-        """The same in virtual time and without a model: the schedule depends on lengths and prefixes alone."""
-        return replace(self, runner=Mute(self.runner), takes=takes)

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -25,11 +28,12 @@ from reflex_runtime.settings.declare import did_you_mean, one_line, option, vali
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
-    from reflex_runtime.llm.engine.llm_engine import Engines, LLMEngine
+    from reflex_runtime.llm.engine.llm_engine import LLMEngine
     from reflex_runtime.llm.engine.sequence import RequestOutput
+    from reflex_runtime.llm.engine.tokenizer import Tokenizer
+    from reflex_runtime.llm.runners.runner import Runner, Step
     from reflex_runtime.observe.plots import Figure
 
-STEP_MS = "2+0.05"
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
 BUDGETS = 64  # of a sweep
@@ -57,10 +61,6 @@ class PromptsConfig:
     prefix_caching: bool = option(True, "compute the common beginning of prompts once")
     at: str = option("", "steps made before each prompt arrives, one number each: 0,0,3", metavar="N,N,…")
     priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
-    step_ms: str = option(
-        "", f"time of a step: A ms + B ms a token (default {STEP_MS} without --model), or `measured` (with it)",
-        metavar="A+B",
-    )  # fmt: skip
     sweep: str = option(
         "",
         "run the prompts at the budgets from LOW to HIGH, of many at 64, and compare the number of steps",
@@ -84,28 +84,19 @@ class Prompt(NamedTuple):
     priority: Priority = Priority.DEFAULT
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Seconds that a step takes: a fixed part, and one for each of its tokens."""
+class Setup(NamedTuple):
+    """What runs prompts. clock: virtual time, where steps are not measured. settings: keywords of `LLMEngine`."""
 
-    fixed: float
-    per_token: float
-
-    def __call__(self, tokens: float) -> float:
-        return self.fixed + self.per_token * tokens
-
-    def __str__(self) -> str:
-        return f"{self.fixed * 1e3:.4g} ms + {self.per_token * 1e3:.4g} ms a token"
+    runner: Runner
+    tokenizer: Tokenizer
+    clock: Callable[[], float] | None
+    settings: Mapping[str, Any]
 
 
-def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> tuple[Engines, list[Prompt]]:
+def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> tuple[Setup, list[Prompt]]:
     """Read the flags and load what runs. directory_of: a model by its name. ConfigError names flag, value and range."""
-    from reflex_runtime.llm.engine.llm_engine import Engines
-
     config = load(PromptsConfig, "trace", None, {}, vars(args))
     prompts = _prompts(args.prompts, config)
-    told = config.step_ms or ("measured" if config.model else STEP_MS)
-    takes = None if told == "measured" else step_time(told)
     given = {"block_size", "num_blocks"} & vars(args).keys() if config.model else {"block_size", "num_blocks"}
     runner, tokenizer = _load(config.model, directory_of, **{name: getattr(config, name) for name in sorted(given)})
     settings: dict[str, Any] = {
@@ -115,15 +106,15 @@ def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> t
         "enable_prefix_caching": config.prefix_caching,
         "max_queue": MOST_PROMPTS,
     }
-    return Engines(runner, tokenizer, takes, settings), prompts
+    return Setup(runner, tokenizer, None if config.model else runner.now, settings), prompts
 
 
 def _load(model: str, directory_of: Callable[[str], Path], **cache: Any) -> tuple[Any, Any]:
     """Runner and tokenizer: the toy, or what a directory holds. cache: block_size, num_blocks, where asked for."""
     if not model:
-        from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
+        from reflex_runtime.llm.engine.toy import ByteTokenizer, TimedToy
 
-        return ToyRunner(max_model_len=1 << 20, **cache), ByteTokenizer()
+        return TimedToy(max_model_len=1 << 20, **cache), ByteTokenizer()
     from reflex_runtime.llm.engine.load import load as load_model
 
     directory = directory_of(model)
@@ -132,16 +123,23 @@ def _load(model: str, directory_of: Callable[[str], Path], **cache: Any) -> tupl
     return load_model(directory, **cache)
 
 
-def record(engines: Engines, prompts: Sequence[Prompt], path: Path) -> dict[str, RequestOutput]:
+def record(setup: Setup, prompts: Sequence[Prompt], path: Path) -> dict[str, RequestOutput]:
     """Run the prompts and write the trace; their outputs by name."""
+    from reflex_runtime.llm.engine.llm_engine import LLMEngine
+    from reflex_runtime.llm.engine.toy import MODELLED
     from reflex_runtime.observe.journal_writer import JournalWriter
 
+    clock = time.monotonic if setup.clock is None else setup.clock
+
     def note(event: Event) -> None:  # each batch says whose its times are, where they are not the machine's
-        if isinstance(event, BatchScheduled) and engines.takes is not None:
-            event.batch.notes["modelled"] = str(engines.takes)
+        if isinstance(event, BatchScheduled) and setup.clock is not None:
+            event.batch.notes["modelled"] = MODELLED
 
     sinks: list[Any] = []
-    engine, clock = engines([lambda event: [sink(event) for sink in sinks]])
+    engine = LLMEngine(
+        setup.runner, setup.tokenizer, sinks=[lambda event: [sink(event) for sink in sinks]], clock=clock,
+        **setup.settings,
+    )  # fmt: skip
     try:
         writer = JournalWriter(path, [engine.processor.group], capacity=1 << 20, clock=clock)
     except ConfigError as error:
@@ -246,19 +244,6 @@ def letters(number: int) -> str:
     return name
 
 
-def step_time(text: str) -> StepTime:
-    """Read `--step-ms`: A or A+B, milliseconds."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)(?:\+([0-9]*\.?[0-9]+)(?:\*tokens)?)?", text.replace(" ", ""))
-    if found is not None:
-        fixed, per_token = float(found[1]), float(found[2] or 0.0)
-        if fixed + per_token > 0.0 and max(fixed, per_token) <= 60_000.0:
-            return StepTime(fixed / 1e3, per_token / 1e3)
-    raise ConfigError(
-        f"--step-ms={one_line(text)}: must be A, A+B or `measured`: A ms a step, B ms a token, each in [0, 60000] "
-        "and not both 0"
-    )
-
-
 def _middle(text: str, width: int) -> str:
     """In quotes, on one line; of what is too long both ends."""
     shown = plain(text, len(text) + 1)
@@ -301,8 +286,24 @@ class Measured(NamedTuple):
     first_step: list[int]
 
 
-def measured(engines: Engines, prompts: Sequence[Prompt], budget: int) -> Measured:
-    """Run the prompts on a fresh engine with at most `budget` tokens in a step."""
+class Mute:
+    """A runner without a model, for runs in which only the schedule matters: its answer is always token 0."""
+
+    def __init__(self, like: Runner) -> None:
+        self.vocab_size, self.block_size, self.num_blocks = like.vocab_size, like.block_size, like.num_blocks
+        self.max_model_len, self.adapters, self.name = like.max_model_len, like.adapters, "mute"
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        return np.zeros((len(step.picked), 2), np.float32)
+
+    def close(self) -> None:
+        return
+
+
+def measured(setup: Setup, prompts: Sequence[Prompt], budget: int) -> Measured:
+    """Run the prompts on a fresh engine, without the model, with at most `budget` tokens in a step."""
+    from reflex_runtime.llm.engine.llm_engine import LLMEngine
+
     tokens: list[int] = []
     first: dict[str, int] = {}
 
@@ -312,7 +313,8 @@ def measured(engines: Engines, prompts: Sequence[Prompt], budget: int) -> Measur
         elif isinstance(event, RequestSettled) or (isinstance(event, RequestProgressed) and event.value is not None):
             first.setdefault(event.ticket.id, len(tokens))
 
-    drive(engines([watch], max_num_batched_tokens=budget)[0], prompts)
+    settings = {**setup.settings, "max_num_batched_tokens": budget}
+    drive(LLMEngine(Mute(setup.runner), setup.tokenizer, sinks=[watch], **settings), prompts)
     return Measured(budget, tokens, [first[p.name] for p in prompts])
 
 
@@ -328,18 +330,18 @@ def knee(runs: Sequence[Measured], floor: int) -> int | None:
 
 
 def sweep(
-    engines: Engines,
+    setup: Setup,
     prompts: Sequence[Prompt],
     budgets: Sequence[int],
     progress: Callable[[int, int], None],
     picture: Path | None = None,
 ) -> Iterator[RenderableType]:
     """Run the prompts at every budget; the table, and what is said of it. picture: prefix of its files."""
-    engines, runs = engines.mute(StepTime(1.0, 0.0)), list[Measured]()
+    runs = list[Measured]()
     for budget in budgets:
-        runs.append(measured(engines, prompts, budget))
+        runs.append(measured(setup, prompts, budget))
         progress(len(runs), len(budgets))
-    floor = len(measured(engines, prompts, HIGHEST).tokens)
+    floor = len(measured(setup, prompts, HIGHEST).tokens)
     found = knee(runs, floor)
     yield sweep_table(runs, found)
     if len(runs) > ROWS:
