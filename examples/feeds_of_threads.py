@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from threading import Thread
 
-from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry, BatchHandle
+from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
 
 
 class Brightness:
@@ -22,19 +22,19 @@ class Brightness:
         print(f"{self.calls} calls of the processor")
 
 
-def camera(handle: BatchHandle, name: str, level: int) -> None:
+def camera(coordinator: BatchCoordinator, name: str, level: int) -> None:
     for i in range(20):
-        assert handle.submit_and_wait(name, [level + i] * 100) == level + i
+        assert coordinator.submit_and_wait(name, [level + i] * 100) == level + i
 
 
 def main() -> None:
-    with BatchCoordinator(Brightness(), BatchConfig(max_batch_size=3, max_latency=0.02)) as handle:
-        threads = [Thread(target=camera, args=(handle, f"cam{n}", 100 * n)) for n in range(3)]
+    with BatchCoordinator(Brightness(), BatchConfig(max_batch_size=3, max_latency=0.02)) as coordinator:
+        threads = [Thread(target=camera, args=(coordinator, f"cam{n}", 100 * n)) for n in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        metrics = handle.metrics()
+        metrics = coordinator.metrics()
     print(f"{metrics.processed} frames of {len(metrics.feeds)} feeds; batches by size: {dict(metrics.batch_sizes)}")
 
 

@@ -19,7 +19,6 @@ from reflex_runtime import (
     BatchedCoroutine,
     BatchedFunction,
     Batcher,
-    BatchHandle,
     Event,
     FunctionProcessor,
     GroupConfig,
@@ -28,7 +27,7 @@ from reflex_runtime import (
 )
 from reflex_runtime.core import errors
 
-USED = (Batcher, BatchedFunction, BatchedCoroutine, BatchCoordinator, BatchHandle, FunctionProcessor, OnnxProcessor)
+USED = (Batcher, BatchedFunction, BatchedCoroutine, BatchCoordinator, FunctionProcessor, OnnxProcessor)
 PUBLIC = ("__init__", "__call__", "__aenter__", "__enter__")
 
 

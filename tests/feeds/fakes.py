@@ -12,8 +12,7 @@ import numpy as np
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Result, SourceError
-from reflex_runtime.run.batch_processor import BatchEntry
-from reflex_runtime.run.submitted_frame import FrameOptions, NewestFrame
+from reflex_runtime.run.batch_processor import BatchEntry, FrameOptions, NewestFrame
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 END = None
@@ -161,7 +160,6 @@ class Point:
     """
 
     def __init__(self, answer: Callable[[int], Any] = lambda sequence: sequence) -> None:
-        self.handle = self
         self.answer = answer
         self.lost: ProcessorError | None = None
         self.asked: list[tuple[str, int, float | None]] = []

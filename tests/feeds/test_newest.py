@@ -16,8 +16,7 @@ from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
 from reflex_runtime.feeds.runtime.feed import CurrentFrame, Feed, FeedConfig
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.submitted_frame import NewestFrame
+from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry, NewestFrame
 from run.coordinated import Caller, Coordinator, busy_with, nobody_left
 from run.coordinated import Detector as Answering
 
@@ -183,7 +182,7 @@ def test_f14_max_age_is_that_of_the_frame_which_is_taken() -> None:
 def test_f14_a_frame_that_is_too_old_when_its_batch_begins_costs_its_neighbours_nothing() -> None:
     behind = Behind(FeedConfig(max_age=0.5))
     behind.give(10)
-    other = behind.coordinator.handle.submit("other", frame(7).image)
+    other = behind.coordinator.submit("other", frame(7).image)
     behind.clock.now += 0.5
     behind.detector.next()
     behind.detector.gate.set()
@@ -209,7 +208,7 @@ def test_f14_a_newer_frame_that_cannot_be_prepared_costs_that_one_only() -> None
     behind = Behind()
     behind.detector.faults_ahead = {11}
     behind.give(10, 11)
-    other = behind.coordinator.handle.submit("other", frame(7).image)
+    other = behind.coordinator.submit("other", frame(7).image)
     behind.detector.next()
     behind.detector.gate.set()
     assert other.result(60.0)[0] == 7
@@ -221,7 +220,7 @@ def test_f14_a_frame_that_is_too_old_does_not_hide_that_a_call_has_a_wrong_numbe
     behind = Behind(FeedConfig(max_age=0.5))
     behind.detector.answers_more = 1
     behind.give(10)
-    others = [behind.coordinator.handle.submit(f"other {n}", frame(n).image) for n in range(2)]
+    others = [behind.coordinator.submit(f"other {n}", frame(n).image) for n in range(2)]
     behind.clock.now += 0.5
     behind.detector.next()
     behind.detector.gate.set()
@@ -240,7 +239,7 @@ def test_f14_a_frame_whose_feed_gave_it_up_while_its_batch_began_takes_no_other_
         assert go_on.wait(60.0)
         return NewestFrame(frame(7).image, None, 0, None)
 
-    neighbour = Caller(behind.coordinator.handle, "other", "old", newest=slow)
+    neighbour = Caller(behind.coordinator, "other", "old", newest=slow)
     behind.coordinator.asked(1)
     behind.coordinator.patience = 0.05
     behind.give(10)
@@ -251,7 +250,7 @@ def test_f14_a_frame_whose_feed_gave_it_up_while_its_batch_began_takes_no_other_
     behind.read(20)
     assert preparing.wait(60.0)
     behind.read(30)
-    after = behind.coordinator.handle.submit("after", frame(8).image)
+    after = behind.coordinator.submit("after", frame(8).image)
     go_on.set()
     for _ in range(2):
         behind.detector.busy()
@@ -315,7 +314,7 @@ def test_f14_a_frame_without_an_answer_is_let_go_at_once(why: str) -> None:
 
     def ask(coordinator: Coordinator, held: Held) -> None:
         with pytest.raises(ReflexError):
-            coordinator.handle.submit_and_wait("cam", held, newest=newest)
+            coordinator.submit_and_wait("cam", held, newest=newest)
 
     coordinator, held = Coordinator(Answering(answer=answer), BatchConfig(max_latency=0.0)), Held()
     let_go = weakref.ref(held)

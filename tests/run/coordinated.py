@@ -13,7 +13,7 @@ from reflex_runtime.core.flush import Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.coordinator import BatchCoordinator, BatchHandle
+from reflex_runtime.run.coordinator import BatchCoordinator
 from run.helpers import PATIENCE
 
 Answer = Callable[[Sequence[BatchEntry]], Any]
@@ -108,13 +108,13 @@ class Stepped:
     def step(self, seconds: float, coordinator: BatchCoordinator) -> None:
         self.now += seconds
         coordinator._bell.set()
-        coordinator._device.input(lambda scheduler, now: None)
+        coordinator.device.input(lambda scheduler, now: None)
 
 
 class Caller(threading.Thread):
     """A feed's thread, blocked in `submit_and_wait`. seconds: for which it was."""
 
-    def __init__(self, handle: BatchHandle, feed: str, frame: Any = None, **options: Any) -> None:
+    def __init__(self, handle: BatchCoordinator, feed: str, frame: Any = None, **options: Any) -> None:
         super().__init__(name=f"feed-{feed}", daemon=True)
         self._call: Callable[[], Any] = lambda: handle.submit_and_wait(feed, frame, **options)
         self._end: Any = None
@@ -143,7 +143,7 @@ def end_of(future: Future[Any]) -> Any:
 
 def busy_with(coordinator: BatchCoordinator, detector: Any, feed: str = "busy") -> Future[Any]:
     """Returns once the detector is inside a batch with one frame of that feed."""
-    future = coordinator.handle.submit(feed, "busy")
+    future = coordinator.submit(feed, "busy")
     detector.busy()
     return future
 

@@ -19,7 +19,8 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.audience import TOGETHER, TURN, Audience, Delivery
+from reflex_runtime.run.audience import TOGETHER, TURN, Audience
+from reflex_runtime.run.thread_driver import Delivery
 from run.helpers import PATIENCE
 
 

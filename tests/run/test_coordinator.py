@@ -156,7 +156,7 @@ def test_f2_start_returns_once_the_processor_is_ready() -> None:
     detector = Detector()
     coordinator = Coordinator(detector)
     assert detector.log == []
-    assert coordinator.start() is coordinator.handle
+    assert coordinator.start() is coordinator
     assert detector.methods == ["on_start"]
     assert coordinator.stop()
     assert detector.methods == ["on_start", "on_stop"]
@@ -164,7 +164,7 @@ def test_f2_start_returns_once_the_processor_is_ready() -> None:
 
 def test_f2_frames_may_come_before_the_start() -> None:
     coordinator = Coordinator(Detector())
-    future = coordinator.handle.submit("cam", 1)
+    future = coordinator.submit("cam", 1)
     with coordinator:
         assert end_of(future) == ("cam", 1)
 
@@ -245,7 +245,7 @@ def test_f2_the_answering_thread_may_not_wait_for_an_answer() -> None:
 
     def asks_itself(entries: Sequence[BatchEntry]) -> list[Any]:
         with pytest.raises(ConfigError, match="would wait for itself") as caught:
-            coordinator.handle.submit_and_wait("other", None)
+            coordinator.submit_and_wait("other", None)
         errors.append(caught.value)
         return echo(entries)
 
@@ -262,7 +262,7 @@ def test_f2_nor_may_a_callback_on_whichever_thread_it_runs() -> None:
 
     def ask(_: Future[Any]) -> None:
         try:
-            coordinator.handle.submit_and_wait("third", None)
+            coordinator.submit_and_wait("third", None)
         except ConfigError as error:
             ends.append((threading.current_thread(), str(error)))
 
@@ -331,7 +331,7 @@ def test_f3_a_caller_is_blocked_for_max_latency_and_response_timeout_at_most() -
         caller = Caller(handle, "cam", 1)
         error = caller.end()
         assert isinstance(error, WaitTimeout)
-        assert "no answer for feed 'cam' within 0.1 s" in str(error)
+        assert "feed 'cam': no answer within 0.1 s" in str(error)
         assert caller.seconds >= 0.1
         detector.gate.set()
 
@@ -339,14 +339,14 @@ def test_f3_a_caller_is_blocked_for_max_latency_and_response_timeout_at_most() -
 def test_f3_a_caller_that_gave_up_is_told_so_even_if_its_frame_is_taken_back_at_once() -> None:
     detector = Detector(is_open=False)
     coordinator = Coordinator(detector, BatchConfig(max_latency=0.0, response_timeout=0.01))
-    abandon = coordinator._device.abandon
+    abandon = coordinator.device.abandon
 
     def taken_back(ticket: Any) -> bool:
         answered = abandon(ticket)
-        coordinator._device.cancel(ticket)  # as the next batch does, on the device's thread
+        coordinator.device.cancel(ticket)  # as the next batch does, on the device's thread
         return answered
 
-    coordinator._device.abandon = taken_back  # type: ignore[method-assign]
+    coordinator.device.abandon = taken_back  # type: ignore[method-assign]
     with coordinator as handle:
         busy_with(coordinator, detector)
         error = Caller(handle, "cam", "late").end()
@@ -398,7 +398,7 @@ def test_f3_an_answer_that_comes_with_the_timeout_is_taken() -> None:
     """The time is over, but before the caller has left the answer is there: it is the answer that counts."""
     detector = Detector(is_open=False)
     coordinator = Coordinator(detector, BatchConfig(max_latency=0, response_timeout=0.02))
-    abandon = coordinator.abandon
+    abandon = coordinator.device.abandon
 
     def late(ticket: Any) -> bool:
         detector.gate.set()
@@ -406,7 +406,7 @@ def test_f3_an_answer_that_comes_with_the_timeout_is_taken() -> None:
             time.sleep(0)
         return abandon(ticket)
 
-    coordinator.abandon = late  # type: ignore[method-assign]
+    coordinator.device.abandon = late  # type: ignore[method-assign]
     with coordinator as handle:
         assert handle.submit_and_wait("cam", 1) == ("cam", 1)
         assert handle.metrics().timed_out == 0
@@ -831,7 +831,7 @@ def test_f11_a_last_batch_takes_as_many_as_fit_and_the_rest_is_released_before_i
     """The processor is free, more wait than a batch holds: one batch still runs, and nobody waits for it in vain."""
     detector = Detector(is_open=False)
     coordinator = Coordinator(detector, BatchConfig(max_batch_size=2, queue_capacity=64))
-    futures = [coordinator.handle.submit(f"cam{n}", n) for n in range(6)]
+    futures = [coordinator.submit(f"cam{n}", n) for n in range(6)]
     prepare = coordinator._prepare
 
     def ready_and_over(ready: Future[None]) -> None:
@@ -878,12 +878,12 @@ def test_f11_idle_and_never_started_coordinators_stop_too() -> None:
     assert idle.stop(PATIENCE)
     assert time.monotonic() - began < PATIENCE / 2, "it is woken, and not only when its time is over"
     never = Coordinator(Detector())
-    waiting = never.handle.submit("cam", 1)
+    waiting = never.submit("cam", 1)
     never.signal()
     assert isinstance(end_of(waiting), Drained)
     assert never.join()
     with pytest.raises(Closed):
-        never.handle.submit("cam", 1)
+        never.submit("cam", 1)
 
 
 def test_f11_stop_ends_the_timekeeper_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -998,7 +998,7 @@ def test_f10_what_a_callback_causes_is_told_after_what_came_before() -> None:
             taken.append(handle.submit("c", 4))
             with pytest.raises(ConfigError):
                 handle.submit_and_wait("d", 5)
-            coordinator._device.wake()
+            coordinator.device.wake()
             taken[0].cancel()
             coordinator.signal()
             with pytest.raises(Closed):
@@ -1028,7 +1028,7 @@ def test_f10_what_a_callback_causes_is_told_after_what_came_before() -> None:
 
 
 def test_f13_nothing_measured_is_none() -> None:
-    figures = Coordinator(Detector()).handle.metrics()
+    figures = Coordinator(Detector()).metrics()
     assert (figures.fill_ratio, figures.processing.mean, figures.formation.p95) == (None, None, None)
     assert (figures.submitted, figures.batches_dispatched, figures.feeds) == (0, 0, {})
 
@@ -1061,8 +1061,8 @@ def test_f13_figures_of_a_short_life() -> None:
     assert set(figures.feeds) == set("abcdefg")
     assert figures.feeds["b"].latency.count == 1
     with pytest.raises(Closed):
-        coordinator.handle.submit("a", 1)
-    assert coordinator.handle.metrics().feeds["a"].closed == 1
+        coordinator.submit("a", 1)
+    assert coordinator.metrics().feeds["a"].closed == 1
 
 
 def test_f13_every_snapshot_adds_up_while_feeds_run() -> None:
@@ -1080,7 +1080,7 @@ def test_f13_every_snapshot_adds_up_while_feeds_run() -> None:
     def feed(name: str) -> None:
         for n in range(500):
             try:
-                future = coordinator.handle.submit(name, n)
+                future = coordinator.submit(name, n)
             except ReflexError:
                 continue
             if n % 7 == 0:
@@ -1130,13 +1130,13 @@ def test_f10_callbacks_that_are_refused_do_not_pile_up(caplog: pytest.LogCapture
 
     def again(_: Future[Any]) -> None:
         try:
-            coordinator.handle.submit("cam", None)
+            coordinator.submit("cam", None)
         except Closed as error:
             refused.append(error)
 
     coordinator.start()
     first = busy_with(coordinator, detector)
-    futures = [coordinator.handle.submit("cam", n) for n in range(1000)]
+    futures = [coordinator.submit("cam", n) for n in range(1000)]
     for future in futures:
         future.add_done_callback(again)
     coordinator.signal()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime import BatchConfig, BatchEntry, BatchHandle
+from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import (
     Closed,
@@ -135,7 +135,7 @@ def end_of(outcome: Any) -> str:
 class Feed:
     """Submits and cancels at random, and keeps its own books."""
 
-    def __init__(self, handle: BatchHandle, name: str, operations: int, seed: int) -> None:
+    def __init__(self, handle: BatchCoordinator, name: str, operations: int, seed: int) -> None:
         self.handle, self.name, self.operations = handle, name, operations
         self.random = random.Random(seed)
         self.refused: Counter[type] = Counter()

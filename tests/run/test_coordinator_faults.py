@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime import BatchConfig, BatchEntry, BatchHandle
+from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -95,14 +95,14 @@ def raises(error: BaseException) -> Callable[[Any], Any]:
     return answer
 
 
-def coordinator_is_busy(handle: BatchHandle) -> bool:
-    return handle._coordinator._device.busy
+def coordinator_is_busy(handle: BatchCoordinator) -> bool:
+    return handle.device.busy
 
 
 def together(coordinator: Coordinator, detector: Detector, n: int) -> list[Future[Any]]:
     """n frames of as many feeds that go in one batch, the gate open."""
     first = busy_with(coordinator, detector)
-    futures = [coordinator.handle.submit(f"cam{k}", k) for k in range(n)]
+    futures = [coordinator.submit(f"cam{k}", k) for k in range(n)]
     detector.gate.set()
     end_of(first)
     return futures
@@ -122,13 +122,13 @@ def test_f12_on_start_that_raises(fault: BaseException) -> None:
     detector = Starts(fault)
     detector.may_start.set()
     coordinator = Slow(detector)
-    early = coordinator.handle.submit("early", 1)
+    early = coordinator.submit("early", 1)
     with pytest.raises(ProcessorError, match=f"detector: on_start failed: {type(fault).__name__}: no model") as caught:
         coordinator.start()
     assert caught.value.__cause__ is fault
     assert [type(e) for e in ends] == [Drained]
     with pytest.raises(Closed):
-        coordinator.handle.submit("cam", 1)
+        coordinator.submit("cam", 1)
     assert coordinator.detached is None
     assert coordinator.lost is None
     assert detector.methods == ["on_start"]  # what did not start is not stopped
@@ -142,7 +142,7 @@ def test_f12_on_start_that_hangs_is_left_behind_after_the_grace(monkeypatch: pyt
     monkeypatch.setattr(module, "GRACE", 0.1)
     detector = Starts()
     coordinator = Coordinator(detector, BatchConfig(startup_timeout=0.05, response_timeout=PATIENCE))
-    early = Caller(coordinator.handle, "early", 1)
+    early = Caller(coordinator, "early", 1)
     coordinator.asked(1)
     began = time.monotonic()
     with pytest.raises(ProcessorError, match=r"on_start took longer than startup_timeout=0\.05 s; its thread "
@@ -152,7 +152,7 @@ def test_f12_on_start_that_hangs_is_left_behind_after_the_grace(monkeypatch: pyt
     assert coordinator.detached == "reflex-detector-1"
     assert isinstance(early.end(), Drained)
     with pytest.raises(Closed):
-        coordinator.handle.submit("cam", 1)
+        coordinator.submit("cam", 1)
     with pytest.raises(ConfigError, match="belongs to another"):  # it is still inside
         Coordinator(detector)
     detector.may_start.set()
@@ -173,7 +173,7 @@ def test_f12_on_start_that_ends_within_the_grace_is_an_error_and_leaves_no_threa
             detector.may_start.set()  # the limit has passed
 
     coordinator = Lets(detector, BatchConfig(startup_timeout=0.05))
-    early = coordinator.handle.submit("early", 1)
+    early = coordinator.submit("early", 1)
     with pytest.raises(ProcessorError, match=r"on_start took longer than startup_timeout=0\.05 s$"):
         coordinator.start()
     assert coordinator.detached is None
@@ -216,7 +216,7 @@ def test_f11_stop_while_on_start_runs() -> None:
     coordinator = Coordinator(detector, BatchConfig(response_timeout=PATIENCE))
     starter = threading.Thread(target=coordinator.start)
     starter.start()
-    early = Caller(coordinator.handle, "early", 1)
+    early = Caller(coordinator, "early", 1)
     coordinator.asked(1)
     coordinator.signal()
     assert isinstance(early.end(), Drained)
@@ -357,7 +357,7 @@ def test_f12_a_hung_batch_is_answered_and_its_late_results_reach_nobody() -> Non
     clock, log, detector = Stepped(), Log(), Guarded(answer=hang)
     config = BatchConfig(max_batch_size=2, watchdog=800.0, response_timeout=PATIENCE)
     coordinator = Coordinator(detector, config, sinks=[log], clock=clock)
-    hung = [Caller(coordinator.handle, f"cam{n}", "old") for n in range(2)]
+    hung = [Caller(coordinator, f"cam{n}", "old") for n in range(2)]
     coordinator.asked(2)
     with coordinator as handle:
         detector.busy()
@@ -566,10 +566,10 @@ def test_f10_an_ordinary_stop_is_no_stage_error() -> None:
     coordinator = Coordinator(detector, sinks=[Health("detector", heard.append)])
     coordinator.start()
     running = busy_with(coordinator, detector)
-    waiting = coordinator.handle.submit("cam", 1)
+    waiting = coordinator.submit("cam", 1)
     coordinator.signal()
     with pytest.raises(Closed):
-        coordinator.handle.submit("cam", 2)
+        coordinator.submit("cam", 2)
     detector.gate.set()
     assert coordinator.join()
     assert end_of(running) == ("busy", "busy")
@@ -598,7 +598,7 @@ def test_f12_a_thread_that_dies_after_it_hung_is_lost() -> None:
     hung = busy_with(coordinator, detector)
     clock.step(800.0, coordinator)
     assert type(end_of(hung)) is ProcessorHung
-    waiting = coordinator.handle.submit("cam", 1)
+    waiting = coordinator.submit("cam", 1)
     detector.gate.set()
     assert isinstance(end_of(waiting), Drained)
     assert coordinator.stop()
@@ -616,7 +616,7 @@ def test_f11_stop_waits_for_a_thread_that_is_dying() -> None:
     dead, buried = threading.Event(), threading.Event()
     coordinator = Dying(Detector(answer=raises(SystemExit())))
     coordinator.start()
-    coordinator.handle.submit("cam", 1)
+    coordinator.submit("cam", 1)
     assert dead.wait(PATIENCE)
     assert not coordinator.stop(0.02)
     assert coordinator.detached == "reflex-detector-1"
@@ -740,7 +740,7 @@ def test_f11_a_slow_batch_and_a_slow_on_stop_share_the_time_to_stop(monkeypatch:
             clock.now += 60.0  # the last batch takes all the time there is
             return super().wait(timeout)
 
-    coordinator._device._ended = Ended()
+    coordinator.device._ended = Ended()
     began = time.monotonic()
     assert not coordinator.stop(60.0)
     assert time.monotonic() - began < PATIENCE

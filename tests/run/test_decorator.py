@@ -225,16 +225,16 @@ def test_b16_a_thread_interrupted_before_it_waits_holds_up_no_other() -> None:
     """Its answer is never waited for: the threads that are answered after it must not wait until it runs."""
     slow = Slow()
     driver = slow.double._driver
-    ask = driver.ask
+    admit = driver.admit
 
     def interrupted(*args: Any) -> Any:
-        ask(*args)
+        admit(*args)
         raise KeyboardInterrupt
 
-    driver.ask = interrupted  # type: ignore[method-assign]
+    driver.admit = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         slow.double(1)
-    driver.ask = ask  # type: ignore[method-assign]
+    driver.admit = admit  # type: ignore[method-assign]
     assert slow.entered.wait(PATIENCE)
     slow.gate.set()
     assert slow.double.close()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.run import audience
-from reflex_runtime.run.audience import STALLED, Relay, Sleeper
+from reflex_runtime.run import thread_driver
 from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.batched import BatchedFunction, batched
 from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.thread_driver import STALLED, Relay, Sleeper
 from run.helpers import PATIENCE
 
 
@@ -83,7 +83,7 @@ def test_one_that_does_not_run_holds_up_no_others_for_long() -> None:
 
 
 def test_without_an_interpreter_lock_all_are_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audience, "_one_at_a_time", False)
+    monkeypatch.setattr(thread_driver, "_one_at_a_time", False)
     played = Played()
     played.answer(0, 1, 2)
     assert (played.awake, played.relay.going) == ([True, True, True], False)
@@ -141,14 +141,14 @@ def test_an_item_wakes_the_device_when_all_threads_that_were_answered_run_again(
 def test_an_item_that_comes_just_as_the_last_thread_runs_wakes_the_device_itself() -> None:
     double, answered = doubling()
     driver = double._driver
-    submit = driver.submit
+    submit = driver.device.submit
 
-    def last_one_runs(request: Request, waiter: object, wake: bool = True) -> Ticket:
+    def last_one_runs(request: Request, waiter: object = None, wake: bool = True) -> Ticket:
         assert not wake
         driver.relay.runs(answered)  # it knows of no item
-        return submit(request, waiter, wake)  # type: ignore[arg-type]
+        return submit(request, waiter, wake)
 
-    driver.submit = last_one_runs  # type: ignore[method-assign]
+    driver.device.submit = last_one_runs  # type: ignore
     assert double(1, timeout=PATIENCE) == 2
     assert double.close()
 
@@ -179,14 +179,14 @@ def test_a_frame_wakes_the_thread_when_all_that_were_answered_run_again() -> Non
     coordinator = BatchCoordinator(Echo(), BatchConfig(max_latency=0.0))
     answered, came, wakes = Sleeper(), threading.Event(), []
     with coordinator as handle:
-        submit = coordinator._device.submit
+        submit = coordinator.device.submit
 
         def noted(request: Request, waiter: object = None, wake: bool = True, ready: bool = True) -> Ticket:
             wakes.append(wake)
             came.set()
             return submit(request, waiter, wake, ready)
 
-        coordinator._device.submit = noted  # type: ignore[method-assign]
+        coordinator.device.submit = noted  # type: ignore[method-assign]
         coordinator.relay.answered(answered)
         coordinator.relay.go()
         with ThreadPoolExecutor(1) as pool:

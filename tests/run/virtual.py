@@ -119,7 +119,7 @@ def played(
     time, outcome = VirtualTime(), Outcome()
     processor = Timed(time, seconds)
     coordinator = BatchCoordinator(processor, config, clock=time)
-    coordinator._device._bell._rung = Bell(time)  # type: ignore[assignment]
+    coordinator.device._bell._rung = Bell(time)  # type: ignore[assignment]
     streams = [stream for i, source in enumerate(feeds) for stream in source.streams(f"seed {i}")]
     due = [(time.now, stream.next(0.0), stream) for stream in streams]
     out: list[tuple[Future[Any], Arrival, RequestStream]] = []

@@ -219,7 +219,7 @@ class FeedFleet:
         before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
         same = {name for name, spec in after.items() if name in before and spec.same_as(before[name])}
         new = [(after[name], plan.sources[name], self._pipeline(after[name])) for name in after if name not in same]
-        if len(after) > (room := self._coordinator.config.capacity // self._coordinator.handle.ahead):
+        if len(after) > (room := self._coordinator.config.capacity // self._coordinator.most_ahead):
             raise ConfigError(f"{len(after)} feeds: this run has room for {room}")
         if isinstance(detector := self._coordinator.processor, OnnxFrames):
             detector.limit(plan.limits(self._began))

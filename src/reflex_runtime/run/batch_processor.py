@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypedDict
 
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import TimedUnits
@@ -25,9 +25,12 @@ from reflex_runtime.core.flush import Affine, Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.run.processor import BaseProcessor, kind_of, wrapped
+from reflex_runtime.run.wall import WALL
 from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.coordinator")
+
+_entry = tuple.__new__  # a NamedTuple's own constructor is a Python function around this
 
 KEPT: Final = 15  # newest calls of each kind whose median is compared
 LEAST: Final = 3  # calls of a kind before it is compared, and in a trial
@@ -162,6 +165,71 @@ class BatchEntry(NamedTuple):
     sequence: int
     pts: float | None
     arrived: float
+
+
+class FrameOptions(TypedDict, total=False):
+    """What may be said of a frame that is submitted.
+
+    sequence: its number in its feed; counted if not given. pts: seconds in its stream. time_limit: seconds from now
+    after which it is not worth computing.
+    """
+
+    sequence: int | None
+    pts: float | None
+    time_limit: float | None
+
+
+class NewestFrame(NamedTuple):
+    """What is computed in place of a frame that waited."""
+
+    frame: Any
+    view: Any
+    sequence: int
+    pts: float | None
+
+
+class SubmittedFrame:
+    """What a request for the frame of a feed carries.
+
+    newest: called once, when its batch begins, on the thread that runs it: what to compute instead. What it raises is
+    this frame's error, and its neighbours run without it.
+    """
+
+    __slots__ = ("_fault", "_newest", "feed_id", "frame", "pts", "sequence", "time_limit", "view")
+
+    def __init__(
+        self,
+        feed_id: str,
+        frame: Any,
+        view: Any = None,
+        newest: Callable[[], NewestFrame] | None = None,
+        /,
+        *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
+    ) -> None:
+        self.feed_id, self.frame, self.view, self.sequence, self.pts = feed_id, frame, view, sequence, pts
+        self.time_limit = time_limit
+        self._newest = newest
+        self._fault: Exception | None = None
+
+    def entry(self, arrived: float) -> BatchEntry:
+        """What the processor gets; the same again if its call is repeated. arrived: of the request."""
+        if self._newest is not None:
+            self._bind()
+        if self._fault is not None:
+            raise self._fault
+        return _entry(BatchEntry, (self.feed_id, self.frame, self.view, self.sequence, self.pts, arrived))
+
+    def _bind(self) -> None:
+        newest, self._newest = self._newest, None
+        assert newest is not None
+        try:
+            with WALL:
+                self.frame, self.view, self.sequence, self.pts = newest()
+        except Exception as error:
+            self._fault = error
 
 
 class BatchProcessor(Protocol):

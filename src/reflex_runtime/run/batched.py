@@ -14,10 +14,9 @@
 Concurrent callers share the function's calls; one call runs at a time. With a method each object has its own batches:
 items of different objects never share a call, and their calls run in parallel.
 
-A `def` runs on one thread of its own and needs no lock. That thread answers the callers: it wakes the first of the
-threads that wait, each of which wakes the next one (`Relay`), and makes one call into a loop per batch for coroutines.
-An `async def` is awaited on the loop of its callers, one call at a time; callers of different loops do not share calls.
-There is no thread.
+A `def` runs on one thread of its own and needs no lock (`ThreadDriver`). That thread answers the callers, and makes one
+call into a loop per batch for coroutines. An `async def` is awaited on the loop of its callers, one call at a time, and
+without a thread; callers of different loops do not share calls.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from math import inf
@@ -37,13 +36,12 @@ from queue import SimpleQueue
 from random import random
 from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, overload
 
-from reflex_runtime.core.batch import Batch, Done, Outcome
-from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, Rejected, WaitTimeout
+from reflex_runtime.core.batch import Batch, Outcome
+from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, WaitTimeout
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
-from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.audience import Audience, Cancels, Delivery, Relay, Sink, Sleeper, resolve
+from reflex_runtime.run.audience import Cancels, Sink, resolve
 from reflex_runtime.run.device import Device
 from reflex_runtime.run.dispatcher import Dispatcher
 from reflex_runtime.run.process import tell_of_forks
@@ -59,6 +57,7 @@ from reflex_runtime.run.processor import (
     outcomes_of,
     payloads_of,
 )
+from reflex_runtime.run.thread_driver import ThreadDriver
 from reflex_runtime.run.wall import ASYNC_WALL
 
 MOST_ITEMS: Final = 1_000_000
@@ -178,6 +177,7 @@ async def _within(timeout: float, waits: Awaitable[Result], name: str) -> Result
 # -- an `async def` ----------------------------------------------------------------------------------------------------
 
 
+_CALLS_ITSELF: Final = "@batched: the function calls itself with a single item, and would wait for itself"
 _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
 
 
@@ -218,7 +218,7 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         _check_timeout(timeout)
         calls = self._of_this_loop()
         if (running := _inside.get()) is not None and running is calls.running:
-            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+            raise ConfigError(_CALLS_ITSELF)
         client = calls.clients.current()
         request = Request(item, group=self._group, client=client, priority=priority, time_limit=time_limit)
         ticket = calls.dispatcher.submit(request)
@@ -277,9 +277,6 @@ class _Calls:
 # -- a `def` -----------------------------------------------------------------------------------------------------------
 
 
-_LATE = 0.001  # seconds; a loop's timer may fire this early, when nothing has expired yet
-
-
 class BatchedFunction(Handle, Generic[Item, Result]):
     """A function over a list that is called with single items; `batched` makes it. `Handle` lists its errors."""
 
@@ -303,29 +300,12 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         """
         driver = self._driver
         if driver.device.current:
-            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+            raise ConfigError(_CALLS_ITSELF)
         if _loop_runs():
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
         _check_timeout(timeout)
         request = Request(item, group=driver.group, client=_thread.client, priority=priority, time_limit=time_limit)
-        sleeper, ticket = Sleeper(), None
-        try:
-            ticket = driver.ask(request, sleeper)
-            came = driver.wait(sleeper, ticket, timeout)
-        except BaseException:  # refused, or interrupted: the answer has no reader
-            driver.relay.runs(sleeper)
-            if ticket is not None:
-                driver.device.cancel(ticket)
-            raise
-        if not came and not driver.device.abandon(ticket):
-            raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s")
-        outcome = ticket.outcome
-        if isinstance(outcome, Done):
-            return outcome.value  # type: ignore[no-any-return]
-        try:
-            raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
-        finally:  # it holds this call, whose variables hold it and the item: a cycle
-            del ticket, outcome
+        return driver.ask(request, inf if timeout is None else timeout, self._name)  # type: ignore[no-any-return]
 
     async def aio(
         self,
@@ -343,23 +323,17 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         client = inbox.clients.current()
         request = Request(item, group=driver.group, client=client, priority=priority, time_limit=time_limit)
         future: asyncio.Future[Result] = loop.create_future()
-        ticket = driver.submit(request, partial(inbox.put, future), wake=False)
+        ticket = driver.admit(request, partial(inbox.put, future), wake=False)
         inbox.wake_soon()
-        alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.look)
         try:
             return await (future if timeout is None else _within(timeout, future, self._name))
         except (asyncio.CancelledError, WaitTimeout):
             inbox.cancels.add(ticket, loop)
             raise
-        finally:
-            if alarm is not None:
-                alarm.cancel()
 
     def add_sink(self, sink: Sink) -> None:
         """Call the sink with every event from now on, in order, on any thread. It must be quick, and call no handle."""
-        driver = self._driver
-        driver.delivery.after(lambda: driver.audience.add(sink))
-        driver.deliver()  # answers that were told meanwhile have woken nobody
+        self._driver.add_sink(sink)
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
         """Accept no more items, finish or drop those queued, stop the thread. Returns whether it ended in `timeout`.
@@ -367,94 +341,45 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
         """
         self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
-        return self._driver.device.stop(timeout)
+        return self._driver.stop_threads(timeout)
 
     def expect_deletion(self) -> None:
         _ownerless.begin()
 
     def owner_deleted(self) -> None:
-        _ownerless.devices.put(self._driver.device)
+        _ownerless.drivers.put(self._driver)
 
 
-class _Driver:
-    """The thread of one batched function and its callers; it starts with the first item."""
+class _Driver(ThreadDriver):
+    """The thread of one batched function; it starts with the first item."""
 
-    def __init__(self, function: Callable[[list[Any]], Any], rules: _Rules, name: str) -> None:
+    def __init__(self, function: Callable[[list[Any]], Any], rules: _Rules, name: str, sinks: Iterable[Sink] = ()):
         self._made_of = function, rules, name
-        self.group = rules.group.name
-        processors = {self.group: FunctionProcessor(function, rules.repeatable)}
-        self.watchdog = rules.watchdog or inf
-        self.audience = Audience()
-        self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
-        scheduler = Scheduler([rules.group])
-        scheduler.unheard = self.audience.unheard
-        self.device = Device(scheduler, processors, self.deliver, name=name)
+        processor = FunctionProcessor(function, rules.repeatable)
+        super().__init__(rules.group, processor, rules.watchdog or inf, time.monotonic, name, sinks)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
-        self.relay = Relay(self.device.clock, self.device.wake)
-        self._starting = threading.Lock()
-        self._started = False
         tell_of_forks(self)
 
     def forked(self) -> None:
         """Start anew; the sinks stay. The callers that wait are threads of the other process."""
-        sinks = self.audience.sinks
-        self.__init__(*self._made_of)  # type: ignore[misc]
-        for sink in sinks:
-            self.audience.add(sink)
+        self.__init__(*self._made_of, self._audience.sinks)  # type: ignore[misc]
 
-    def submit(self, request: Request, waiter: Callable[..., None], wake: bool = True) -> Ticket:
-        """Admit an item. waiter: called with the settled ticket, on any thread. wake: see `Device.submit`."""
-        if not self._started:
-            with self._starting:
-                if not self._started:
-                    self.device.start()
-                    self._started = True
-        try:
-            return self.device.submit(request, waiter, wake)
-        except Rejected:
-            self.deliver()
-            raise
-
-    def ask(self, request: Request, sleeper: Sleeper) -> Ticket:
-        """Admit an item of a thread. The items of threads that were answered together wake the device together."""
-        relay = self.relay
-        later = relay.going
-        ticket = self.submit(request, lambda _: relay.answered(sleeper), wake=not later)
-        if later:
-            relay.came()
-        return ticket
+    def _start_threads(self) -> None:
+        self.device.start()
+        super()._start_threads()
 
     def deliver(self) -> None:
-        """Deliver the new events and answers, then wake the threads, one by one, and the loops that have answers: each
-        once for all of them."""
-        self.delivery.deliver()
-        self.relay.go()
+        """Wake the loops that have answers, too: each once for all of them."""
+        super().deliver()
         for inbox in tuple(self._inboxes.values()):
             inbox.call()
-
-    def wait(self, sleeper: Sleeper, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait for the answer; returns whether it came within `timeout`. Handles deadlines and hanging calls."""
-        clock, due = self.device.clock, ticket.deadline
-
-        def look() -> float:
-            at = self.look()
-            return at if clock() >= due else min(at, due)
-
-        first = min(due, clock() + self.watchdog)
-        return self.relay.wait(sleeper, inf if timeout is None else timeout, first, look)
-
-    def look(self) -> float:
-        """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""
-        at = self.device.look(self.watchdog)
-        self.deliver()
-        return at
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
         """The inbox for answers to coroutines of this loop."""
         found = self._inboxes.get(loop)
         if found is None:
             forget_closed(self._inboxes)
-            found = self._inboxes.setdefault(loop, _Inbox(loop, self))
+            found = self._inboxes.setdefault(loop, _Inbox(loop, self.device))
         return found
 
 
@@ -464,11 +389,11 @@ class _Inbox:
     clients: of its tasks. cancels: its cancelled items.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
-        self._loop, self._driver = loop, driver
-        self.clients = TaskClients(driver.device.clock)
-        self.cancels = Cancels(driver.device.input)
-        self._wake_due = self._watching = self._called = False
+    def __init__(self, loop: asyncio.AbstractEventLoop, device: Device) -> None:
+        self._loop, self._device = loop, device
+        self.clients = TaskClients(device.clock)
+        self.cancels = Cancels(device.input)
+        self._wake_due = self._called = False
         self._come: deque[Ticket] = deque()
 
     def wake_soon(self) -> None:
@@ -479,10 +404,7 @@ class _Inbox:
 
     def _wake(self) -> None:
         self._wake_due = False
-        self._driver.device.wake()
-        if not self._watching and self._driver.watchdog < inf:  # for deadlines and hangs, as long as callers wait
-            self._watching = True
-            self._loop.call_later(self._driver.watchdog, self._look)
+        self._device.wake()
 
     def put(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
         """Keep an answer for the loop until `call`; on any thread."""
@@ -503,23 +425,16 @@ class _Inbox:
         while self._come:
             resolve(self._come.popleft())
 
-    def _look(self) -> None:
-        driver = self._driver
-        at = driver.look()
-        self._watching = not driver.device.scheduler.idle
-        if self._watching:
-            self._loop.call_later(max(0.0, at - driver.device.clock()) + _LATE, self._look)
-
 
 class _Ownerless:
-    """Stops the devices of objects that were deleted.
+    """Stops the threads of objects that were deleted.
 
     Stopping a device takes its lock, which the thread that collects garbage may hold. So the collector only appends
-    them here, without a lock, and another thread stops them.
+    the drivers here, without a lock, and another thread stops them.
     """
 
     def __init__(self) -> None:
-        self.devices: SimpleQueue[Device] = SimpleQueue()
+        self.drivers: SimpleQueue[_Driver] = SimpleQueue()
         self._begun = threading.Lock()  # held from when the thread is there
         tell_of_forks(self)
 
@@ -533,7 +448,7 @@ class _Ownerless:
 
     def _stop(self) -> None:
         while True:
-            self.devices.get().stop(0.0)
+            self.drivers.get().stop_threads(0.0)
 
 
 _ownerless = _Ownerless()

@@ -250,7 +250,7 @@ class Device:
     def start(self, prepare: Callable[[], None] | None = None) -> None:
         """Start the device thread. prepare: called on it first; a replacement does not repeat it."""
         with self._lock:
-            if self._thread is not None:
+            if self._thread is not None and self._thread.ident is not None:
                 raise ConfigError("Device.start: already started")
             self._spawn(prepare)
         tell_of_forks(self)

@@ -62,9 +62,9 @@ from reflex_runtime.feeds.runtime.pipeline import (
 )
 from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, Ledger
 from reflex_runtime.pacing import Throttle, doubled
-from reflex_runtime.run.coordinator import BatchHandle
+from reflex_runtime.run.batch_processor import NewestFrame
+from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.device import Clock
-from reflex_runtime.run.submitted_frame import NewestFrame
 from reflex_runtime.run.wall import WALL, place_of
 from reflex_runtime.settings.declare import option, validate
 
@@ -317,9 +317,9 @@ class Feed:
         self._total: int | None = None
         self._latest = clock()  # when the newest picture came, taken or not
         # the pipeline's
-        self._handle = None if self.pipeline.batch is None else self.pipeline.batch.handle
+        self._handle = self.pipeline.batch
         self._newest = live and (config.queue or 1) == 1 and plain
-        self._most = 1 if live else getattr(self._handle, "ahead", 1)  # frames at the batch point
+        self._most = 1 if live else getattr(self._handle, "most_ahead", 1)  # frames at the batch point
         self._replaced = False  # whether a newer frame took the place of the last one
         self._lost: Exception | None = None  # why the coordinator answers no more
         self._throttle = Throttle()
@@ -613,7 +613,7 @@ class Feed:
             raise _Out("stale")
         return left
 
-    def _submitted(self, handle: BatchHandle, hand: CurrentFrame) -> Future[Any] | None:
+    def _submitted(self, handle: BatchCoordinator, hand: CurrentFrame) -> Future[Any] | None:
         """The answer to come of a file's frame; None if it is refused now."""
         image, view, frame = self.pipeline.part(hand.made.image), hand.view(), hand.frame
         try:
@@ -623,7 +623,7 @@ class Feed:
         self.in_flight += 1
         return answer
 
-    def _answer(self, handle: BatchHandle, hand: CurrentFrame, answer: Future[Any] | None) -> Any:
+    def _answer(self, handle: BatchCoordinator, hand: CurrentFrame, answer: Future[Any] | None) -> Any:
         """The processor's answer, or _Out. A file's frame that found no room, or had no answer, is submitted again."""
         image = view = newest = None
         if self._newest:

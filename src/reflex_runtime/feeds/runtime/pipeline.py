@@ -335,7 +335,7 @@ class Pipeline:
             object.__setattr__(self, name, tuple(stages))
         if self.view is not None and not callable(self.view):
             raise ConfigError(f"Pipeline.view: {self.view!r} cannot be called")
-        if self.batch is not None and not hasattr(getattr(self.batch, "handle", None), "submit_and_wait"):
+        if self.batch is not None and not hasattr(self.batch, "submit_and_wait"):
             raise ConfigError(f"Pipeline.batch: {self.batch!r} is no coordinator")
 
     def view_of(self, frame: Frame) -> Any:
@@ -346,7 +346,7 @@ class Pipeline:
 
     def prepared(self, image: Any) -> Any:
         """What the processor makes of a picture ahead of its call; None if nothing."""
-        prepare = None if self.batch is None else getattr(self.batch.handle, "prepare", None)
+        prepare = None if self.batch is None else getattr(self.batch, "prepare", None)
         return None if prepare is None else prepare(self.part(image))
 
     def part(self, image: Any) -> Any:

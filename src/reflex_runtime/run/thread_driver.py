@@ -1,0 +1,349 @@
+"""What the drivers of threads share: callers wait for answers, and whichever thread causes events delivers them.
+
+Answered threads are woken one after another: each lets the next one run as soon as it runs itself. Python runs one
+thread at a time. Woken together they take the interpreter's lock from each other on every core, and each sleeps a
+second time to get it: twice the CPU, and half the items a second. Without such a lock all are woken at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any, Final, TypeVar
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Rejected, WaitTimeout
+from reflex_runtime.core.events import Event
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.run.audience import Audience, Sink
+from reflex_runtime.run.device import Clock, Device
+from reflex_runtime.run.processor import Processor
+
+log = logging.getLogger("reflex.threads")
+
+T = TypeVar("T")
+
+
+class Delivery:
+    """Takes events and passes them to an audience, on the threads that cause them.
+
+    One thread delivers at a time, so events stay in order. Other threads do not wait: that thread delivers their events
+    too. take: returns the events since the last call. If a sink or callback ends its thread, the next delivery has the
+    rest.
+    """
+
+    def __init__(self, take: Callable[[], Iterable[Event]], audience: Audience) -> None:
+        self._take, self._audience = take, audience
+        self._lock = threading.RLock()  # a callback may call `after`
+        self._thread: int | None = None
+        self._news = False
+
+    @property
+    def current(self) -> bool:
+        """Whether the caller is a sink or a callback of this delivery."""
+        return self._thread == threading.get_ident()
+
+    def deliver(self) -> None:
+        """Deliver the new events, or leave them to the thread that is delivering."""
+        self._news = True
+        while self._news and not self.current and self._lock.acquire(blocking=False):
+            try:
+                self._tell()
+            finally:
+                self._lock.release()
+
+    def after(self, action: Callable[[], T]) -> T:
+        """Deliver everything up to now, then call `action` before anything else is delivered. Returns its result."""
+        try:
+            with self._lock:
+                if not self.current:
+                    self._news = True
+                    self._tell()
+                return action()
+        finally:
+            if self._news:  # of threads that found the lock taken meanwhile
+                self.deliver()
+
+    def _tell(self) -> None:
+        """Deliver until there are no new events. The lock is held."""
+        self._thread = threading.get_ident()
+        try:
+            while self._news:
+                self._news = False  # first: what comes from now on is another round
+                self._audience.tell(self._take(), all=True)
+        finally:
+            self._thread = None
+
+
+# -- threads that wait for answers -------------------------------------------------------------------------------------
+
+
+STALLED: Final = 0.02  # seconds without a sign of the thread that is to run, after which the others do not wait for it
+FIRST_LOOK: Final = 0.1  # seconds until a thread that waits looks whether one is stalled, and then after twice as long
+
+_one_at_a_time = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+class Sleeper:
+    """A thread that waits for an answer. asleep: a lock that is free when it may run. left: it waits no more."""
+
+    __slots__ = ("asleep", "left")
+
+    def __init__(self) -> None:
+        self.asleep = threading.Lock()
+        self.asleep.acquire()
+        self.left = False
+
+
+class Relay:
+    """The threads that were answered and do not run yet.
+
+    wake: wakes the device; called on any thread when the last of them runs, if items came meanwhile.
+    """
+
+    def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        self._clock, self._wake = clock, wake
+        self._unseen = False  # items came that the device was not woken for
+        self._lock = threading.Lock()
+        self._waiting: deque[Sleeper] = deque()
+        self._woken: Sleeper | None = None  # it is to run, and then to wake the next one
+        self._since = 0.0  # when it was woken
+
+    @property
+    def going(self) -> bool:
+        """Whether a thread that was answered does not run yet. An item that comes now need not wake the device: see
+        `came`."""
+        return self._woken is not None
+
+    def came(self) -> None:
+        """An item was admitted without waking the device: it is woken when all threads run that were answered."""
+        self._unseen = True
+        if not self.going:  # the last one ran before it could know of this item
+            self._over()
+
+    def _over(self) -> None:
+        if self._unseen:
+            self._unseen = False
+            self._wake()
+
+    def answered(self, sleeper: Sleeper) -> None:
+        """Its answer is there. It runs after those that were answered before, from the next `go` on."""
+        with self._lock:
+            if not sleeper.left:
+                self._waiting.append(sleeper)
+
+    def go(self) -> None:
+        """Let the answered threads run. One that was woken long ago and does not run holds up no others."""
+        with self._lock:
+            stalled = self._woken is not None and self._clock() - self._since > STALLED
+            if stalled or not _one_at_a_time:
+                self._wake_all()
+            elif self._woken is None and self._waiting:
+                self._wake_next()
+        if stalled:
+            self._over()
+
+    def wait(self, sleeper: Sleeper, timeout: float) -> bool:
+        """Wait for the answer, at most `timeout` seconds; returns whether it came. On the thread that waits."""
+        try:
+            began = self._clock()
+            until, at = began + timeout, began + FIRST_LOOK
+            while not sleeper.asleep.acquire(timeout=max(0.0, min(until, at) - self._clock())):
+                now = self._clock()
+                if now >= at:
+                    self.go()
+                    at = 2.0 * now - began
+                elif now >= until:
+                    return False
+            return True
+        finally:
+            self.runs(sleeper)
+
+    def runs(self, sleeper: Sleeper) -> None:
+        """The thread runs, with or without its answer. To be called as soon as it does, whatever happened."""
+        with self._lock:
+            sleeper.left = True
+            if sleeper is not self._woken:
+                if sleeper in self._waiting:
+                    self._waiting.remove(sleeper)
+                return
+            self._wake_next()
+            over = self._woken is None
+        if over:
+            self._over()
+
+    def _wake_next(self) -> None:
+        if self._waiting:
+            self._woken, self._since = self._waiting.popleft(), self._clock()
+            self._woken.asleep.release()
+        else:
+            self._woken = None
+
+    def _wake_all(self) -> None:
+        self._woken = None
+        while self._waiting:
+            self._waiting.popleft().asleep.release()
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+class ThreadDriver:
+    """One group on one device, for callers on any thread.
+
+    A second thread, the timekeeper, does what must happen while the processor is busy: it expires requests at their
+    deadlines, and gives up a batch that runs for `watchdog` seconds (inf: none). It starts with the first request.
+
+    name: of the threads. sinks, label: see `Audience`. on_fatal, one_thread: see `Device`.
+    """
+
+    def __init__(
+        self,
+        group: GroupConfig,
+        processor: Processor,
+        watchdog: float,
+        clock: Clock,
+        name: str,
+        sinks: Iterable[Sink] = (),
+        label: str = "",
+        on_fatal: Callable[[], None] | None = None,
+        one_thread: bool = False,
+    ) -> None:
+        self.group, self.clock, self.watchdog = group.name, clock, watchdog
+        self._name = name
+        self._audience = Audience(sinks, label)
+        self._delivery = Delivery(self._events, self._audience)
+        scheduler = Scheduler([group])
+        scheduler.unheard = self._audience.unheard
+        self.device = Device(
+            scheduler, {group.name: processor}, self.deliver, clock, on_fatal, name=name, one_thread=one_thread
+        )
+        self.relay = Relay(clock, self.device.wake)
+        self._setting = threading.Lock()  # of what follows
+        self._started = False
+        self._alarm = inf  # when the timekeeper looks next
+        self._bell = threading.Event()
+        self._over = False
+
+    def admit(self, request: Request, settled: Callable[[Ticket], None], wake: bool = True) -> Ticket:
+        """Admit a request, or raise the `Rejected` that says why not. Requests of threads that were answered together
+        wake the device together.
+
+        settled: called with the settled ticket, on any thread. wake: False leaves it to a later `Device.wake`.
+        """
+        if not self._started:
+            self._start()
+        later = wake and self.relay.going
+        try:
+            ticket = self.device.submit(request, settled, wake and not later)
+        except Rejected:
+            self.deliver()
+            raise
+        if later:
+            self.relay.came()
+        if self._alarm == inf or ticket.deadline < self._alarm:
+            self._set_alarm(min(ticket.deadline, ticket.arrived + self.watchdog))
+        return ticket
+
+    def ask(self, request: Request, timeout: float, name: str) -> Any:
+        """The value of a request; this thread waits for it, at most `timeout` seconds. name: begins a `WaitTimeout`."""
+        sleeper, relay, ticket = Sleeper(), self.relay, None
+        try:
+            ticket = self.admit(request, lambda _: relay.answered(sleeper))
+            came = relay.wait(sleeper, timeout)
+        except BaseException:  # refused, or interrupted: the answer has no reader
+            relay.runs(sleeper)
+            if ticket is not None:
+                self.device.cancel(ticket)
+            raise
+        if not came and not self.device.abandon(ticket):
+            raise WaitTimeout(f"{name}: no answer within {timeout:g} s")
+        outcome = ticket.outcome
+        if isinstance(outcome, Done):
+            return outcome.value
+        try:
+            raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+        finally:  # it holds this call, whose variables hold it and the item: a cycle
+            del request, ticket, outcome
+
+    @property
+    def answers_here(self) -> bool:
+        """Whether the calling thread is one that answers: it must not wait for an answer."""
+        return self.device.current or self._delivery.current
+
+    def deliver(self) -> None:
+        """Deliver the new events and answers, then wake the threads that have theirs."""
+        self._delivery.deliver()
+        self.relay.go()
+
+    def between(self, action: Callable[[], T]) -> T:
+        """Deliver every event up to now, then call `action` before the next one. Returns its result."""
+        try:
+            return self._delivery.after(action)
+        finally:
+            self.deliver()  # the answers among them have woken nobody
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call the sink with every event from now on, in order, on any thread. It must be quick."""
+        self.between(lambda: self._audience.add(sink))
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events. ValueError if it is none of the sinks."""
+        self.between(lambda: self._audience.remove(sink))
+
+    def look(self) -> float:
+        """Expire requests past their deadline, and give up a batch that hangs. Returns when to look again."""
+        at = self.device.look(self.watchdog)
+        self.deliver()
+        return at
+
+    def stop_threads(self, timeout: float) -> bool:
+        """Stop the device, see there, and the timekeeper. Returns whether the device's thread ended in `timeout`."""
+        ended = self.device.stop(timeout)
+        self._over = True
+        self._bell.set()
+        return ended
+
+    def _events(self) -> list[Event]:
+        return self.device.take_events()
+
+    # -- the timekeeper ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with self._setting:
+            if not self._started:
+                self._start_threads()
+                self._started = True
+
+    def _start_threads(self) -> None:
+        threading.Thread(target=self._keep_time, name=f"{self._name}-timekeeper", daemon=True).start()
+
+    def _set_alarm(self, at: float) -> None:
+        with self._setting:
+            if at < self._alarm:
+                self._alarm = at
+                self._bell.set()
+
+    def _keep_time(self) -> None:
+        """Wake at the next deadline, or when a running batch has taken too long; sleep while nothing is in flight."""
+        while True:
+            self._bell.clear()
+            if self._over:  # checked after the bell, which may have rung for it just before
+                return
+            delay = self._alarm - self.clock()
+            if delay > 0.0 and self._bell.wait(None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
+                continue  # an earlier alarm, or the end
+            with self._setting:
+                self._alarm = inf  # first, so that later inputs set it again
+            at = self.clock() + self.watchdog
+            try:
+                at = self.look()
+            except Exception:  # it must go on: batches and deadlines depend on it
+                log.exception("%s: the timekeeper failed", self._name)
+            self._set_alarm(at)
