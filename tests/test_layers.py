@@ -38,7 +38,6 @@ ORDER: Final = {
     "robots": "policy sources __init__ versions serving wires openapi app analysis",
     "llm": "runners engine server api app __init__",
     "feeds": "runtime sources detectors stages outputs . __init__",
-    "web": ". dashboard",
 }
 CORE_FORBIDDEN = {"time", "threading", "asyncio", "random", "logging", "os", "socket"}
 CORE_FORBIDDEN |= {"subprocess", "multiprocessing", "concurrent", "queue", "select", "selectors", "signal", "datetime"}

@@ -27,9 +27,9 @@ from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires import act
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import App
-from reflex_runtime.web.bodies import LARGE, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import Overloaded
 from reflex_runtime.web.pictures import PIECE, picture_bytes
+from reflex_runtime.web.request import LARGE, Bodies, Reading, Seldom
 from serving.harness import PATIENCE, STATE
 from serving.in_process import Caller, nothing, with_app
 from serving.openai_toy import Model, Toy, toy_model
@@ -77,7 +77,7 @@ def test_a_refusal_of_bodies_is_one_line_in_the_log_until_it_was_quiet(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("reflex_runtime.web.bodies.time.monotonic", lambda: now)
+    monkeypatch.setattr("reflex_runtime.web.request.time.monotonic", lambda: now)
     bodies = _bodies(10)
     bodies.take(Held(), 10)
     with caplog.at_level(logging.WARNING):
@@ -434,7 +434,7 @@ def test_h1_a_picture_decoded_in_pieces_is_the_same_and_padding_stands_at_its_en
 def test_w34_few_messages_of_unknown_size_are_read_at_a_time_and_a_slow_one_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.web.bodies.STALLED", 0.01)
+    monkeypatch.setattr("reflex_runtime.web.request.STALLED", 0.01)
 
     async def check() -> None:
         reading, far = Reading(1), asyncio.get_running_loop().time() + PATIENCE

@@ -14,9 +14,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
-from reflex_runtime.web.dashboard import STREAM, dashboard_routes
 from reflex_runtime.web.errors import Refusal
-from reflex_runtime.web.watchers import MOST, Watchers
+from reflex_runtime.web.watchers import MOST, STREAM, Watchers, dashboard_routes
 from web.listening import listening
 
 

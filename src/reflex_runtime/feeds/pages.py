@@ -32,7 +32,6 @@ from reflex_runtime.settings import FeedsConfig, ServerConfig
 from reflex_runtime.version import __version__
 from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.app import App
-from reflex_runtime.web.dashboard import dashboard_routes, grid_route
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.fields import encode
 from reflex_runtime.web.openapi import (
@@ -48,7 +47,7 @@ from reflex_runtime.web.openapi import (
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
 from reflex_runtime.web.supervisor import bind, url_of
-from reflex_runtime.web.watchers import Watchers
+from reflex_runtime.web.watchers import Watchers, dashboard_routes, grid_route
 
 MOST: Final = 256  # feeds in a snapshot: by name
 ERROR: Final = 200  # characters of an error

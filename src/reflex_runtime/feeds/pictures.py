@@ -29,10 +29,9 @@ from PIL import Image
 from reflex_runtime.core.errors import Closed
 from reflex_runtime.feeds.outputs.annotated import annotated
 from reflex_runtime.feeds.runtime.pipeline import Result
-from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import PLAIN, Headers, NotFound, TooManyRequests
 from reflex_runtime.web.fields import invalid, printable
-from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, Seldom
 
 log = logging.getLogger("reflex.feeds")
 

@@ -1,29 +1,38 @@
 """The application of functions: POST /predict, and the pages that every server has.
 
-A request takes one way, `Predict.run`: read the item, submit it, await its batch, write the result.
+A request takes one way, `Predict.run`: read the item, submit it, await its batch, write the result. Items and results
+are the schemas of the OpenAPI document, with an example that can be sent.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 from reflex_runtime.functions.oip import FunctionAsModel
-from reflex_runtime.functions.openapi import document
-from reflex_runtime.functions.predict import Predict
-from reflex_runtime.functions.server import FunctionServer
+from reflex_runtime.functions.server import FunctionServer, Predict
 from reflex_runtime.functions.source import ServedFunction
+from reflex_runtime.functions.values import BYTES, FORM, PNG
 from reflex_runtime.observe.metrics import CONTENT_TYPE
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.settings.declare import did_you_mean
+from reflex_runtime.web import oip
+from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
-from reflex_runtime.web.dashboard import dashboard_routes
-from reflex_runtime.web.errors import PLAIN
+from reflex_runtime.web.errors import MSGPACK, PLAIN
+from reflex_runtime.web.fields import ID
 from reflex_runtime.web.fields import encode as encode_json
-from reflex_runtime.web.journal_stream import JournalStreams
-from reflex_runtime.web.oip import OipHttp, OipModels
-from reflex_runtime.web.openapi import document_routes
+from reflex_runtime.web.openapi import (
+    PAGES,
+    PLAIN_ERROR,
+    TEXT,
+    Operation,
+    content,
+    described,
+    document_routes,
+    schemas_of,
+)
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, named_in
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
@@ -57,15 +66,14 @@ def application(server: FunctionServer) -> App:
     async def metrics(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, server.metrics(), CONTENT_TYPE.encode())
 
-    models = OipModels([FunctionAsModel(one) for one in of.values()], ("binary_tensor_data", "schedule_policy"))
+    models = oip.OipModels([FunctionAsModel(one) for one in of.values()], ("binary_tensor_data", "schedule_policy"))
     routes = [
         *questions,
-        *OipHttp(models, most).routes,
+        *oip.OipHttp(models, most).routes,
         Route("/health", health, open=True),
         Route("/metrics", metrics, open=True),
         *document_routes(lambda request: document(routes, server, app.keys)),
-        *dashboard_routes(server.watchers),
-        JournalStreams(server).route,
+        *server.pages,
     ]
 
     def missing(path: str) -> str:
@@ -76,10 +84,65 @@ def application(server: FunctionServer) -> App:
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PLAIN, named_in(routes), missing=missing, cors=config.cors)
     if config.oip_grpc:
-        from reflex_runtime.web.oip_grpc import oip_listener
+        from reflex_runtime.web.grpc_listener import oip_listener
 
         listener = oip_listener(app, config, models)
         app.listeners.append(listener)
         server.listening["oip_grpc"] = listener.address
         log.info("clients of OIP over gRPC: %s", listener.address)
     return app
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
+
+
+ERRORS: Final = {
+    "400": "the body cannot be read", "401": "the key is missing or wrong", "403": "a web page of another site",
+    "404": "no such function", "405": "another method", "408": "the request did not come in time", "409": "superseded",
+    "413": "the body is too large", "415": "the body's Content-Type is not read", "422": "a field is wrong",
+    "429": "too many requests of this client, or at all", "499": "the caller left",
+    "500": "the function failed on this item", "503": "not ready, or the queue is full: Retry-After says when",
+    "504": "its deadline passed",
+}  # fmt: skip
+_CODES: Final = ("400", "413", "415", "422", "429", "500", "503", "504")
+_QUERY: Final = {
+    "deadline_ms": {
+        "type": "number", "exclusiveMinimum": 0, "maximum": 600_000,
+        "description": "an answer has no use after so many milliseconds",
+    },
+    "priority": {"enum": ["urgent", "default", "background"]},
+    "client": ID | {"description": "whose fair share it takes; by default the connection's"},
+    "request_id": ID,
+}  # fmt: skip
+
+
+def document(routes: Iterable[Route], server: FunctionServer, keys: Keys) -> bytes:
+    """The document of these routes."""
+    operations = PAGES | {
+        "/health": Operation("200 only when ready, else 503", unready=True),
+        "/metrics": Operation("Prometheus text", TEXT),
+    }
+    schemas: dict[str, Any] = dict(PLAIN_ERROR)
+    for name, served in server.functions.items():
+        schemas |= served.items.parts | served.results.parts
+        operations[f"/predict/{name}"] = operations["/predict"] = _operation(served)
+    infer = schemas_of(oip.InferBody)
+    operations |= oip.operations(list(server.functions), _CODES, infer["InferBody"])
+    return described("Reflex functions", routes, operations, schemas | infer, ERRORS, keys)
+
+
+def _operation(served: ServedFunction) -> Operation:
+    items = served.items.schema
+    request = content(items) | content(items, MSGPACK.decode()) | content(items, FORM.decode())
+    for kind in served.items.raw:
+        request |= content({"type": "string", "format": "binary"}, kind.decode())
+    answer = content(served.results.schema)
+    for kind in served.results.raw:
+        if kind in (BYTES, PNG):  # what `values.encode` writes as it is
+            answer = content({"type": "string", "format": "binary"}, kind.decode())
+    if served.streams:
+        answer = content(served.results.schema, "text/event-stream")
+    return Operation(
+        served.description or f"a result of {served.name} for one item", answer, _CODES, request=request,
+        example=served.example, query=_QUERY,
+    )  # fmt: skip

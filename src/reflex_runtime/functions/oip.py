@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError, ReflexError
-from reflex_runtime.functions.predict import Asked, Predict, Prediction, converted
+from reflex_runtime.functions.server import Asked, Predict, Prediction, converted
 from reflex_runtime.functions.values import ArrayType, Values, array_type, encode_text, is_picture
 from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported

@@ -1,24 +1,41 @@
-"""The server of functions, and the series of its metrics."""
+"""The server of functions and its requests: one coroutine each, from the item to the result.
+
+What is not the item (deadline, priority, client, id) stands in the query or in headers, so that the body is the
+caller's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Literal
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, RequestProgressed
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import PRIORITIES, Request, Ticket
 from reflex_runtime.functions.source import ServedFunction
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording, hardware
+from reflex_runtime.functions.values import encode, encode_text
+from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, hardware
 from reflex_runtime.observe.logs import leave_stuck
 from reflex_runtime.observe.series import FUNCTIONS, SeriesSet
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.modules import made
 from reflex_runtime.settings import FunctionsConfig
-from reflex_runtime.web.batch_server import BatchServer
+from reflex_runtime.web.batch_server import BatchServer, HasHeaders, RequestScope, times_of
+from reflex_runtime.web.errors import JSON, PLAIN, known
+from reflex_runtime.web.fields import check_id, invalid, invalid_field
+from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse
 from reflex_runtime.web.supervisor import Parent
+
+WIRE: Final = "predict"
+EVENTS: Final = b"text/event-stream"
+UNREAD: Final = 64  # parts of a stream that may wait for its reader before it is held
 
 
 class FunctionServer(BatchServer):
@@ -45,9 +62,9 @@ class FunctionServer(BatchServer):
         )  # fmt: skip
         header = {"model_hash": "function", "model_type": "function", "export_dir": ", ".join(self.functions)}
         self._journal = partial(JournalWriter, groups=groups, header=header | {"hardware": hardware()})
-        self.streams: dict[Ticket, PartsReader] = {}
+        self.streams: dict[Ticket, Parts] = {}
         if any(served.streams for served in functions):
-            self.audience.add(ProgressSink(self.streams))
+            self.audience.add(PartsSink(self.streams))
 
     async def load(self) -> None:
         self.open_journals(Recording(self.config.record, images="none") if self.config.record else None)
@@ -59,7 +76,6 @@ class FunctionServer(BatchServer):
             made(served.processor.load, served.source, "setup")
 
     def health_body(self) -> dict[str, Any]:
-        """The body of /health."""
         return {
             "status": "ok" if self.state == "ready" else self.state,
             "state": self.state,
@@ -73,25 +89,6 @@ class FunctionServer(BatchServer):
         for name, queue in self.queues().items():
             self.series.look(name, queue["queued"], queue["unsettled"])
         return generate_latest(self.series.registry)
-
-
-class PartsReader(Protocol):
-    """The reader of one stream."""
-
-    def said(self, part: Any) -> None: ...
-
-
-class ProgressSink:
-    """A sink that hands each part to its reader."""
-
-    events = frozenset({RequestProgressed})
-
-    def __init__(self, readers: Mapping[Ticket, PartsReader]) -> None:
-        self._readers = readers
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestProgressed) and (reader := self._readers.get(event.ticket)) is not None:
-            reader.said(event.value)
 
 
 class FunctionSeries:
@@ -124,3 +121,256 @@ class FunctionSeries:
                 wait.observe(batch.scheduled_at - ticket.arrived)
         elif isinstance(event, BatchFinished):
             series.counter("reflex_function_busy_seconds_total", event.batch.group).inc(max(0.0, event.elapsed))
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """What a request says beside its item, in the query, or in a header X-Reflex-NAME."""
+
+    deadline_ms: float | None = None
+    priority: Literal["urgent", "default", "background"] = "default"
+    client: str | None = None
+    request_id: str | None = None
+
+
+_HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name in Asked.__struct_fields__}
+
+
+def asked_in(request: HttpRequest) -> Asked | None:
+    """What the query and the headers say; None for nothing. 422 names the field."""
+    said = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
+    if request.query_string:
+        query = request.query
+        if not query:
+            raise invalid("query", "query: must be NAME=VALUE, joined by &")
+        said |= query
+    return converted(said) if said else None
+
+
+def converted(said: Mapping[str, Any]) -> Asked:
+    """What is said by name; 422 names the field."""
+    try:
+        asked = msgspec.convert(said, Asked, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error, Asked) from None
+    if asked.deadline_ms is not None and not 0.0 < asked.deadline_ms <= 600_000.0:
+        raise invalid("deadline_ms", "deadline_ms: must be over 0 and at most 600000")
+    for name in ("client", "request_id"):
+        if (value := getattr(asked, name)) is not None:
+            check_id(name, value)
+    return asked
+
+
+class Prediction(RequestScope):
+    """One item that is being answered, on any wire. group: the function's."""
+
+    __slots__ = ("_name",)
+
+    def __init__(
+        self, server: FunctionServer, name: str, wire: str, id: str, client: Hashable, started: float,
+        source: HasHeaders | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(wire, id, client, started, source)
+        self.server, self._name = server, name
+
+    @property
+    def group(self) -> str:
+        return self._name
+
+    @property
+    def span_name(self) -> str:
+        return f"predict {self._name}"
+
+    def record(self, now: float, error: ReflexError | None) -> RequestRecord:
+        took = now - (self.received or now)
+        found = RequestRecord(self.request_id, slot=self._name, total_s=took, arrived=self.received)
+        if self.ticket is not None:
+            times_of(found, self.ticket, now)
+        if error is not None:
+            found.error = (error.code, error.message)
+        return found
+
+
+class Predict:
+    """The requests for one function."""
+
+    def __init__(self, server: FunctionServer, served: ServedFunction) -> None:
+        self.server, self.served = server, served
+
+    def refused(self, request: HttpRequest, error: ReflexError) -> None:
+        """Count a request that may not be asked."""
+        self._of(request).refuse(error)
+
+    async def run(self, request: HttpRequest) -> HttpResponse | None:
+        """POST /predict."""
+        prediction = self._of(request)
+        with prediction:
+            asked = asked_in(request)
+            if asked is not None and asked.request_id:
+                request.request_id = prediction.request_id = asked.request_id
+            item = await self._read(request)
+            prediction.received = request.received
+            if self.served.streams:
+                return await self._stream(request, prediction, item, asked)
+            value = await self.value(prediction, item, asked)
+            body, kind = encode(value, request.wants_msgpack, self.served.name)
+            return HttpResponse(200, body, kind, _told(prediction.ticket))
+
+    async def value(self, prediction: Prediction, item: Any, asked: Asked | None) -> Any:
+        """The result of one item. A caller that leaves cancels it."""
+        ticket = self._submit(prediction, item, asked, None)
+        try:
+            return await (waiter := ticket.waiter)
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                waiter.exception()  # it failed in the same turn, and nobody else looks
+            self.server.batcher.cancel(ticket)
+            raise
+        finally:
+            ticket.waiter = waiter = None
+
+    def _of(self, request: HttpRequest) -> Prediction:
+        return Prediction(
+            self.server, self.served.name, WIRE, request.request_id, request.client, request.started, request
+        )
+
+    async def _read(self, request: HttpRequest) -> Any:
+        """The item; of large bodies and of pictures decoded beside the loop."""
+        body, items = await request.body(), self.served.items
+        kind = request.headers.get(b"content-type", b"")
+        if len(body) <= LARGE and not items.slow:
+            return items.decode(body, kind)
+        request.preparing = True
+        item = await request.app.bodies.beside(items.decode, body, kind)
+        request.preparing = False  # it is queued in this turn
+        return item
+
+    def _submit(
+        self, prediction: Prediction, item: Any, asked: Asked | None, settled: Callable[[Ticket], None] | None
+    ) -> Ticket:
+        served, server = self.served, self.server
+        limit = prediction.time_limit(None if asked is None else asked.deadline_ms, server.config.deadline_ms)
+        made = Request(
+            item,
+            id=prediction.request_id,
+            group=served.name,
+            partition=tuple(array.shape for array in item.values()) if served.shaped else "",
+            client=prediction.client if asked is None or asked.client is None else asked.client,
+            priority=PRIORITIES["default" if asked is None else asked.priority],
+            time_limit=limit,
+            streams=served.streams,
+        )
+        ticket = prediction.ticket = server.batcher.submit(made, settled)
+        if server.spans is not None and prediction.span is not None:
+            server.spans.joined(ticket, prediction.span)
+        return ticket
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    async def _stream(
+        self, request: HttpRequest, prediction: Prediction, item: Any, asked: Asked | None
+    ) -> HttpResponse | None:
+        """Answer with a part a time, as server-sent events; or with all of them, if JSON is all that the caller
+        reads."""
+        server, parts = self.server, Parts(self.server)
+        ticket = parts.ticket = self._submit(prediction, item, asked, parts.settled)
+        server.streams[ticket] = parts
+        head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
+        failed, name = partial(_failed, prediction.request_id), self.served.name
+        try:
+            if request.headers.get(b"accept", b"").startswith(JSON):
+                whole = [part async for part in parts]
+                return HttpResponse(200, encode_text(whole, name), JSON, _told(ticket))
+            count = 0
+            async for part in parts:
+                if not count:  # what fails before the first part has a status of its own
+                    await request.begin(200, head, failed)
+                count += 1
+                await request.write(b"data: %b\n\n" % encode_text(part, name))
+            if not count:
+                await request.begin(200, head, failed)
+            await request.end(b'event: end\ndata: {"parts": %d}\n\n' % count)
+            return None
+        finally:
+            server.streams.pop(ticket, None)
+            if not parts.ended:
+                server.batcher.cancel(ticket)
+
+
+class Parts:
+    """The parts of one stream, for its reader. A reader that falls behind has its item held at the scheduler."""
+
+    def __init__(self, server: FunctionServer) -> None:
+        self._server = server
+        self.ticket: Ticket | None = None
+        self._unread: deque[Any] = deque()
+        self._news = asyncio.Event()
+        self._held = self.ended = False
+        self._error: ReflexError | None = None
+
+    def put(self, part: Any) -> None:
+        if part is None:
+            return
+        self._unread.append(part)
+        self._news.set()
+        if not self._held and len(self._unread) >= UNREAD:
+            self._hold(True)
+
+    def settled(self, ticket: Ticket) -> None:
+        self.ended = True
+        if not isinstance(ticket.outcome, Done):
+            assert ticket.outcome is not None
+            self._error = known(ticket.outcome.error, ticket.request.id)
+        self._news.set()
+
+    def __aiter__(self) -> Parts:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._unread:
+            if self.ended:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        if self._held and len(self._unread) <= UNREAD // 2:
+            self._hold(False)
+        return self._unread.popleft()
+
+    def _hold(self, held: bool) -> None:
+        self._held, ticket = held, self.ticket
+        if ticket is not None and not self.ended:
+            self._server.batcher.device.input(
+                lambda scheduler, now: (scheduler.hold if held else scheduler.resume)(ticket, now)
+            )
+
+
+class PartsSink:
+    """A sink that hands each part to its stream."""
+
+    events = frozenset({RequestProgressed})
+
+    def __init__(self, streams: Mapping[Ticket, Parts]) -> None:
+        self._streams = streams
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestProgressed) and (parts := self._streams.get(event.ticket)) is not None:
+            parts.put(event.value)
+
+
+def _failed(request_id: str, error: ReflexError) -> bytes:
+    """The last event of a stream that fails."""
+    return b"event: error\ndata: " + PLAIN(error, request_id, False).body + b"\n\n"
+
+
+def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:
+    """What the headers tell of the batch."""
+    if ticket is None or (admission := ticket.admission) is None or (started := ticket.started) is None:
+        return []
+    return [
+        (b"x-reflex-batch-size", b"%d" % admission.size),
+        (b"x-reflex-queue-ms", b"%.3f" % ((started - ticket.arrived) * 1e3)),
+    ]

@@ -25,12 +25,12 @@ from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.observe import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
-from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.fields import encode
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
+from reflex_runtime.web.watchers import dashboard_routes
 
 MODELS: Final = "/v1/models"
 DIALECTS: Final = (

@@ -34,9 +34,7 @@ from reflex_runtime.settings.declare import Places, check_needs, did_you_mean, o
 from reflex_runtime.settings.read import environment, read
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
-from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import PLAIN
-from reflex_runtime.web.journal_stream import JournalStreams
 from reflex_runtime.web.oip import ROOT
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, Route, named_in
@@ -58,9 +56,7 @@ def application(runtime: PolicyRuntime) -> App:
         name, slash, rest = path[len(POLICIES) :].partition("/")
         return named[name].find(slash + rest or "/") if name in named else None
 
-    live = dashboard_routes(runtime.watchers)
-    live.append(JournalStreams(runtime).route)
-    plain.by_path |= {route.path: route for route in live}
+    plain.by_path |= {route.path: route for route in runtime.pages}
     app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
     for wire in WIRES.values():
         if wire.listener and getattr(config, wire.setting):

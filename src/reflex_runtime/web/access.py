@@ -23,9 +23,8 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import ClientError, Forbidden, Headers, Overloaded, Unauthorized
-from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, WebSocket
+from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, Seldom, WebSocket
 
 log = logging.getLogger("reflex.server")
 

@@ -28,7 +28,6 @@ from reflex_runtime.web.access import (
     check_once,
     is_preflight,
 )
-from reflex_runtime.web.bodies import STALLED, Bodies, Reading, Seldom
 from reflex_runtime.web.errors import (
     CallerLeft,
     ErrorForm,
@@ -44,12 +43,16 @@ from reflex_runtime.web.request import (
     CLOSE,
     INTERNAL,
     POLICY,
+    STALLED,
     TRY_LATER,
+    Bodies,
     HttpRequest,
     HttpResponse,
+    Reading,
     Receive,
     Route,
     Scope,
+    Seldom,
     Send,
     WebSocket,
     own_id,

@@ -31,7 +31,7 @@ from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.errors import NotReady, TooManyRequests, known
 from reflex_runtime.web.supervisor import Parent
-from reflex_runtime.web.watchers import Watchers
+from reflex_runtime.web.watchers import JournalStreams, Watchers, dashboard_routes
 
 log = logging.getLogger("reflex.server")
 
@@ -45,8 +45,8 @@ class BatchServer:
 
     what: is served, for messages. active: requests that have entered and are not settled. loaded: whether what is
     served is there, and its device runs. batcher: the driver of that, once there is one. journals: what it writes: a
-    trace, a recording, and those that are sent to a caller. listening: addresses of wires on ports of their own, by
-    their settings.
+    trace, a recording, and those that are sent to a caller. pages: routes that show it while it runs. listening:
+    addresses of wires on ports of their own, by their settings.
     """
 
     what: ClassVar[str]
@@ -69,7 +69,9 @@ class BatchServer:
         self.spans = spans_of(config.otel, registry)
         self.audience = Audience([metrics, FailureLog(), *([] if self.spans is None else [self.spans])])
         self.watchers = Watchers(Live, self.audience.add, self.audience.remove, self.shown)
-        self.on_drain.append(self.watchers.close)
+        journals = JournalStreams(self.journaled, self.forget_journal)
+        self.on_drain += [self.watchers.close, journals.close]
+        self.pages = [*dashboard_routes(self.watchers), journals.route]
         self._journal: Callable[[str | Recording | LineTarget], JournalWriter] = JournalWriter
         self._over = asyncio.Event()  # `start` is
         self._clean = True

@@ -26,9 +26,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.access import UNIX
 from reflex_runtime.web.app import App
-from reflex_runtime.web.bodies import Seldom
 from reflex_runtime.web.errors import CallerLeft, ClientError, Headers, Overloaded, TooSlow
-from reflex_runtime.web.request import CANCELS, CLOSE, DROPPED, GOING_AWAY, RESPOND, TRY_LATER
+from reflex_runtime.web.request import CANCELS, CLOSE, DROPPED, GOING_AWAY, RESPOND, TRY_LATER, Seldom
 
 log = logging.getLogger("reflex.server")
 

@@ -22,7 +22,6 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
 from reflex_runtime.web.batch_server import HasHeaders
-from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import (
     ClientError,
     InvalidJson,
@@ -34,7 +33,7 @@ from reflex_runtime.web.errors import (
 )
 from reflex_runtime.web.fields import encode, invalid_field, invalid_input, printable
 from reflex_runtime.web.openapi import OBJECT, Operation, content
-from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse, Route
 
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
 VERSION: Final = "1"

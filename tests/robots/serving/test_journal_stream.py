@@ -14,7 +14,7 @@ import pytest
 from reflex_runtime.observe.journal_reader import Journal, read_journal
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.web import journal_stream
+from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
 from serving.harness import PATIENCE, STATE, Server
 from serving.in_process import Caller, with_app
@@ -92,7 +92,7 @@ def test_h5_what_is_no_time_or_has_no_key_is_refused(server: Server) -> None:
 def test_x4_as_many_journals_as_there_may_be_and_a_place_again_for_one_that_left(server: Server) -> None:
     with journal(server, "600") as one, journal(server, "600") as two, journal(server, "600") as three:
         with journal(server, "600") as four:
-            assert [other.status for other in (one, two, three, four)] == [200] * journal_stream.READERS
+            assert [other.status for other in (one, two, three, four)] == [200] * watchers.READERS
             with journal(server) as five:
                 assert five.status == 429
         server.wait_until(lambda: server.ask("HEAD", "/diagnostics/journal?seconds=1", headers=KEY).status == 200)
@@ -103,7 +103,7 @@ LONG = "/diagnostics/journal?seconds=600"
 
 def test_x4_those_that_come_in_one_turn_are_counted_and_one_that_leaves_at_once_has_no_journal(tiny: Path) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        callers = [Caller(app, LONG, "GET") for _ in range(journal_stream.READERS + 1)]
+        callers = [Caller(app, LONG, "GET") for _ in range(watchers.READERS + 1)]
         assert (await callers.pop().answer()).status == 429
         for caller in callers:
             caller.leave()
@@ -127,8 +127,8 @@ def test_x4_a_server_that_drains_ends_the_journal_with_its_footer(tiny: Path, tm
 def test_x4_a_drain_does_not_wait_for_one_that_has_stopped_reading(
     tiny: Path, stops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_stream, "BEAT", 0.0 if stops == "before the drain" else 600.0)
-    monkeypatch.setattr(journal_stream, "LAST", 0.0)
+    monkeypatch.setattr(watchers, "BEAT", 0.0 if stops == "before the drain" else 600.0)
+    monkeypatch.setattr(watchers, "LAST", 0.0)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         caller = Caller(app, LONG, "GET")
@@ -157,7 +157,7 @@ def test_x4_the_journal_waits_for_its_reader() -> None:
 
     async def check() -> None:
         request = Slow()
-        pipe = journal_stream._Pipe(request)  # type: ignore[arg-type]
+        pipe = watchers._Pipe(request)  # type: ignore[arg-type]
         writing = asyncio.ensure_future(in_thread(lambda: [pipe.write(b"one\n"), pipe.write(b"two\n")]))
         while not request.written:  # noqa: ASYNC110
             await asyncio.sleep(0)

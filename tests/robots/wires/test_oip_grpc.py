@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.oip_grpc import decode
+from reflex_runtime.web.grpc_listener import decode
 from robots.wires.broken import FRESH, check
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server

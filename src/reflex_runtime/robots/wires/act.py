@@ -31,7 +31,6 @@ from reflex_runtime.robots.serving.question import (
 )
 from reflex_runtime.robots.wires import json_numpy
 from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy
-from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import (
     JSON,
     MSGPACK,
@@ -44,7 +43,7 @@ from reflex_runtime.web.errors import (
     Reported,
 )
 from reflex_runtime.web.fields import MAX_VALUES, encode, invalid, invalid_field, is_json, printable
-from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route, header_text
+from reflex_runtime.web.request import LARGE, OPERATOR_BODY, HttpRequest, HttpResponse, Route, header_text
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 

@@ -50,10 +50,10 @@ from reflex_runtime.robots.wires.common import Episodes
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web.app import App
 from reflex_runtime.web.arrays import array_in
-from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest
 from reflex_runtime.web.fields import check_id, invalid_field, invalid_input, printable
 from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener, parse, serialize
+from reflex_runtime.web.request import Bodies
 
 log = logging.getLogger("reflex.server")
 

@@ -51,7 +51,7 @@ def routes(handler: RequestHandler) -> list[Route]:
 
 
 def listener(app: App, handler: RequestHandler) -> GrpcListener:
-    from reflex_runtime.web.oip_grpc import oip_listener
+    from reflex_runtime.web.grpc_listener import oip_listener
 
     return oip_listener(app, handler.config, models(handler))
 
