@@ -14,19 +14,12 @@ class FeedsConfig:
 
     processor: str = option(
         "",
-        "your processor: module:name of a class, an instance, or a function that returns one",
+        "your processor: a class, an instance, or a function that returns one",
         metavar="MODULE:NAME",
         group="the processor",
     )
-    onnx: str = option(
-        "", "a detector or classifier in ONNX, as the processor; shapes is the bundled one", metavar="FILE"
-    )
-    size: str = option(
-        "",
-        "size of frames, where the graph leaves it open; by default what it was exported for",
-        metavar="640|WxH",
-        needs="onnx",
-    )
+    onnx: str = option("", "detector or classifier in ONNX; shapes is the bundled one", metavar="FILE")
+    size: str = option("", "size of frames, if the graph takes any", metavar="640|WxH", needs="onnx")
     resize: str = option(
         "auto",
         "letterbox keeps the shape of a frame, stretch does not, crop takes its middle; auto: by the model",
@@ -34,10 +27,7 @@ class FeedsConfig:
         needs="onnx",
     )
     names: str = option(
-        "",
-        "file with the names of the classes, one a line or a list; by default those in the graph",
-        metavar="FILE",
-        needs="onnx",
+        "", "file with the names of the classes; by default those in the graph", metavar="FILE", needs="onnx"
     )
     score: float | None = option(
         None,
@@ -49,111 +39,63 @@ class FeedsConfig:
     )
     iou: float | None = option(
         None,
-        "of two boxes of a class that share more of their union, the better one stays; by default 0.7",
+        "of boxes of a class that share more of their union the best stays; by default 0.7",
         low=0,
         high=1,
         metavar="SHARE",
         needs="onnx",
     )
-    classes: tuple[str, ...] = option(
-        (), "classes to report, by name or number, with commas", metavar="NAME,…", needs="onnx"
-    )
+    classes: tuple[str, ...] = option((), "classes to report, by name or number", metavar="NAME,…", needs="onnx")
     max_detections: int = option(
-        0,
-        "most detections of a frame; 0 is 300, and the 5 best classes of a classifier",
-        low=0,
-        high=1000,
-        needs="onnx",
+        0, "most detections of a frame; 0 is 300, of a classifier 5", low=0, high=1000, needs="onnx"
     )
     provider: str = option("cpu", "cpu, cuda, openvino or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256, needs="onnx")
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
     max_latency_ms: float = option(
-        50.0,
-        "longest time that a free processor waits for feeds that are due; it waits only if that pays",
-        low=0,
-        high=60_000,
-        unit="ms",
+        50.0, "longest wait of a free processor for feeds that are due", low=0, high=60_000, unit="ms"
     )
     watchdog_s: float = option(
-        60.0,
-        "a batch that runs longer, or a frame that waits longer, is given up, and its feeds go on; 0 is off",
-        low=0,
-        high=3600,
-        unit="s",
+        60.0, "give up a batch that runs longer, a frame that waits longer; 0 is off", low=0, high=3600, unit="s"
     )
     realtime: bool = option(
-        False,
-        "play files at their own pace, like cameras: the newest frame wins",
-        needs="a file",
-        group="the feeds",
+        False, "play files at their own pace; the newest frame wins", needs="a file", group="the feeds"
     )
-    loop: bool = option(False, "start files over when they end; needs --realtime", needs="a file")
+    loop: bool = option(False, "start files over when they end, with --realtime", needs="a file")
     max_age_ms: float = option(
-        1000.0,
-        "live: a frame older than this is dropped, not computed",
-        low=1,
-        high=3_600_000,
-        unit="ms",
-        needs="a live feed",
+        1000.0, "drop a frame that is older", low=1, high=3_600_000, unit="ms", needs="a live feed"
     )
     restarts: int = option(
-        0,
-        "live: how often a lost source is opened again in all; 0 is no limit",
-        low=0,
-        high=1_000_000,
-        needs="a live feed",
+        0, "how often a lost source is opened again; 0 is no limit", low=0, high=1_000_000, needs="a live feed"
     )
     read_timeout_s: float = option(
-        5.0, "a camera that sends nothing for this long counts as lost", low=0.1, high=600, unit="s", needs="a camera"
+        5.0, "a camera that is silent for this long is lost", low=0.1, high=600, unit="s", needs="a camera"
     )
-    every: int = option(1, "take one of so many pictures", low=1, high=1_000_000)
-    fps: float = option(0.0, "take at most so many pictures a second; 0 takes all", low=0, high=1000)
-    rotate: str = option("0", "turn pictures clockwise by so many degrees", choices=("0", "90", "180", "270"))
-    roi: str = option(
-        "",
-        "part of the (turned) picture for the processor, in pixels; results are in pixels of the whole",
-        metavar="X,Y,W,H",
-    )
+    every: int = option(1, "take one of N pictures", low=1, high=1_000_000)
+    fps: float = option(0.0, "most pictures a second; 0 takes all", low=0, high=1000)
+    rotate: str = option("0", "degrees to turn pictures clockwise", choices=("0", "90", "180", "270"))
+    roi: str = option("", "part of the (turned) picture for the processor, in pixels", metavar="X,Y,W,H")
     hwaccel: str = option(
-        "",
-        "decode on a device: auto, or one of FFmpeg, such as cuda or vaapi; else, with a log line, on the CPU",
-        metavar="DEVICE",
-        needs="a video",
+        "", "decode on a device: auto, or one of FFmpeg, such as cuda or vaapi", metavar="DEVICE", needs="a video"
     )
-    duration_s: float = option(
-        0.0, "stop this long after the start of the feeds; 0 runs until every feed has ended", low=0, high=1e9, unit="s"
-    )
-    track: bool = option(
-        False, "number the objects of each feed from frame to frame, by ByteTrack", group="after the batch"
-    )
-    track_score: float = option(
-        0.5, "a detection that scores this begins a track; others only continue one", low=0, high=1, needs="track"
-    )
-    zone: tuple[str, ...] = option(
-        (), "count detections inside of this polygon, in pixels of the frame", metavar="NAME=X1,Y1,…", repeat=True
-    )
+    duration_s: float = option(0.0, "stop after this time; 0: when every feed has ended", low=0, high=1e9, unit="s")
+    track: bool = option(False, "number the objects from frame to frame (ByteTrack)", group="after the batch")
+    track_score: float = option(0.5, "least score that begins a track", low=0, high=1, needs="track")
+    zone: tuple[str, ...] = option((), "count detections inside of this polygon", metavar="NAME=X1,Y1,…", repeat=True)
     line: tuple[str, ...] = option(
         (), "count objects that cross this line", metavar="NAME=X1,Y1,X2,Y2", repeat=True, needs="track"
     )
     stage: tuple[str, ...] = option(
-        (),
-        "your own stage: module:name of a function that gets and returns a result, or of a class, which may keep state",
-        metavar="MODULE:NAME",
-        repeat=True,
+        (), "your own stage: a function that gets and returns a result, or a class", metavar="MODULE:NAME", repeat=True
     )
     results: str = option(
-        "",
-        "write every result to FILE as a JSON line; - is standard output",
-        metavar="FILE",
-        group="results",
+        "", "write results to FILE as JSON lines; - is standard output", metavar="FILE", group="results"
     )
-    annotate: str = option("", "write each feed to DIR as a video with the results drawn on it", metavar="DIR")
-    trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+    annotate: str = option("", "write videos with the results drawn on them to DIR", metavar="DIR")
+    trace: str = option("", "write every batch to FILE, for reflex trace", metavar="FILE")
     publish: str = option(
         "",
-        "publish every result to this MQTT broker (mqtts: over TLS), under TOPIC/feeds/NAME. With a password "
-        "better set as REFLEX_PUBLISH",
+        "publish results to this MQTT broker (mqtts: over TLS); with a password set REFLEX_PUBLISH instead",
         metavar="mqtt://[USER:PASSWORD@]HOST/TOPIC",
         secret=True,
         group="receivers",
@@ -161,12 +103,7 @@ class FeedsConfig:
     publish_qos: int = option(
         0, "MQTT quality of service: 0 at most once, 1 at least once, 2 exactly once", low=0, high=2, needs="publish"
     )
-    webhook: str = option(
-        "",
-        "POST every result to this URL, as JSON lines, several in a request where they come fast",
-        metavar="URL",
-        secret=True,
-    )
+    webhook: str = option("", "POST results to this URL, as JSON lines", metavar="URL", secret=True)
     port: int = option(
         -1,
         "port for /dashboard, /feeds, /metrics and /health; 0 picks a free one, -1 is off",

@@ -31,12 +31,9 @@ class FunctionsConfig(ServerConfig):
     replicas: int = _same("replicas")
     devices: str = _same("devices")
     weight: tuple[str, ...] = option(
-        (),
-        "a function's share of the device's time against the others; 1 by default",
-        metavar="NAME=NUMBER",
-        repeat=True,
+        (), "a function's share of the device's time; 1 by default", metavar="NAME=NUMBER", repeat=True
     )
-    reload: bool = option(False, "start again when a Python file in this directory changes, for development")
+    reload: bool = option(False, "start again when a Python file in this directory changes")
     oip_grpc: str = _same("oip_grpc", "listening and trust")
     max_concurrent: int = _same("max_concurrent")
     max_batch_cost_ms: float | None = _same("max_batch_cost_ms", "batching")

@@ -26,124 +26,72 @@ _ZMQ_ADDRESS = r"tcp://(localhost|127(\.[0-9]{1,3}){3}|\[::1\]):(?P<port>[0-9]{1
 class ServeConfig(ServerConfig):
     """The settings of `reflex serve` for a policy."""
 
-    provider: str = option(
-        "cpu",
-        "execution provider: cpu, cuda or an ONNX Runtime provider name; no silent fallback",
-        group="what is served",
-    )
+    provider: str = option("cpu", "cpu, cuda or an ONNX Runtime provider name", group="what is served")
     threads: int = option(1, "threads of the model per call", low=1, high=256)
     dtype: str = option(
         "stored",
-        "number format of a model in PyTorch; by default that of the file",
+        "number format; by default that of the file",
         choices=("stored", "float32", "bfloat16", "float16"),
         needs="a model in PyTorch",
     )
-    compile: bool = option(
-        False,
-        "torch.compile a model in PyTorch; the warm-up then takes minutes",
-        needs="a model in PyTorch",
-    )
+    compile: bool = option(False, "torch.compile; the warm-up takes minutes", needs="a model in PyTorch")
     cuda_graphs: str = option(
         "",
-        "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to (in PyTorch the steps of staged policies); "
-        "without SIZES 1,2,4,8,16,32",
+        "batch sizes to capture as CUDA graphs and to pad to; without SIZES 1,2,4,8,16,32",
         metavar="SIZES",
         bare="1,2,4,8,16,32",
     )
-    replicas: int = option(
-        1,
-        "worker processes that accept from one port, each with a copy of the policy; see docs/replicas.md",
-        low=1,
-        high=64,
-    )
-    devices: str = option("", "a worker for each device, such as cuda:0,cuda:1 or cpu,cpu", metavar="DEVICES")
-    robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
+    replicas: int = option(1, "worker processes on one port, each with a copy of the policy", low=1, high=64)
+    devices: str = option("", "a worker for each device, such as cuda:0,cuda:1", metavar="DEVICES")
+    robot_id: str = option("", "name of this server's robot, for /health")
     default_prompt: str | None = option(
-        None,
-        "instruction of requests without one; an empty one counts as one",
-        needs="a policy that takes an instruction",
+        None, "instruction of requests without one (an empty one is one)", needs="a policy that takes an instruction"
     )
     on_bad_action: str = option(
         "error",
-        "for an action that is not finite: an error, or hold: repeat the episode's last good action",
+        "an action is not finite: an error, or repeat the episode's last good action",
         choices=("error", "hold"),
     )
     policy: tuple[str, ...] = option(
         (),
-        "a further policy: its name in requests, and its source; see docs/several-policies.md",
+        "a further policy: its name in requests, and its source",
         metavar="NAME=SOURCE",
         repeat=True,
         group="several policies",
     )
     policy_a: str = option(
-        "",
-        "export of slot a; with --policy-b, two versions side by side",
-        metavar="DIR",
-        group="two versions",
+        "", "export of slot a; with --policy-b, two versions side by side", metavar="DIR", group="two versions"
     )
     policy_b: str = option("", "export of slot b", metavar="DIR")
-    split: int = option(
-        50,
-        "percent of the episodes that go to a; at 100 b is only loaded and warm",
-        low=0,
-        high=100,
-        needs="policy_b",
-        unless="ramp",
-    )
+    split: int = option(50, "percent of the episodes that go to a", low=0, high=100, needs="policy_b", unless="ramp")
     shadow_policy: str = option(
-        "",
-        "export that runs copies of requests on an idle device; its answers are only compared",
-        metavar="DIR",
+        "", "export that runs copies of requests in idle time, to compare answers", metavar="DIR"
     )
-    shadow_sample: float = option(
-        0.1, "share of the requests that are copied to the shadow", low=0, high=1, needs="shadow_policy"
-    )
-    ramp: str = option(
-        "", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b"
-    )
+    shadow_sample: float = option(0.1, "share of the requests that it gets", low=0, high=1, needs="shadow_policy")
+    ramp: str = option("", "b's share in percent, by stages, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b")
     ramp_every: str = option(
-        "10m",
-        "length of a stage of the ramp, and of the guard after a hot swap",
-        metavar="TIME",
-        needs="ramp|guard",
+        "10m", "length of a stage, and of the guard after a hot swap", metavar="TIME", needs="ramp|guard"
     )
     guard: str = option(
-        "",
-        "limits for b on a ramp, and after a hot swap; beyond them it is rolled back",
-        metavar="p99=150ms,error=1%",
+        "", "limits on a ramp and after a hot swap; beyond them roll back", metavar="p99=150ms,error=1%"
     )
     max_concurrent: int = option(
-        0,
-        "most HTTP requests in progress; beyond it 429; 0 is off",
-        low=0,
-        high=1_000_000,
-        group="listening and trust",
+        0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000, group="listening and trust"
     )
     gr00t: str = option(
-        "",
-        "serve clients of GR00T on this ZeroMQ address (loopback only)",
-        metavar="tcp://127.0.0.1:5555",
+        "", "serve GR00T's clients on this ZeroMQ address (loopback only)", metavar="tcp://127.0.0.1:5555"
     )
     gr00t_config: str = option(
-        "n1.6",
-        "release whose form get_modality_config has; other answers have the caller's form",
-        choices=("n1.6", "n1.5"),
-        needs="gr00t",
+        "n1.6", "release whose form get_modality_config has", choices=("n1.6", "n1.5"), needs="gr00t"
     )
     oip_grpc: str = option(
-        "",
-        "serve OIP (Triton, KServe) over gRPC; beyond loopback only with --api-key",
-        metavar="HOST:PORT",
+        "", "serve OIP (Triton, KServe) over gRPC; beyond loopback with --api-key", metavar="HOST:PORT"
     )
-    lerobot: str = option(
-        "",
-        "serve LeRobot's asynchronous clients over gRPC; beyond loopback only with --api-key",
-        metavar="HOST:PORT",
-    )
+    lerobot: str = option("", "serve LeRobot's clients over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
     max_batch_cost_ms: float | None = option(
         None,
-        "most predicted device time of a batch; by default 100, or eight times the fixed part of the model's time if "
-        "that is more (twice beside other policies)",
+        "most predicted device time of a batch; by default 100, or eight times the model's fixed part if that is more "
+        "(twice beside other policies)",
         low=10,
         high=10_000,
         unit="ms",
@@ -151,19 +99,16 @@ class ServeConfig(ServerConfig):
     )
     batch_timeout_ms: float | None = option(
         None,
-        "longest time that a free device waits for clients whose next request is due; by default as long as a batch "
-        "may take; 0: never",
+        "longest wait of a free device for clients that are due; by default as long as a batch may take; 0: never",
         low=0,
         high=1000,
         unit="ms",
     )
-    max_batch_size: int = option(
-        256, "most requests in a batch, whatever their cost", low=1, high=4096, unless="deterministic"
-    )
+    max_batch_size: int = option(256, "most requests in a batch", low=1, high=4096, unless="deterministic")
     deterministic: int = option(
         0,
-        "rows of every call of the model (filled with copies), so that answers do not depend on what shares the "
-        "batch; without ROWS 8; 0: off; see docs/policies.md",
+        "rows of every call, filled up with copies, so that answers do not depend on what shares the batch; without "
+        "ROWS 8; 0: off",
         low=0,
         high=256,
         metavar="ROWS",
@@ -171,20 +116,16 @@ class ServeConfig(ServerConfig):
     )
     cost_model: str = option(
         "affine",
-        "prediction of batch time: affine learns a fixed and a marginal part, median takes measured time / size",
+        "prediction of batch time: a fixed and a marginal part, or the median of time / size",
         choices=("affine", "median"),
     )
     brief_ms: float = option(
-        0.3,
-        "batches that are proven to be this brief run on the event loop, not on the device thread; 0: none",
-        low=0,
-        high=5,
-        unit="ms",
+        0.3, "batches proven to be this brief run on the event loop; 0: none", low=0, high=5, unit="ms"
     )
-    max_batch: int = option(1, "ignored, accepted for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
+    max_batch: int = option(1, "ignored, for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
     deadline_ms: float = option(
         0.0,
-        "time limit for requests that have none; 0 is none",
+        "time limit of requests without one; 0 is none",
         low=0,
         high=600_000,
         unit="ms",
@@ -198,108 +139,70 @@ class ServeConfig(ServerConfig):
         high=3600,
         unit="s",
     )
-    latest_only: bool = option(
-        False, "a newer request of the same robot replaces its waiting older one (409 superseded)"
-    )
+    latest_only: bool = option(False, "a robot's newer request replaces its waiting one (409 superseded)")
     max_in_flight_per_client: int = option(
-        0, "most unanswered requests per robot; beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
+        0, "most unanswered requests per robot; beyond it 429; 0 is off", low=0, high=100_000
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
     slo_mode: str = option(
-        "log_only",
-        "when the objective is violated: log it, or answer 503",
-        choices=("log_only", "503"),
-        needs="slo",
+        "log_only", "if it is violated: log it, or answer 503", choices=("log_only", "503"), needs="slo"
     )
     rtc: bool | None = option(
-        None,
-        "real-time chunking: a chunk continues the episode's last one",
-        group="chunks and the prefix cache",
+        None, "real-time chunking: a chunk continues the episode's last one", group="chunks and the prefix cache"
     )
     rtc_per_episode: bool = option(
-        False, "allow --rtc with two policies: a chunk never continues one of the other policy", needs="rtc"
+        False, "allow --rtc with two versions; no chunk continues one of the other", needs="rtc"
     )
     rtc_schedule: str = option(
         "LINEAR",
-        "how the weight of the old chunk falls to the horizon",
+        "how the old chunk's weight falls to the horizon",
         choices=("ZEROS", "ONES", "LINEAR", "EXP"),
         needs="rtc",
     )
-    rtc_horizon: int = option(10, "actions of the new chunk that the old one affects", low=1, high=1000, needs="rtc")
-    adaptive_steps: bool = option(
-        False, "stop denoising when the velocity changes by less than 1 %, after at least 2 steps"
-    )
+    rtc_horizon: int = option(10, "actions of a chunk that the last one affects", low=1, high=1000, needs="rtc")
+    adaptive_steps: bool = option(False, "stop denoising when the velocity changes by less than 1 %")
     prefix_cache_mb: float = option(
-        256.0,
-        "memory for cached prefixes; 0 is off",
-        low=0,
-        high=1_000_000,
-        unit="MB",
-        needs="a decomposed export",
+        256.0, "memory for cached prefixes; 0 is off", low=0, high=1_000_000, unit="MB", needs="a decomposed export"
     )
     prefix_max_age_chunks: int = option(
         0,
-        "chunks for which a cached prefix is used although the images changed",
+        "chunks for which a cached prefix serves although the images changed",
         low=0,
         high=1000,
         needs="prefix_cache_mb",
     )
     watchdog_s: float = option(
-        10.0,
-        "a batch that runs longer is given up and its callers get an error; 0 is off",
-        low=0,
-        high=3600,
-        unit="s",
-        group="faults and the end",
+        10.0, "give up a batch that runs longer; 0 is off", low=0, high=3600, unit="s", group="faults and the end"
     )
     max_consecutive_crashes: int = option(
-        5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000
+        5, "crashed batches in a row until the slot is degraded; 0 is off", low=0, high=10_000
     )
     probe_cooldown_s: float = option(
         30.0,
-        "while degraded, time until a request is admitted as a probe; doubled if it crashes too, up to 16 times",
+        "while degraded, time until a probe; doubled if it crashes too, up to 16 times",
         low=0,
         high=480,
         unit="s",
         needs="max_consecutive_crashes",
     )
     drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
-    trace: str = option(
-        "",
-        "write every batch to FILE as a JSON line; read it with reflex trace",
-        metavar="FILE",
-        group="recording and trace",
-    )
-    record: str = option(
-        "",
-        "write every request and answer to a file in DIR, for reflex replay and reflex report",
-        metavar="DIR",
-    )
+    trace: str = option("", "write every batch to FILE, for reflex trace", metavar="FILE", group="recording and trace")
+    record: str = option("", "write every request and answer to DIR, for reflex replay and report", metavar="DIR")
     record_images: str = option(
         "hash_only",
-        "what is recorded of images; a replay through a model that sees them needs full",
+        "what is recorded of images; a replay of a model that sees them needs full",
         choices=("full", "hash_only", "none"),
         needs="record",
     )
     record_no_gzip: bool = option(False, "do not compress recordings", needs="record")
     record_max_mb: int = option(
-        0,
-        "size at which the next file begins; 0 is no limit",
-        low=0,
-        high=1_000_000,
-        unit="MiB",
-        needs="record",
+        0, "size of a file before the next begins; 0 is no limit", low=0, high=1_000_000, unit="MiB", needs="record"
     )
     inject_latency_ms: float = option(
-        0.0,
-        "latency added to every batch",
-        low=0,
-        high=60_000,
-        unit="ms",
-        group="drills",
+        0.0, "latency added to every batch", low=0, high=60_000, unit="ms", group="drills"
     )
     inject_fault: tuple[str, ...] = option(
-        (), "a fault, SLOT:KIND:RATE[:MS], where KIND is raise, nan, hang, slow or die", metavar="FAULT", repeat=True
+        (), "SLOT:KIND:RATE[:MS], where KIND is raise, nan, hang, slow or die", metavar="FAULT", repeat=True
     )
 
     def __post_init__(self) -> None:
@@ -307,11 +210,11 @@ class ServeConfig(ServerConfig):
         _ = self.captured_sizes
         found = re.fullmatch(_ZMQ_ADDRESS, self.gr00t)
         if self.gr00t and (found is None or int(found["port"]) > 65535):
-            raise ConfigError(
-                f"--gr00t={one_line(self.gr00t)}: must be tcp://ADDRESS:PORT with a loopback address, because ZeroMQ "
-                "is not encrypted (from elsewhere: ssh -L 5555:127.0.0.1:5555 HOST), and a port up to 65535",
-                field="gr00t",
+            expected = (
+                "tcp://ADDRESS:PORT with a loopback address, because ZeroMQ is not encrypted "
+                "(from elsewhere: ssh -L 5555:127.0.0.1:5555 HOST), and a port up to 65535"
             )
+            raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
         check_address("oip_grpc", self.oip_grpc)
         check_address("lerobot", self.lerobot)
 

@@ -91,22 +91,18 @@ _ORIGIN = r"\*|https?://([\w.-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?"
 class ServerConfig:
     """What both kinds of server have. Errors name flags."""
 
-    host: str = option(
-        "127.0.0.1",
-        "address to bind; set --api-key if it is not loopback",
-        group="listening and trust",
-    )
+    host: str = option("127.0.0.1", "address to bind; set --api-key if it is not loopback", group="listening and trust")
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option(
         "",
-        "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key; @FILE holds it",
+        "key of callers, sent as Authorization: Bearer, X-Reflex-Key or x-api-key; @FILE holds it",
         metavar="KEY|@FILE",
         secret=True,
     )
     admin_key: str = option(
         "",
-        "key of operators: opens all paths, and alone /admin, /diagnostics, the journal, /status and the "
-        "dashboard's stream; without it changes are accepted from programs on this machine only",
+        "key of operators: opens all paths, and alone /admin, /diagnostics and /status; without it only programs on "
+        "this machine change anything",
         metavar="KEY|@FILE",
         secret=True,
     )
@@ -118,49 +114,35 @@ class ServerConfig:
         unless="api_key",
     )
     cors: tuple[str, ...] = option(
-        (),
-        "allow cross-origin requests from this origin; * is any; operators' paths stay closed",
-        metavar="ORIGIN",
-        repeat=True,
+        (), "allow cross-origin requests from this origin; * is any", metavar="ORIGIN", repeat=True
     )
     max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
     max_bodies_mb: float = option(
-        256.0, "memory for all request bodies together; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+        256.0, "memory for all request bodies; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
     )
-    max_connections: int = option(
-        4096, "most open connections; a further one is refused with 503 overloaded", low=1, high=1_000_000
-    )
+    max_connections: int = option(4096, "most open connections; beyond it 503 overloaded", low=1, high=1_000_000)
     max_connections_per_address: int = option(
         0,
-        "most of them of one address (of IPv6, a /64 network); 0 is no limit. Behind a proxy all callers are one "
-        "address",
+        "most of them of one address (of IPv6, a /64 network); 0 is no limit; not behind a proxy",
         low=0,
         high=1_000_000,
     )
     idle_timeout_s: float = option(
-        75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
+        75.0, "close a connection without a request after this time", low=0.1, high=86_400, unit="s"
     )
     body_timeout_s: float = option(
-        60.0,
-        "time for the body of a request to arrive; beyond it 408. Its head has 10 s at most",
-        low=0.1,
-        high=3600,
-        unit="s",
+        60.0, "time for a request's body to arrive; beyond it 408", low=0.1, high=3600, unit="s"
     )
-    uds: str = option("", "listen on this Unix socket instead of a port; only this user may open it", metavar="PATH")
+    uds: str = option("", "listen on this Unix socket, for this user only, instead of a port", metavar="PATH")
     ssl_certfile: str = option("", "serve TLS with this certificate chain, in PEM", metavar="FILE")
-    ssl_keyfile: str = option(
-        "", "its private key, if the certificate's file does not hold it", metavar="FILE", needs="ssl_certfile"
-    )
+    ssl_keyfile: str = option("", "its private key, if not in the same file", metavar="FILE", needs="ssl_certfile")
     supervise: bool = option(
-        True,
-        "a small parent process restarts the server after a crash; switch it off under another supervisor",
-        group="faults and the end",
+        True, "restart the server after a crash; off under another supervisor", group="faults and the end"
     )
-    log_format: str = option("text", "lines for people, or JSON lines for a log collector", choices=("text", "json"))
+    log_format: str = option("text", "lines for people, or JSON", choices=("text", "json"))
     otel: str = option(
         "",
-        "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
+        "send spans of requests and batches to this OpenTelemetry collector (OTLP/HTTP)",
         metavar="http://HOST:4318",
         group="spans",
     )
@@ -180,112 +162,65 @@ class LLMServeConfig(ServerConfig):
     """The settings of `reflex serve MODEL_DIR`."""
 
     served_model_name: str = option(
-        "",
-        "model name that clients use and /v1/models lists; by default the directory's name",
-        metavar="NAME",
-        group="what is served",
+        "", "name of the model for clients; by default the directory's", metavar="NAME", group="what is served"
     )
     lora: tuple[str, ...] = option(
-        (),
-        "a LoRA adapter (PEFT directory), which requests name as MODEL:NAME",
-        metavar="NAME=DIR",
-        repeat=True,
+        (), "LoRA adapter (PEFT directory), in requests MODEL:NAME", metavar="NAME=DIR", repeat=True
     )
-    device: str = option(
-        "auto",
-        "where the model runs; auto is a GPU if PyTorch finds one, else the CPU",
-        choices=("auto", "cpu", "cuda"),
-    )
-    runner: str = option(
-        "auto",
-        "library that runs the model; auto is OpenVINO on a CPU and PyTorch on a GPU",
-        choices=("auto", "openvino", "torch"),
-    )
+    device: str = option("auto", "auto: a GPU if PyTorch finds one, else the CPU", choices=("auto", "cpu", "cuda"))
+    runner: str = option("auto", "auto: OpenVINO on a CPU, PyTorch on a GPU", choices=("auto", "openvino", "torch"))
     dtype: str = option(
-        "auto",
-        "number format; auto is the checkpoint's own if the machine is fast at it",
-        choices=("auto", "float32", "bfloat16"),
+        "auto", "auto: the checkpoint's own if the machine is fast at it", choices=("auto", "float32", "bfloat16")
     )
     quantization: str = option(
-        "none",
-        "round the weights, on OpenVINO: int8 is close to float32 at a quarter of its size, int4 coarse at an eighth",
-        choices=("none", "int8", "int4"),
+        "none", "round the weights (OpenVINO): int8 is close to float32, int4 coarse", choices=("none", "int8", "int4")
     )
     cache_dir: str = option(
-        "",
-        "where converted models are kept; by default .reflex in the model's directory, or the user's cache",
-        metavar="DIR",
+        "", "place of converted models; by default .reflex in the model's directory, or the user's cache", metavar="DIR"
     )
     threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
     max_model_len: int = option(
         0, "most tokens of one request, prompt and output; 0 is the model's own limit", low=0, high=1 << 24
     )
-    workers: int = option(
-        0, "runtime processes, each with its own copy of the model; 0 runs it in the server's process", low=0, high=64
-    )
+    workers: int = option(0, "runtime processes with a copy of the model each; 0: the server's process", low=0, high=64)
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
     max_gap_ms: float = option(
         0.0,
-        "longest gap between two tokens of an answer: prompts are read in steps that keep it, and requests wait while "
-        "one more would break it; 0 is 100 ms or eight times the fixed part of a step, and nobody waits",
+        "longest gap between two tokens: prompts are read in steps that keep it, requests wait while one more would "
+        "break it; 0: 100 ms or eight times a step's fixed part, and nobody waits",
         low=0,
         high=60_000,
         unit="ms",
         group="batching",
     )
-    max_num_batched_tokens: int = option(
-        2048, "most tokens in a step; it bounds the memory of a step", low=1, high=1 << 20
-    )
-    max_num_seqs: int = option(256, "most requests that generate at the same time", low=1, high=1 << 16)
+    max_num_batched_tokens: int = option(2048, "most tokens in a step", low=1, high=1 << 20)
+    max_num_seqs: int = option(256, "most requests that generate at a time", low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(
-        0,
-        "most tokens of one prompt in a step; 0 is no limit of its own",
-        low=0,
-        high=1 << 20,
+        0, "most tokens of one prompt in a step; 0 is no limit", low=0, high=1 << 20
     )
     speculate: str = option(
         "off",
-        "ngram guesses the next tokens from the prompt and the answer, and computes guesses where that gives more "
-        "tokens a second; answers stay the same",
+        "ngram guesses tokens from the prompt and the answer, where that gives more tokens a second; answers stay the "
+        "same",
         choices=("off", "ngram"),
     )
-    default_tiers: bool = option(
-        False,
-        "requests without a priority are urgent if they stream, and background if they hold several prompts",
-    )
+    default_tiers: bool = option(False, "without a priority streams are urgent, requests of several prompts background")
     max_queue: int = option(1000, "most waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
     max_queued_tokens: int = option(
         1_000_000, "most prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
     )
-    block_size: int = option(
-        0,
-        "tokens in a block of the cache; 0 is the runner's default",
-        low=0,
-        high=4096,
-        group="the cache",
-    )
+    block_size: int = option(0, "tokens in a block; 0 is the runner's default", low=0, high=4096, group="the cache")
     kv_cache_gb: float = option(
-        0.0,
-        "memory for keys and values in each process; 0 is 1 GiB",
-        low=0,
-        high=100_000,
-        unit="GB",
+        0.0, "memory for keys and values of a process; 0 is 1 GiB", low=0, high=100_000, unit="GB"
     )
-    prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
+    prefix_caching: bool = option(True, "compute the common beginning of prompts once")
     watchdog_s: float = option(
         60.0,
-        "a step that runs longer fails for its callers; after twice the time the server ends; 0 is off",
+        "a step that runs longer fails; after twice the time the server ends; 0 is off",
         low=0,
         high=3600,
         unit="s",
         group="faults and the end",
     )
-    drain_timeout_s: float = option(
-        30.0, "time to finish accepted requests after SIGTERM; the rest ends with an error", low=0, high=600, unit="s"
-    )
-    trace: str = option(
-        "",
-        "write every step to FILE as a JSON line; read it with reflex trace",
-        metavar="FILE",
-        group="trace",
-    )
+    drain_timeout_s: float = option(30.0, "time to finish accepted requests after SIGTERM", low=0, high=600, unit="s")
+    trace: str = option("", "write every step to FILE, for reflex trace", metavar="FILE", group="trace")
