@@ -382,7 +382,7 @@ def test_f14_yolox_gets_blue_first_and_whole_numbers(tmp_path: Path) -> None:
     loaded = processor._loaded
     assert loaded is not None
     frame = np.zeros((64, 96, 3), np.uint8) + np.array([250, 120, 3], np.uint8)
-    (pixels,) = loaded.input.tensors([loaded.fitted(frame)], loaded.scale)["images"]
+    (pixels,) = loaded.input.tensors([loaded.fitted(frame)], loaded.dialect)["images"]
     np.testing.assert_allclose(pixels[:, 5, 5], [3, 120, 250], rtol=1e-6)
 
 

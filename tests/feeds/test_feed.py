@@ -131,7 +131,7 @@ def test_a_frame_without_a_batch_point_has_no_value() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("mode", "fast"), ("max_age", 0.0), ("max_age", float("nan")), ("queue", 0), ("restarts", -1), ("retries", -1),
+    [("max_age", 0.0), ("max_age", float("nan")), ("queue", 0), ("restarts", -1), ("retries", -1),
      ("retries", None), ("frozen_after", -1.0), ("queue", 2.5)],
 )  # fmt: skip
 def test_a_wrong_option_is_named(field: str, value: Any) -> None:
@@ -338,19 +338,6 @@ def test_file_a_frame_that_the_processor_fails_on_is_not_asked_again() -> None:
 
     made = Made(Camera(0, 1, END, live=False), answer).run()
     assert (made.drops, made.sink.sequences) == ({"failed": 1}, [1])
-
-
-def test_a_camera_may_be_treated_as_a_file_and_a_file_as_a_camera() -> None:
-    assert Made(Camera(END, live=True), mode="file").run().feed.mode == "file"
-    gate, source = Gate(), Endless(live=False)
-    made = Made(source, gate, mode="live")
-    made.feed.start()
-    gate.busy()
-    while source.given < 100:
-        assert made.feed.mode == "live"
-    gate.open.set()
-    assert made.feed.stop(PATIENCE)
-    assert made.drops["overrun"] > 0
 
 
 # -- reconnect ---------------------------------------------------------------------------------------------------------

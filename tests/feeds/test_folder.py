@@ -42,9 +42,13 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def read_all(source: PictureFolder) -> list[Any]:
+    return [picture for picture, _ in read_named(source)]
+
+
+def read_named(source: PictureFolder) -> list[tuple[Any, str]]:
     source.open()
     try:
-        return list(iter(source.read, None))
+        return [(picture, source.file) for picture in iter(source.read, None)]
     finally:
         source.close()
 
@@ -52,13 +56,13 @@ def read_all(source: PictureFolder) -> list[Any]:
 def test_f14_each_picture_of_a_directory_comes_once_by_name(pictures: Path) -> None:
     source = source_of(str(pictures))
     assert isinstance(source, PictureFolder)
-    read = read_all(source)
-    assert [(picture.file, *picture[0].shape, picture[0][0, 0].tolist(), picture[1]) for picture in read] == [
+    read = read_named(source)
+    assert [(file, *image.shape, image[0, 0].tolist(), pts) for (image, pts), file in read] == [
         ("a.bmp", 2, 4, 3, [10] * 3, None),
         ("b.PNG", 6, 8, 3, [20] * 3, None),
         ("c.png", 6, 8, 3, [30] * 3, None),
     ]
-    assert {picture[0].dtype for picture in read} == {np.dtype(np.uint8)}
+    assert {image.dtype for (image, _), _ in read} == {np.dtype(np.uint8)}
     assert (source.total, source.live, source.corrupt) == (3, False, 0)
     assert len(read_all(source)) == 3, "opened again, it starts over"
 
@@ -68,7 +72,7 @@ def test_names_are_in_natural_order(tmp_path: Path) -> None:
     for name in names:
         save(tmp_path / name, 1)
     order = ["9.png", "10.png", "a2.png", "a2b1.png", "a010.png", "a10.png", "a.png", "b.png"]
-    assert [picture.file for picture in read_all(PictureFolder(tmp_path))] == order
+    assert [file for _, file in read_named(PictureFolder(tmp_path))] == order
 
 
 RAMP = np.linspace(0, 1, 64 * 48).reshape(48, 64)
@@ -142,7 +146,7 @@ def test_a_picture_that_cannot_be_decoded_is_passed_over_and_counted(
     (pictures / "b.PNG").write_bytes((pictures / "b.PNG").read_bytes()[:40])
     monkeypatch.setattr(sources, "MOST_PIXELS", 40)
     source = PictureFolder(pictures)
-    assert [picture.file for picture in read_all(source)] == ["a.bmp"], "nor one with more pixels than are allowed"
+    assert [file for _, file in read_named(source)] == ["a.bmp"], "nor one with more pixels than are allowed"
     assert source.corrupt == 2
 
 

@@ -13,9 +13,8 @@ from onnx import helper, numpy_helper, parser
 from feeds.graphs import found_in
 from feeds.test_detectors import LIMITS, entries, in_pixels, started, trial
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors import obb
-from reflex_runtime.feeds.detectors.heads import DetectionLimits, Extras, RawHead, Rows
-from reflex_runtime.feeds.detectors.obb import kept_obb, polygons_of
+from reflex_runtime.feeds.detectors import heads
+from reflex_runtime.feeds.detectors.heads import DetectionLimits, Extras, RawHead, Rows, kept_obb, polygons_of
 from reflex_runtime.feeds.detectors.recognise import dialect_of
 from reflex_runtime.feeds.outputs.annotated import annotated
 from reflex_runtime.feeds.pictures import PictureSize, jpeg_of
@@ -71,12 +70,12 @@ def test_f14_of_turned_boxes_alike_the_better_one_stays_by_hand() -> None:
 def test_f14_how_alike_two_turned_boxes_are_by_hand() -> None:
     """Equal ones: 1. Two of the same form at a distance: e to the power of -d²/(8·w²/12) of the distance along it."""
     boxes = np.array([[0, 0, 12, 12, 0], [0, 0, 12, 12, 0], [6, 0, 12, 12, 0]], np.float32)
-    pair = obb._alike(boxes, obb._spread(boxes), np.arange(3), np.arange(3))
+    pair = heads._alike(boxes, heads._extents(boxes), np.arange(3), np.arange(3))
     expected = 1 - np.sqrt(1 - np.exp(-(6**2) / (8 * 12**2 / 12)))
     np.testing.assert_allclose(pair[0], [1, 1, expected], atol=1e-3)
     for angle in (0.0, 0.5):  # across each other: covariances 12 and 0.75, exchanged
         crossed = np.array([[0, 0, 12, 3, angle], [0, 0, 12, 3, angle + np.pi / 2]], np.float32)
-        pair = obb._alike(crossed, obb._spread(crossed), np.arange(2), np.arange(2))
+        pair = heads._alike(crossed, heads._extents(crossed), np.arange(2), np.arange(2))
         assert pair[0, 1] == pytest.approx(1 - np.sqrt(1 - 36**0.5 / 12.75), abs=1e-3)
 
 
@@ -87,11 +86,11 @@ def test_f14_blocks_of_turned_boxes_do_not_change_which_stay(monkeypatch: pytest
     scores, labels = random.choice([0.3, 0.5, 0.7, 0.9], 300), random.integers(0, 3, 300)
     whole = kept_obb(boxes, scores, labels, 0.5, 300)
     assert 20 < len(whole) < 290
-    alike = obb._alike(boxes, obb._spread(boxes), np.arange(300), np.arange(300))
+    alike = heads._alike(boxes, heads._extents(boxes), np.arange(300), np.arange(300))
     order = np.argsort(-scores, kind="stable").tolist()
     stays = [b for k, b in enumerate(order) if not any(labels[a] == labels[b] and alike[a, b] > 0.5 for a in order[:k])]
     assert whole.tolist() == stays
-    monkeypatch.setattr(obb, "AT_ONCE", 7)
+    monkeypatch.setattr(heads, "AT_ONCE", 7)
     assert kept_obb(boxes, scores, labels, 0.5, 300).tolist() == stays
     assert kept_obb(boxes, scores, labels, 0.5, 10).tolist() == stays[:10]
 

@@ -332,7 +332,7 @@ def test_conservation_holds_through_a_chaotic_run() -> None:
         live = i % 2 == 0
         source = ChaosSource(i, length=300, fps=2000.0 if live else 0.0, live=live, bad_pts=0.1, resize=0.1, flood=0.01)
         sinks[f"cam{i}"] = Collector()
-        runtime.feed(f"cam{i}", source, Pipeline(batch=point), [sinks[f"cam{i}"]], mode="live" if live else "file")
+        runtime.feed(f"cam{i}", source, Pipeline(batch=point), [sinks[f"cam{i}"]])
     log = Told(runtime)
     with runtime:
         while len(log.of(FeedEnded)) < 8:

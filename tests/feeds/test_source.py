@@ -91,8 +91,6 @@ def test_a_program_can_add_a_source_that_draws(monkeypatch: pytest.MonkeyPatch) 
         ("chaos:", {"loop": True}, "loop=True: must be False for chaos:"),
         ("a.mp4", {"read_timeout": 0.0}, r"_timeout=0.0: must be in (0, 600] seconds"),
         ("a.mp4", {"read_timeout": float("nan")}, r"_timeout=nan: must be in (0, 600] seconds"),
-        ("a.mp4", {"size": (0, 10)}, "size=(0, 10): must be width and height in [1, 8192]"),
-        ("a.mp4", {"size": (10, 8193)}, "size=(10, 8193)"),
         ("a\0b.mp4", {}, "where="),
     ],
 )
@@ -153,12 +151,6 @@ def test_a_picture_belongs_to_the_reader() -> None:
     gc.collect()
     assert len({image.ctypes.data for image, _ in kept}) == 30
     assert all((image == copy).all() for image, copy in kept)
-
-
-def test_pictures_are_scaled() -> None:
-    read = read_all(VideoSource(clip(30), size=(81, 23)))
-    assert {image.shape for image, _ in read} == {(23, 81, 3)}
-    assert numbers(read) == list(range(30))
 
 
 def test_the_resolution_may_change_and_the_pts_be_missing(tmp_path: Path) -> None:
@@ -267,11 +259,6 @@ def test_pictures_are_turned_as_the_file_says(tmp_path: Path, degrees: int) -> N
     (image, _), *_ = read_all(VideoSource(turned_in(tmp_path / "a.mp4", degrees)))
     lying = pipeline.turned(read_all(VideoSource(clip(30)))[0][0], degrees)
     assert (image == lying).all()
-
-
-def test_a_size_is_that_of_the_turned_picture(tmp_path: Path) -> None:
-    (image, _), *_ = read_all(VideoSource(turned_in(tmp_path / "a.mp4", 90), size=(24, 80)))
-    assert image.shape == (80, 24, 3)
 
 
 @pytest.mark.parametrize(("aspect", "width"), [(Fraction(2), 320), (Fraction(1, 2), 80), (Fraction(1), 160)])
@@ -391,7 +378,7 @@ def test_a_last_picture_that_stands_for_long_is_the_end(tmp_path: Path, ending: 
 
 def test_decoding_starts_no_thread() -> None:
     process = psutil.Process()
-    source = VideoSource(clip(30, size=(320, 240)), size=(160, 120))
+    source = VideoSource(clip(30, size=(320, 240)))
     before = process.num_threads()
     source.open()
     assert source.read() is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.detectors.onnx import FrameLimits, OnnxFrames
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.runtime.feed import Sink
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
@@ -43,13 +43,13 @@ class FeedPlan:
     sources: Mapping[str, Source]
     file: Path | None = None
 
-    def limits(self, general: FeedsConfig) -> dict[str, FrameLimits]:
+    def limits(self, general: FeedsConfig) -> dict[str, dict[str, Any]]:
         """What feeds want in place of the detector's `score` and `classes`. general: its settings."""
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for spec in self.specs:
             score, classes = spec.config.score, spec.config.classes
             if (score, classes) != (general.score, general.classes):
-                found[spec.name] = FrameLimits(score, tuple(name.strip() for name in classes))
+                found[spec.name] = {"score": score, "classes": [name.strip() for name in classes]}
         return found
 
 

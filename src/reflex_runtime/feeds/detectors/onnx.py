@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from reflex_runtime.feeds.detectors.picture_input import (
     FittedPicture,
     Picture,
     PictureInput,
-    PixelScale,
     opencv_here,
     picture_input,
     result_of,
@@ -32,7 +31,6 @@ from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 
 log = logging.getLogger("reflex.feeds")
 
-_KEPT = 1024  # limits of feeds
 OVERLAP = 0.7  # of two boxes of a class, as a share of both
 
 
@@ -47,7 +45,6 @@ class DetectorSettings:
     size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
     resize: "letterbox", "corner" (the same in the upper left), "stretch" or "crop".
     names: labels by number. A label without a name stays a number.
-    mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std.
     """
 
     score: float | None = None
@@ -57,8 +54,6 @@ class DetectorSettings:
     size: tuple[int, int] | None = None
     resize: str | None = None
     names: Mapping[int, str] | None = None
-    mean: float | Sequence[float] | None = None
-    std: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         _check("score", self.score, 0.0, 1.0)
@@ -68,21 +63,6 @@ class DetectorSettings:
             raise ConfigError(f"size={self.size!r}: must be a width and a height of 1 to {LARGEST}")
         if self.resize is not None and self.resize not in FITTINGS:
             raise ConfigError(f"resize={self.resize!r}: {one_of(str(self.resize), FITTINGS)}")
-        for name in ("mean", "std"):
-            object.__setattr__(self, name, _per_channel(name, getattr(self, name)))
-        if self.std is not None and np.min(self.std) <= 0:
-            raise ConfigError(f"std={self.std!r}: must be > 0")
-
-
-@dataclass(frozen=True, slots=True)
-class FrameLimits:
-    """What one feed wants in place of the detector's own `score` and `classes`. None: no difference. (): all."""
-
-    score: float | None = None
-    classes: tuple[str | int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        _check("score", self.score, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +75,6 @@ class _Loaded:
     dialect: Dialect | None
     limits: DetectionLimits
     resize: str
-    scale: PixelScale
-    known: dict[FrameLimits, DetectionLimits] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """What was found out, in one line."""
@@ -112,31 +90,15 @@ class _Loaded:
             return ahead
         return self.input.fitted(frame, self.resize)
 
-    def run(self, pictures: Sequence[FittedPicture], wanted: Sequence[FrameLimits | None] = ()) -> list[dict[str, Any]]:
-        """wanted: of each frame, where some have limits of their own."""
-        outputs = self.session.run(self.input.tensors(pictures, self.scale))
+    def run(self, pictures: Sequence[FittedPicture], limits: Sequence[DetectionLimits]) -> list[dict[str, Any]]:
+        """limits: of each picture."""
+        outputs = self.session.run(self.input.tensors(pictures, self.dialect))
         each = [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
         if self.dialect is None:
             return each
-        limits = [self.limits_of(one) for one in wanted or [None] * len(pictures)]
         found = map(self.dialect.found, each, limits)
         together = zip(found, pictures, strict=True)
         return [result_of(one, picture.fit, self.facts.names, self.input.size) for one, picture in together]
-
-    def limits_of(self, wanted: FrameLimits | None) -> DetectionLimits:
-        """Raises ConfigError for a class that the graph does not have."""
-        if wanted is None:
-            return self.limits
-        limits = self.known.get(wanted)
-        if limits is None:
-            limits = self.limits if wanted.score is None else replace(self.limits, score=wanted.score)
-            if wanted.classes is not None:
-                classes = _numbers(wanted.classes, self.facts.names) if wanted.classes else None
-                limits = replace(limits, classes=classes)
-            if len(self.known) >= _KEPT:
-                self.known.clear()
-            self.known[wanted] = limits
-        return limits
 
 
 class OnnxFrames:
@@ -147,16 +109,13 @@ class OnnxFrames:
         have at most so many pictures, and smaller ones are padded (`batch_size`).
     id: names it in metrics and events.
     provider: "cpu", "cuda", "openvino", or an execution provider's own name. threads: intra-op threads of a call.
-    warm_up: sizes of batches that are run before the first real one, so that no frame pays for a first call.
-    wanted: see `DetectorSettings`.
+    settings: see `DetectorSettings`. limits: by feed, the `score` and `classes` that differ; see `limit`.
 
     What the outputs mean is told by what the graph returns for one blank picture; see `detectors.recognise`. A result
     is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
     with `keypoints` or `masks` where the graph finds them; see `result_of`. Outputs [n] or [n, k] without names for the
     k are passed on: {output: array without batch axis}. Any other graph is refused. Each result has `model`: the name
     of the file and the first 16 digits of its SHA-256.
-
-    limits: by feed, what it wants in place of `score` and `classes`; see `limit`.
 
     A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, those that only the graph
     can show when `on_start` reads it.
@@ -165,38 +124,27 @@ class OnnxFrames:
     repeatable = True
 
     def __init__(
-        self,
-        path: str | Path,
-        id: str = "onnx",
-        provider: str = "cpu",
-        threads: int = 1,
-        score: float | None = None,
-        *,
-        warm_up: Sequence[int] = (1,),
-        **wanted: Any,
+        self, path: str | Path, id: str = "onnx", provider: str = "cpu", threads: int = 1, **settings: Any
     ) -> None:
         _check("threads", threads, 1, inf)
-        if any(n < 1 for n in warm_up):
-            raise ConfigError(f"warm_up={tuple(warm_up)!r}: batch sizes must be >= 1")
         self.id, self.path = id, Path(path)
-        self._settings = DetectorSettings(score, **wanted)
+        self.limits: Mapping[str, Mapping[str, Any]] = {}
+        self._settings = DetectorSettings(**settings)
         self._provider, self._threads = PROVIDERS.get(provider, provider), threads
-        self._warm_up = tuple(warm_up)
         self._loaded: _Loaded | None = None
+        self._of_feeds: dict[str, DetectionLimits] = {}
         self._name = ""
-        self.limits: Mapping[str, FrameLimits] = {}
 
     def on_start(self) -> None:
-        """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError,
-        also if it lacks a class that a feed wants."""
+        """Load the graph, find out what its outputs mean, and run it once, so that no frame pays for a first call.
+        Raises ConfigError, also if it lacks a class that a feed wants."""
         session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
         self._loaded = loaded = self._read(session)
         self._name = _name_of(self.path)
         log.info("%s: %s", self.path.name, loaded)
         self.limit(self.limits)
         width, height = loaded.input.size
-        for n in self._warm_up:
-            loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))] * n)
+        loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))], [loaded.limits])
 
     def prepare(self, frame: Any) -> FittedPicture | None:
         """The frame in the size of the graph's input, as `process` takes it for an entry's `view`: on any thread, while
@@ -209,9 +157,9 @@ class OnnxFrames:
         loaded = self._started()
         results: list[Any] = [_fault(entry.frame) for entry in entries]
         fine = [entry for entry, fault in zip(entries, results, strict=True) if fault is None]
-        wanted = [self.limits.get(entry.feed_id) for entry in fine] if self.limits else ()
+        limits = [self._of_feeds.get(entry.feed_id, loaded.limits) for entry in fine]
         pictures = [loaded.fitted(entry.frame, entry.view) for entry in fine]
-        answers = iter(loaded.run(pictures, wanted) if fine else ())
+        answers = iter(loaded.run(pictures, limits) if fine else ())
         return [{**next(answers), "model": self._name} if fault is None else fault for fault in results]
 
     def on_stop(self) -> None:
@@ -228,18 +176,16 @@ class OnnxFrames:
         """What the outputs mean; None before the start, and for outputs that are passed on."""
         return None if self._loaded is None else self._loaded.dialect
 
-    def limit(self, limits: Mapping[str, FrameLimits]) -> None:
-        """After the start: look at feeds with these limits. Raises ConfigError for some that have no effect, or name
-        unknown classes; then nothing has changed."""
-        loaded = self._started()
-        for feed, wanted in limits.items():
+    def limit(self, limits: Mapping[str, Mapping[str, Any]]) -> None:
+        """After the start: find in frames of these feeds what differs. Raises ConfigError for settings that have no
+        effect, and for unknown classes; then nothing has changed."""
+        loaded, found = self._started(), {}
+        for feed, differs in limits.items():
             try:
-                if loaded.dialect is None and wanted != FrameLimits():
-                    raise ConfigError("score and classes have no effect: the graph's outputs are passed on as they are")
-                loaded.limits_of(wanted)
+                found[feed] = _limits(replace(self._settings, **differs), loaded.dialect, loaded.facts)
             except ConfigError as error:
                 raise ConfigError(f"{self.path}: feed {feed}: {error.message}") from None
-        self.limits = limits
+        self.limits, self._of_feeds = limits, found
 
     def _started(self) -> _Loaded:
         if self._loaded is None:
@@ -260,29 +206,17 @@ class OnnxFrames:
             raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
         if resize in (CORNER, LETTERBOX):
             opencv_here()
-        limits = _limits(wanted, dialect, facts)
-        return _Loaded(session, taken, facts, dialect, limits, resize, self._scale(taken, dialect))
+        return _Loaded(session, taken, facts, dialect, _limits(wanted, dialect, facts), resize)
 
     def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:
         """By what it returns for one blank picture."""
         width, height = taken.size
         blank = taken.fitted(np.zeros((height, width, 3), np.uint8), STRETCH)
-        outputs = session.run(taken.tensors([blank], PixelScale()))
+        outputs = session.run(taken.tensors([blank], None))
         try:
             return dialect_of(Trial(outputs, facts, taken.size))
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error.message}") from None
-
-    def _scale(self, taken: PictureInput, dialect: Dialect | None) -> PixelScale:
-        known = dialect or Dialect()
-        mean: Any = self._settings.mean
-        std: Any = self._settings.std
-        if taken.dtype == np.uint8:
-            if any(mean or ()) or set(std or (1.0,)) != {1.0}:
-                where = f"{self.path}: input {taken.name!r}"
-                raise ConfigError(f"mean, std: {where} takes uint8, so there is nothing to scale")
-            return PixelScale(bgr=known.bgr)
-        return PixelScale(mean or known.mean, std or known.std, known.bgr)
 
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
@@ -339,12 +273,3 @@ def _fault(frame: Any) -> ProcessorError | None:
     if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3 or not frame.size:
         return ProcessorError(f"frame: found {frame.dtype} {list(frame.shape)}, expected uint8 [h, w, 3]")
     return None
-
-
-def _per_channel(name: str, value: float | Sequence[float] | None) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    array = np.asarray(value, np.float32)
-    if array.shape not in ((), (1,), (3,)) or not np.isfinite(array).all():
-        raise ConfigError(f"{name}={value!r}: must be a finite number, or three of them")
-    return tuple(np.broadcast_to(array, (3,)).tolist())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError, not_installed
-from reflex_runtime.feeds.detectors.heads import CORNER, CROP, LETTERBOX, STRETCH, Found
+from reflex_runtime.feeds.detectors.heads import CORNER, CROP, LETTERBOX, STRETCH, Dialect, Found
 from reflex_runtime.feeds.runtime.pipeline import opencv
 from reflex_runtime.run.onnx_session import OnnxSession, fits, shown
 
@@ -127,20 +127,6 @@ def opencv_here() -> Any:
 SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets the width and height of the first
 
 
-@dataclass(frozen=True, slots=True)
-class PixelScale:
-    """What a floating input gets of a pixel: (pixel / 255 - mean) / std, per channel. bgr: blue comes first."""
-
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    std: tuple[float, ...] = (1.0, 1.0, 1.0)
-    bgr: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether pixels are only divided."""
-        return not any(self.mean) and set(self.std) == {1.0}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedPicture:
     """A frame brought to the size of an input. pixels: uint8, in the order of the input's axes. fit: where the frame
@@ -169,26 +155,24 @@ class PictureInput:
         fit = FITTINGS[resize](frame, place)
         return FittedPicture(place if self.last else planes_of(place), fit, resize)
 
-    def tensors(self, pictures: Sequence[FittedPicture], scale: PixelScale) -> dict[str, NDArray[Any]]:
-        """The graph's inputs for these pictures."""
-        ordered = [np.flip(p.pixels, -1 if self.last else 0) if scale.bgr else p.pixels for p in pictures]
+    def tensors(self, pictures: Sequence[FittedPicture], dialect: Dialect | None) -> dict[str, NDArray[Any]]:
+        """The graph's inputs for these pictures. A floating one gets (pixel / 255 - mean) / std of the dialect."""
+        known, axis = dialect or Dialect(), -1 if self.last else 0
+        ordered = [np.flip(p.pixels, axis) if known.bgr else p.pixels for p in pictures]
         if self.dtype == np.uint8:
             pixels: NDArray[Any] = np.stack(ordered)
         else:
             pixels = np.empty((len(pictures), *self.shape), np.float32)
             for picture, row in zip(ordered, pixels, strict=True):
-                self._scale(picture, row, scale)
+                np.divide(picture, np.float32(255.0), out=row)
+                if (known.mean, known.std) != (Dialect.mean, Dialect.std):
+                    channels = (3,) if self.last else (3, 1, 1)
+                    row -= np.asarray(known.mean, np.float32).reshape(channels)
+                    row /= np.asarray(known.std, np.float32).reshape(channels)
         rows = {self.name: pixels.astype(self.dtype, copy=False)}
         if self.sizes:
             rows[SIZES_NAME] = np.tile(np.array([self.size], np.int64), (len(pictures), 1))
         return rows
-
-    def _scale(self, pixels: NDArray[np.uint8], row: NDArray[np.float32], scale: PixelScale) -> None:
-        np.divide(pixels, np.float32(255.0), out=row)
-        if not scale.plain:
-            channels = (3,) if self.last else (3, 1, 1)
-            row -= np.asarray(scale.mean, np.float32).reshape(channels)
-            row /= np.asarray(scale.std, np.float32).reshape(channels)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -92,7 +92,6 @@ _REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], .
 class FeedConfig:
     """How a feed treats its frames. Times in seconds.
 
-    mode: live or file (see the module); None: as the source is.
     max_age: live: a frame older than this is dropped before it is computed; None: no limit.
     queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
         with stages before the batch point, or with a view of its own (`Pipeline`), the frame that waits for its batch
@@ -105,7 +104,6 @@ class FeedConfig:
     frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
     """
 
-    mode: str | None = option(None, choices=(LIVE, FILE))
     max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
     queue: int | None = option(None, low=1, high=4096)
     restarts: int | None = option(None, low=0, high=10**9)
@@ -289,7 +287,7 @@ class Feed:
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise ConfigError(f"Feed.name={name!r}: must be a text of 1 to 256 characters")
         self.config = config = config or FeedConfig()
-        self.name, self.mode = name, config.mode or (LIVE if source.live else FILE)
+        self.name, self.mode = name, LIVE if source.live else FILE
         self.sinks, self.pipeline, self.clock = tuple(sinks), pipeline or Pipeline(), clock
         self._live = live = self.mode == LIVE
         self.max_age = config.max_age if live and config.max_age is not None else inf
@@ -491,7 +489,7 @@ class Feed:
                     prepared = self._prepare(image)
             except Exception:  # the thread that submits the frame tries again, and counts it as failed
                 prepared = None
-        frame = Frame(image, ledger.read_so_far, pts, now, prepared, getattr(picture, "file", ""))
+        frame = Frame(image, ledger.read_so_far, pts, now, prepared, getattr(self._source, "file", ""))
         ledger.read(frame)
         left_out = self.queue.put(frame)
         if left_out is not None:

@@ -81,7 +81,8 @@ class Source(Protocol):
     total: pictures expected in all, None when not known. Final once `open` has returned.
 
     It may have `step`, the seconds between two pictures of a file by its own rate, `paced`, whether the reader is to
-    take them at their times, and `corrupt`, how many pictures of what was read could not be decoded.
+    take them at their times, `corrupt`, how many pictures of what was read could not be decoded, and `file`, the name
+    of the last picture in its directory.
     """
 
     name: str
@@ -94,7 +95,6 @@ class Source(Protocol):
     def read(self) -> Picture | None:
         """The next picture and its pts; waits for it. None at the end. Raises SourceError when the source is lost.
 
-        It may have an attribute `file`, its name in a directory.
         The array belongs to the caller: it is not written to again.
         """
 

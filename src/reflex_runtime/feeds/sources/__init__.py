@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.pipeline import Source, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Picture, Source, SourceError
 from reflex_runtime.feeds.sources.shapes import shapes_source
 from reflex_runtime.feeds.sources.video import NETWORK, VideoSource, without_secrets
 from reflex_runtime.run.pictures import upright
@@ -33,7 +33,6 @@ def source_of(
     *,
     realtime: bool = False,
     loop: bool = False,
-    size: tuple[int, int] | None = None,
     read_timeout: float = 5.0,
     hwaccel: str = "",
 ) -> Source:
@@ -41,18 +40,14 @@ def source_of(
 
     text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; a directory of
         pictures; one of `DRAWN` with options, as in shapes:seed=7,fps=15.
-    realtime, loop, size, read_timeout, hwaccel: see VideoSource; read_timeout counts for connecting, too.
+    realtime, loop, read_timeout, hwaccel: see VideoSource; read_timeout counts for connecting, too.
     """
     scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", text)) else ""
-    if scheme in DRAWN:
+    if (drawn := scheme in DRAWN) or os.path.isdir(text):
         if realtime or loop:
-            raise ConfigError(f"realtime={realtime}, loop={loop}: must be False for {scheme}:, which is no file")
-        return DRAWN[scheme](text)
-    if os.path.isdir(text):
-        if realtime or loop or size:
-            found = f"realtime={realtime}, loop={loop}, size={size}"
-            raise ConfigError(f"{found}: must be False and None for {one_line(text)}, a directory of pictures")
-        return PictureFolder(text)
+            what = f"{scheme}:, which is no file" if drawn else f"{one_line(text)}, a directory of pictures"
+            raise ConfigError(f"realtime={realtime}, loop={loop}: must be False for {what}")
+        return DRAWN[scheme](text) if drawn else PictureFolder(text)
     if not text or ("://" in text and scheme not in NETWORK):
         known = ", ".join([*(f"{name}://" for name in NETWORK), *(f"{name}:" for name in DRAWN)])
         name = without_secrets(text)
@@ -61,7 +56,6 @@ def source_of(
         text,
         realtime=realtime,
         loop=loop,
-        size=size,
         open_timeout=read_timeout,
         read_timeout=read_timeout,
         hwaccel=hwaccel,
@@ -75,25 +69,12 @@ ENDINGS: Final = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".t
 MOST_PIXELS: Final = 8192 * 8192  # of a picture; a header that says more is an error or an attack
 
 
-class FilePicture(tuple[NDArray[np.uint8], float | None]):
-    """A picture without a time. file: its name in the directory."""
-
-    file: str
-
-    @classmethod
-    def of(cls, image: NDArray[np.uint8], file: str) -> FilePicture:
-        """The picture that this file holds."""
-        picture = cls((image, None))
-        picture.file = file
-        return picture
-
-
 class PictureFolder:
     """The pictures in a directory, as a `Source`: files whose names end in one of `ENDINGS`, in natural order, without
     hidden ones and without those in directories below it.
 
     Pictures mean what they mean to `/act` (see `run.pictures`). Of an animation the first picture is taken. A file that
-    cannot be decoded is passed over, and counted by `corrupt`.
+    cannot be decoded is passed over, and counted by `corrupt`. file: the name of the one that was read last.
     """
 
     live = False
@@ -107,6 +88,7 @@ class PictureFolder:
         self._files: Iterator[str] = iter(())
         self.total: int | None = None
         self.corrupt = 0
+        self.file = ""
 
     def open(self) -> None:
         """List the pictures. Raises SourceError if there are none."""
@@ -116,14 +98,14 @@ class PictureFolder:
             raise SourceError(error.message, retryable=False) from None
         self._files, self.total = iter(found), len(found)
 
-    def read(self) -> FilePicture | None:
+    def read(self) -> Picture | None:
         """The next picture that can be decoded; None after the last one."""
         for file in self._files:
             if self._stop.is_set():
                 raise SourceError(f"{self.name}: interrupted", retryable=False)
-            image = self._decoded(file)
-            if image is not None:
-                return FilePicture.of(image, file)
+            if (image := self._decoded(file)) is not None:
+                self.file = file
+                return image, None
             self.corrupt += 1
         return None
 

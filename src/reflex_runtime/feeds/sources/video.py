@@ -74,7 +74,6 @@ class VideoSource:
     where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
     realtime: a file whose reader takes the pictures at their times (`paced`), like a camera's; the source is then live.
     loop: start a file over at its end. Its pts starts over, too, and the source has no end.
-    size: width and height to scale every picture to, in [1, 8192]. None: each picture keeps its size.
     open_timeout: seconds, above 0 up to 600, to wait for a connection, and again for enough data to know the format.
     read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
     hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
@@ -99,7 +98,6 @@ class VideoSource:
         *,
         realtime: bool = False,
         loop: bool = False,
-        size: tuple[int, int] | None = None,
         open_timeout: float = 5.0,
         read_timeout: float = 5.0,
         hwaccel: str = "",
@@ -116,11 +114,8 @@ class VideoSource:
         for field, seconds in (("open_timeout", open_timeout), ("read_timeout", read_timeout)):
             if not 0.0 < seconds <= 600.0:
                 raise ConfigError(f"VideoSource.{field}={seconds!r}: must be in (0, 600] seconds")
-        if size is not None and not (len(size) == 2 and all(1 <= side <= MAX_SIDE for side in size)):
-            raise ConfigError(f"VideoSource.size={size!r}: must be width and height in [1, {MAX_SIDE}], or None")
         self._av = _load()
-        self._loop, self._size = loop, size
-        self._timeouts = (open_timeout, read_timeout)
+        self._loop, self._timeouts = loop, (open_timeout, read_timeout)
         self._hwaccel, self._hardware = hwaccel, None
         if hwaccel:
             kinds_of(hwaccel)
@@ -290,9 +285,7 @@ class VideoSource:
             raise SourceError(f"{self.name}: pictures of floats, {frame.format.name}", retryable=False)
         turn = round(-frame.rotation / 90) % 4 * 90  # FFmpeg counts against the clock
         width, height = frame.width, frame.height
-        if self._size is not None:
-            width, height = self._size if turn in (0, 180) else self._size[::-1]
-        elif self._aspect != 1.0:
+        if self._aspect != 1.0:
             width = max(1, round(width * self._aspect))
             self._check_side(width, height)
         # One thread: PyAV's default is one per core, for every feed.
