@@ -36,7 +36,7 @@ from reflex_runtime.run.process import telemetry_off
 telemetry_off()
 import uvloop, httptools, onnxruntime, numpy.random
 import reflex_runtime.web.serve
-import reflex_runtime.feeds.session, reflex_runtime.feeds.settings
+import reflex_runtime.feeds.session, reflex_runtime.feeds.plan
 import reflex_runtime.run.coordinator
 import feeds.chaos, feeds.markers  # sources of their own, for `reflex feeds`
 import reflex_runtime.feeds.detectors.onnx, reflex_runtime.feeds.runtime.runtime, reflex_runtime.feeds.pages

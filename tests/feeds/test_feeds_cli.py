@@ -37,7 +37,7 @@ ENDLESS = "a=shapes:seed=1"
         (("a=.",), "a: .: holds no pictures (.bmp"),
         (("a=ftp://u:pw@h/x",), "source='ftp://h/x': must be a path"),
         (("a=chaos:seed=x",), "a: chaos:seed=x: must be a whole number"),
-        (("a=mine.py", "--loop"), "a=mine.py: --loop needs --realtime"),
+        (("a=mine.py", "--loop"), "a=mine.py: loop needs realtime"),
         ((SHORT, "--processor", "mine:Sizes", "--score", "0.3"), "--score needs --onnx"),
         ((SHORT, "--processor", "mine:Sizes", "--provider", "cuda"), "--provider needs --onnx"),
         ((SHORT, "--processor", "mine:Sizes", "--threads", "2"), "--threads needs --onnx"),

@@ -16,9 +16,9 @@ from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import sources
 from reflex_runtime.feeds.outputs.json_lines import JsonLines
+from reflex_runtime.feeds.plan import source_of_spec, specs_of
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Result, SourceError
-from reflex_runtime.feeds.settings import source_of_spec, specs_of
 from reflex_runtime.feeds.sources import PictureFolder, source_of
 from reflex_runtime.settings import FeedsConfig
 

@@ -24,9 +24,9 @@ from feeds.chaos import ChaosSource
 from feeds.test_feed import Made
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_fields, write_video
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.plan import source_of_spec, specs_of
 from reflex_runtime.feeds.runtime import pipeline
 from reflex_runtime.feeds.runtime.pipeline import Source, SourceClock, SourceError
-from reflex_runtime.feeds.settings import source_of_spec, specs_of
 from reflex_runtime.feeds.sources import DRAWN, source_of, video
 from reflex_runtime.feeds.sources.video import VideoSource
 from reflex_runtime.settings import FeedsConfig

@@ -5,11 +5,10 @@ from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.webhook import Webhook
-from reflex_runtime.feeds.plan import processor_of
+from reflex_runtime.feeds.plan import FeedSpec, processor_of, source_of_spec, specs_of
 from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, Source, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
-from reflex_runtime.feeds.settings import FeedSpec, source_of_spec, specs_of
 from reflex_runtime.feeds.sources import source_of
 from reflex_runtime.feeds.stages import ResultArrays, TrackStage, ZoneStage, to_arrays, to_supervision
 

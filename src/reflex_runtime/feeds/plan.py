@@ -1,14 +1,16 @@
-"""What a run of `reflex feeds` needs, made of its settings, and what changes when these are read again."""
+"""From options and a configuration file to feeds that run: read, checked, and changed when the file is read again.
+
+Every refusal is one line that names the feed or the setting, the value, and what is allowed. It holds no credentials.
+"""
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Final
@@ -16,22 +18,208 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
+from reflex_runtime.feeds.outputs.json_lines import NAME
 from reflex_runtime.feeds.runtime.feed import Sink
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Region, Source, refusals_of
 from reflex_runtime.feeds.runtime.runtime import Runtime
-from reflex_runtime.feeds.settings import CAMERA, FILES, OF_STAGES, PER_FEED, FeedSpec, source_of_spec, specs_of
+from reflex_runtime.feeds.sources import DRAWN, pictures_in, source_of
+from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.feeds.stages import stages_of
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.model_files import check_kind
 from reflex_runtime.run.modules import imported, in_one_line, made, told
 from reflex_runtime.settings import FeedsConfig
-from reflex_runtime.settings.declare import check_needs, flag, one_line
-from reflex_runtime.settings.read import environment, read
+from reflex_runtime.settings.declare import check_needs, convert, did_you_mean, flag, hints_of, one_line
+from reflex_runtime.settings.read import environment, read, read_toml
 
+PER_FEED = (
+    "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
+    "score", "classes",
+)  # fmt: skip
+OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
+_FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
+_DRAWN_KIND, CAMERA = "drawn", "a camera"
+FILES = (_FILE, _PLAYED)
+_ONLY = (  # settings of a feed, what they are for, and the kinds of source that have them
+    (("realtime", "loop"), "files of video", FILES),
+    (("max_age_ms", "restarts"), "cameras", (_PLAYED, _DRAWN_KIND, CAMERA)),
+    (("read_timeout_s",), "cameras", (_DRAWN_KIND, CAMERA)),
+    (("hwaccel",), "videos and cameras", (*FILES, CAMERA)),
+)
+_EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
 LONGEST_S: Final = 3600.0  # for what has no time limit of its own
 MOST: Final = 256  # feeds of a run whose file may name more of them later
 LARGEST_QUEUE: Final = 1_000_000  # frames: as many as `BatchConfig.queue_capacity` may be
+
+
+# -- one feed ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSpec:
+    """A feed's name, its source as text, and its settings: the general ones with its own in their place."""
+
+    name: str
+    source: str
+    config: FeedsConfig
+
+    @property
+    def file(self) -> Path | None:
+        """The video file or the directory it reads, if it is one."""
+        return Path(self.source) if is_file(self.source) else None
+
+    @property
+    def kind(self) -> str:
+        """What its source is, in words: one of `FILES`, `CAMERA`, a directory, or drawn."""
+        if is_drawn(self.source):
+            return _DRAWN_KIND
+        if self.file is None:
+            return CAMERA
+        if "\0" not in self.source and self.file.is_dir():
+            return _FOLDER
+        return _PLAYED if self.config.realtime else _FILE
+
+    @property
+    def region(self) -> Region | None:
+        """The part of its pictures that the processor gets; None for all."""
+        return Region.of(self.config.roi) if self.config.roi else None
+
+    def same_as(self, other: FeedSpec) -> bool:
+        """Whether it is the same feed: of the general settings only its own count."""
+        settings = (*PER_FEED, *OF_STAGES)
+        same = all(getattr(self.config, name) == getattr(other.config, name) for name in settings)
+        return same and (self.name, self.source) == (other.name, other.source)
+
+    def options(self, live: bool) -> dict[str, Any]:
+        """Its settings as `Runtime.feed` takes them. live: of its source."""
+        own = self.config
+        return {
+            "max_age": own.max_age_ms / 1e3,
+            "restarts": (own.restarts or None) if live else None,
+            "every": own.every,
+            "fps": own.fps,
+            "rotate": int(own.rotate),
+        }
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is a path to a file: no address, no device, nothing drawn."""
+    return "://" not in source and not source.startswith("/dev/video") and not is_drawn(source)
+
+
+def is_drawn(source: str) -> bool:
+    """Whether a source draws its own pictures."""
+    return source.lower().startswith(tuple(f"{name}:" for name in DRAWN))
+
+
+def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
+    """The feeds of a configuration file and of texts NAME=SOURCE, with the settings of texts NAME.SETTING=VALUE for one
+    feed alone. ConfigError for a name given twice, and for none."""
+    feeds: list[str] = []
+    own: dict[str, dict[str, str]] = {}  # settings by feed
+    for text in texts:
+        left, equals, value = text.partition("=")
+        name, _, setting = left.rpartition(".")
+        if equals and name and (setting := setting.replace("-", "_")) in PER_FEED:
+            own.setdefault(name, {})[setting] = value
+        else:
+            feeds.append(text)
+    specs = [
+        *(_of_file(file, config, own) if file is not None else ()),
+        *(_of_text(text, config, own) for text in feeds),
+    ]
+    if not specs:
+        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config FILE with tables [[feed]]")
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            raise ConfigError(f"two feeds are called {spec.name}: give each a name of its own")
+        names.add(spec.name)
+    for name, (setting, *_) in own.items():
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"{one_line(name)}.{setting}: there is no feed {one_line(name)}{hint}")
+    return specs
+
+
+def _of_text(text: str, config: FeedsConfig, own: Mapping[str, Mapping[str, str]]) -> FeedSpec:
+    name, equals, source = text.partition("=")
+    if not equals or not source or not name or "/" in name or ":" in name:
+        name = re.sub(r"[^\w.-]", "-", Path(text).stem)[:64]
+        example = f"such as {name}={one_line(text)}" if Path(text).is_file() else _EXAMPLE
+        raise ConfigError(f"{_public(text)}: must be NAME=SOURCE, {example}")
+    with refusals_of(f"{one_line(name)}={_public(source)}"):
+        return _spec(name, source, config, own.get(name, {}), PER_FEED)
+
+
+def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, str]]) -> Iterator[FeedSpec]:
+    tables = read_toml(file).get("feed", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{file}: feed: must be tables, each beginning with [[feed]]")
+    for number, table in enumerate(tables, 1):
+        with refusals_of(f"{file}: feed {number}"):
+            for key in ("name", "source"):
+                if not isinstance(table.get(key), str) or not table[key]:
+                    raise ConfigError(f"{key}: must be there, and be text")
+            own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
+            own |= more.get(table["name"], {})
+            yield _spec(table["name"], table["source"], config, own, (*PER_FEED, *OF_STAGES))
+
+
+def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str]) -> FeedSpec:
+    """A feed with the settings of its own, which are among those known."""
+    hints, values = hints_of(FeedsConfig), {}
+    for setting, value in own.items():
+        if setting not in known:
+            raise ConfigError(f"{one_line(setting)}: no such setting of a feed; there are {', '.join(known)}")
+        values[setting] = convert(value, hints[setting], setting)
+    spec = FeedSpec(name, source, replace(config, **values))
+    if not re.fullmatch(NAME, name):
+        raise ConfigError("the name must be 1 to 64 letters, digits, '.', '-' or '_', and neither . nor ..")
+    _ = spec.region  # or says why not
+    for setting in ("score", "classes"):
+        if setting in own and not config.onnx:
+            raise ConfigError(f"{setting}: has no effect on a processor of your own (--processor)")
+    kind = spec.kind
+    none: dict[str, Any] = {}
+    for settings, of, kinds in _ONLY:
+        for setting in settings if kind not in kinds else ():
+            if setting in own and getattr(spec.config, setting):
+                raise ConfigError(f"{setting}: is for {of}, and {_public(source)} is {kind}")
+    if kind not in FILES:  # general settings of the command that do not apply to this source
+        none = {"realtime": False, "loop": False}
+    if kind in (_DRAWN_KIND, _FOLDER):
+        none["hwaccel"] = ""
+    spec = replace(spec, config=replace(spec.config, **none))
+    if spec.config.loop and not spec.config.realtime:
+        raise ConfigError("loop needs realtime: a file without end cannot be answered whole")
+    return spec
+
+
+def _public(text: str) -> str:
+    """A text that may hold an address, as an error may show it."""
+    return one_line(without_secrets(text))
+
+
+def source_of_spec(spec: FeedSpec) -> Source:
+    """The source of a feed. ConfigError for a file that is not there."""
+    own = spec.config
+    if spec.file is not None and not spec.file.exists():
+        raise ConfigError(f"{spec.name}={_public(spec.source)}: no such file")
+    with refusals_of(spec.name):
+        if spec.kind == _FOLDER:
+            pictures_in(Path(spec.source))
+        return source_of(
+            spec.source,
+            realtime=own.realtime,
+            loop=own.loop,
+            read_timeout=own.read_timeout_s,
+            hwaccel=own.hwaccel,
+        )
+
+
+# -- all of a run ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +311,13 @@ def onnx_asked(config: FeedsConfig) -> OnnxFrames:
     if not path.is_file():
         raise ConfigError(f"--onnx={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
     check_kind(path.with_name(f"{path.name}.data"))  # its weights may be there
-    provider, names = PROVIDERS.get(config.provider, config.provider), None
+    provider = PROVIDERS.get(config.provider, config.provider)
     try:
         check_provider(provider)
     except ConfigError as error:
         raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
-    try:
+    with refusals_of(f"--names={one_line(config.names)}"):
         names = names_of_file(Path(config.names)) if config.names else None
-    except ConfigError as error:
-        raise ConfigError(f"--names={one_line(config.names)}: {error.message}") from None
     return OnnxFrames(
         path,
         provider=provider,
@@ -180,15 +366,10 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
         words = f"on_start failed: {told(cause)}"
     return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
 
-
-log = logging.getLogger("reflex.feeds")
-
-
 class FeedFleet:
     """Makes feeds of a plan, and of later ones.
 
-    sinks: makes those of a feed. gone: called with the name of each feed that there is
-    no more.
+    sinks: makes those of a feed. gone: called with the name of each feed that there is no more.
     """
 
     def __init__(

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, batching_asked, refusal_of
+from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, FeedSpec, batching_asked, refusal_of
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
-from reflex_runtime.feeds.settings import FeedSpec
 from reflex_runtime.feeds.table import Board, undecoded
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.batch_processor import BatchProcessor

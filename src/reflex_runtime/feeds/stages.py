@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.runtime.pipeline import After, Result, library
+from reflex_runtime.feeds.runtime.pipeline import After, Result, library, refusals_of
 from reflex_runtime.run.modules import imported, made
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
@@ -294,19 +294,14 @@ def stages_of(config: FeedsConfig) -> list[After]:
     found: list[After] = []
     zones, lines = zones_of(config.zone), lines_of(config.line)
     if config.track:
-        found.append(_with_library("--track", lambda: TrackStage(config.track_score)))
+        with refusals_of("--track"):
+            found.append(TrackStage(config.track_score))
     if lines and not config.track:
         raise ConfigError("--line needs --track: an object crosses it once", field="line")
     if zones or lines:
-        found.append(_with_library("--zone" if zones else "--line", lambda: ZoneStage(zones, lines)))
+        with refusals_of("--zone" if zones else "--line"):
+            found.append(ZoneStage(zones, lines))
     return found + [own_stage(text) for text in config.stage]
-
-
-def _with_library(flag: str, make: Callable[[], After]) -> After:
-    try:
-        return make()
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error.message}") from None
 
 
 # -- code of users -----------------------------------------------------------------------------------------------------

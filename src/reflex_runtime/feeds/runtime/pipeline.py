@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf, isfinite
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError, needed_by
 from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.settings.declare import one_line
 
 
@@ -275,6 +276,15 @@ def opencv() -> Any:
     """The module cv2, or None."""
     with suppress(ConfigError):
         return library("cv2", "this")
+
+
+@contextmanager
+def refusals_of(where: str) -> Iterator[None]:
+    """A ConfigError in one line that begins with what it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {in_one_line(error.message.removeprefix('--'))}") from None
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
