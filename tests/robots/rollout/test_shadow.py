@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.events import SchedulerPaused
-from reflex_runtime.robots.serving.shadow import Difference, ShadowDivergence, Shadowing, sampled
+from reflex_runtime.robots.serving.shadow import ShadowDivergence, Shadowing, difference, sampled
 
 
 def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:
@@ -27,30 +27,30 @@ def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None
 def test_v10_divergence_is_told_per_joint_and_per_step() -> None:
     served = np.zeros((2, 3), np.float32)
     shadow = np.array([[1, 0, 0], [3, 0, -2]], np.float32)
-    found = Difference.of(served, shadow)
+    found = difference(served, shadow)
     assert found is not None
-    assert (found.mean, found.largest) == (1.0, 3.0)
-    assert found.per_joint == (2.0, 0.0, 1.0)
-    assert found.per_step == pytest.approx((1 / 3, 5 / 3))
+    assert (found["mean"], found["largest"]) == (1.0, 3.0)
+    assert found["per_joint"] == [2.0, 0.0, 1.0]
+    assert found["per_step"] == pytest.approx([1 / 3, 5 / 3])
 
 
 def test_v10_means_run_over_all_that_compare_and_the_others_are_counted() -> None:
     divergence, one = ShadowDivergence(), np.zeros((1, 2), np.float32)
     for shadow in (np.array([[2, 4]], np.float32), one):
-        divergence.add(Difference.of(one, shadow))
+        divergence.add(difference(one, shadow))
     told = divergence.snapshot()
     assert (told["compared"], told["unpaired"]) == (2, 0)
     assert told["per_joint"] == [1.0, 2.0]
     assert (told["largest"], told["mean"]) == (4.0, 1.5)
-    assert Difference.of(one, np.full((1, 2), np.nan, np.float32)) is None
+    assert difference(one, np.full((1, 2), np.nan, np.float32)) is None
     divergence.add(None)
     assert (divergence.compared, divergence.unpaired) == (2, 1)
 
 
 def test_v10_policies_of_other_dimensions_are_compared_where_they_meet() -> None:
-    found = Difference.of(np.ones((4, 3), np.float32), np.zeros((2, 2), np.float32))
+    found = difference(np.ones((4, 3), np.float32), np.zeros((2, 2), np.float32))
     assert found is not None
-    assert (len(found.per_step), len(found.per_joint), found.mean) == (2, 2, 1.0)
+    assert (len(found["per_step"]), len(found["per_joint"]), found["mean"]) == (2, 2, 1.0)
 
 
 def test_v10_a_shadow_that_was_late_is_stopped_until_its_rest_is_over() -> None:

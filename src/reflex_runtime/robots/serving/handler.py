@@ -46,7 +46,7 @@ from reflex_runtime.robots.versions.slots import Version
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
 from reflex_runtime.web.batch_server import HasHeaders, RequestScope, times_of, together
-from reflex_runtime.web.errors import InvalidRequest, Reported, known
+from reflex_runtime.web.errors import InvalidRequest, Reported, SloViolated, known
 from reflex_runtime.web.fields import invalid, printable
 
 log = logging.getLogger("reflex.server")
@@ -92,7 +92,7 @@ class PendingRequest(RequestScope):
     @property
     def group(self) -> str:
         served = self.served or self.counted
-        return served.group(served.served[0] if self.routing is None else self.routing.slot)
+        return served.groups[served.served[0] if self.routing is None else self.routing.slot]
 
     def ended(self, error: ReflexError | None) -> None:
         """One without answer or error turned out to hold several."""
@@ -203,7 +203,7 @@ class RequestHandler:
         self.runtime, self.config, self.prefix = runtime, runtime.config, prefix
         self._fixed = policy is not None
         self._served = runtime.default if policy is None else runtime.policies[policy]
-        self._named: dict[tuple[str, bool], RequestHandler] = {}  # others, by policy and whether they are fixed to it
+        self._named: dict[str, RequestHandler] = {}  # others, by the policy that they are fixed to
         self._readings: dict[str, ObservationReader] = {}  # by wire
         self._read_for: list[PolicySpec] = []
         self._warned: set[str] = set()
@@ -225,13 +225,8 @@ class RequestHandler:
 
     def of(self, name: str | None) -> RequestHandler:
         """What takes requests for the policy of this name; itself where there is none. 422 for a wrong one."""
-        return self if name is None else self._at(name, self._fixed)
-
-    def one(self, name: str | None) -> RequestHandler:
-        """The same for a robot that asks one policy from now on: what its requests name is checked against it."""
-        return self._at(self.served.name if name is None else name, True)
-
-    def _at(self, name: str, fixed: bool) -> RequestHandler:
+        if name is None:
+            return self
         if self._fixed:
             if name != self.served.name:
                 wrong = f"policy: {name[:100]!r} is named, and {self.served.name!r} by the path or the connection"
@@ -240,13 +235,14 @@ class RequestHandler:
         if name not in self.runtime.policies:
             names = ", ".join(self.runtime.policies)
             near = did_you_mean(name[:100], self.runtime.policies)
-            wrong = f"policy: {name[:100]!r} is not served, only {names}{near}"
-            raise invalid("policy", printable(wrong))
-        found = self._named.get((name, fixed))
-        if found is None:
-            found = self._named[name, fixed] = RequestHandler(self.runtime, name)
-            found._fixed = fixed
-        return found
+            raise invalid("policy", printable(f"policy: {name[:100]!r} is not served, only {names}{near}"))
+        if name not in self._named:
+            self._named[name] = RequestHandler(self.runtime, name)
+        return self._named[name]
+
+    def one(self, name: str | None) -> RequestHandler:
+        """The same for a robot that asks one policy from now on: what its requests name is checked against it."""
+        return self.of(self.served.name if name is None else name)
 
     def reading(self, wire: str) -> ObservationReader:
         """Reads the wire's observations for what the policy's slots have now."""
@@ -277,8 +273,10 @@ class RequestHandler:
         if question.request_id:
             pending.request_id = question.request_id
         served = pending.served = self.served if question.policy is None else self.of(question.policy).served
-        routing = pending.routing = served.place(
-            question.episode_id, pending.request_id, question.robot_id, pending.client
+        if served.slo is not None and not served.slo.admits():
+            raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=served.slo.value_ms)
+        routing = pending.routing = served.rollout.place(
+            question.episode_id, pending.request_id, time.monotonic(), question.robot_id, pending.client
         )
         version = pending.version = served.slots[routing.slot].version
         version.users += 1  # until its end

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from reflex_runtime.robots.sources.memory import check_two_policies
 from reflex_runtime.robots.versions.breaker import Breaker
 from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
 from reflex_runtime.robots.versions.rollout import Change, Rollout
-from reflex_runtime.robots.versions.router import Routing
 from reflex_runtime.robots.versions.slo import Objective, SloTracker
 from reflex_runtime.robots.versions.slots import (
     MISTAKES,
@@ -48,7 +47,7 @@ from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.read import environment
 from reflex_runtime.web.batch_server import BatchServer
-from reflex_runtime.web.errors import Conflict, NotFound, SloViolated
+from reflex_runtime.web.errors import Conflict, NotFound
 from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
@@ -71,9 +70,10 @@ class PolicyPlan:
 
 
 class ServedPolicy:
-    """The versions of one policy, in slots; `place` chooses the slot of a request.
+    """The versions of one policy, in slots.
 
-    served: the slots that answer requests. cameras: names under which images are looked at, also of what was exchanged:
+    served: the slots that answer requests. groups: their names, and the shadow's, in the scheduler, metrics and
+    journals, which begin with `prefix`. cameras: names under which images are looked at, also of what was exchanged:
     callers follow one by one. slots: empty before `build`.
     """
 
@@ -82,7 +82,10 @@ class ServedPolicy:
         self.name, self.config, self.weight, self.alone = plan.name, plan.config, plan.weight, alone
         self._sources = dict(plan.specs)
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
-        self.slo = self._objective()
+        self.prefix = "" if alone else f"{plan.name}."
+        self.groups = {slot: self.prefix + slot for slot in plan.specs}
+        slo = self.config.slo
+        self.slo = SloTracker(Objective.parse(slo), self.config.slo_mode, self.prefix) if slo else None
         self.cameras = cameras_of(plan.specs.values())
         self._server = server
         self.rollout = self._rollout()
@@ -108,10 +111,6 @@ class ServedPolicy:
     def specs(self) -> dict[str, PolicySpec]:
         """What is in the slots, or will be; the first slot's first."""
         return {name: slot.policy.spec for name, slot in self.slots.items()} or {**self._sources}
-
-    def group(self, slot: str) -> str:
-        """The group of a slot: its name in the scheduler, metrics and journals."""
-        return slot if self.alone else f"{self.name}.{slot}"
 
     @property
     def health(self) -> str:
@@ -139,7 +138,7 @@ class ServedPolicy:
     def load(self) -> dict[str, Policy]:
         """The policies by slot. For a thread that may take long; ConfigError when one is wrong."""
         check_alike(self._sources)
-        return {slot: load(self.config, slot, spec, self.group(slot)) for slot, spec in self._sources.items()}
+        return {slot: load(self.config, slot, spec, self.groups[slot]) for slot, spec in self._sources.items()}
 
     def build(self, policies: Mapping[str, Policy]) -> list[GroupConfig]:
         """Put what was loaded into the slots. Returns how the scheduler is to treat them."""
@@ -160,7 +159,7 @@ class ServedPolicy:
                 self.config.shadow_sample,
                 server.metrics,
                 server.audience.publish,
-                lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **asdict(found)),
+                lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **found),
                 lambda text: self.rollout.changed(time.monotonic(), "shadow", text, {}),
             )
             server.audience.add(self.shadow)
@@ -201,22 +200,14 @@ class ServedPolicy:
         if self.shadow is not None:
             self.shadow.close()
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
-    def place(
-        self, episode_id: str | None, request_id: str, robot_id: str | None = None, connection: Hashable = None
-    ) -> Routing:
-        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
-        if self.slo is not None and not self.slo.admits():
-            raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
-        return self.rollout.place(episode_id, request_id, time.monotonic(), robot_id, connection)
+    # -- episodes ------------------------------------------------------------------------------------------------------
 
     def ended(self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object) -> dict[str, Any]:
         """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
         of it; 404 for one that is not known, 409 where it may be one of several robots'."""
         told = self.rollout.outcome(episode_id, success, robot_id)
         if told["counted"]:
-            self._server.metrics.ended(self.group(told["slot"]), success)
+            self._server.metrics.ended(self.groups[told["slot"]], success)
         if not told["repeated"]:
             for slot in self.slots.values():
                 slot.policy.forget(episode_key(told.get("robot_id"), episode_id))
@@ -301,10 +292,6 @@ class ServedPolicy:
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _objective(self) -> SloTracker | None:
-        config = self.config
-        return SloTracker(Objective.parse(config.slo), config.slo_mode, self.group("")) if config.slo else None
-
     def _rollout(self) -> Rollout:
         config = self.config
         guard = RampGuard.parse(config.guard) if config.guard else None
@@ -319,28 +306,21 @@ class ServedPolicy:
             guard,
             on_change=self._changed,
             on_moved=self._moved,
-            prefix=self.group(""),
+            prefix=self.prefix,
         )
 
     def _add_series(self, slot: str, embodiment: str) -> None:
-        metrics, server, group = self._server.metrics, self._server, self.group(slot)
+        metrics, server, group = self._server.metrics, self._server, self.groups[slot]
 
-        def queued() -> float:
-            return server.batcher.scheduler.queued(group) if server.loaded else 0.0
+        def live(read: Callable[[Batcher], float]) -> Callable[[], float]:
+            return lambda: read(server.batcher) if server.loaded else 0.0
 
-        def in_flight() -> float:
-            return server.batcher.scheduler.unsettled(group) if server.loaded else 0.0
-
-        def backlog() -> float:
-            return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.loaded else 0.0
-
+        queued, in_flight = live(lambda b: b.scheduler.queued(group)), live(lambda b: b.scheduler.unsettled(group))
+        backlog = live(lambda b: b.device.input(lambda s, _: s.queued_seconds(group)))
         wires, policy = tuple(WIRES) if slot in self.served else ("",), "" if self.alone else self.name
         metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
         if slot in self.served:
-            metrics.add_verdict(group, partial(self._drained, slot))
-
-    def _drained(self, slot: str) -> bool:
-        return self.rollout.breaker.verdicts[slot] != "ok"
+            metrics.add_verdict(group, lambda: self.rollout.breaker.verdicts[slot] != "ok")
 
     def _changed(self, change: Change) -> None:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)

@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from typing import Any, Final
@@ -49,27 +48,16 @@ def sampled(request_id: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2.0**64
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far one shadow chunk is from the served one. Over the places and joints both have.
-
-    mean, largest: of the absolute differences, in the robot's units. per_joint, per_step: means.
-    """
-
-    mean: float
-    largest: float
-    per_joint: tuple[float, ...]
-    per_step: tuple[float, ...]
-
-    @classmethod
-    def of(cls, served: NDArray[np.float32], shadow: NDArray[np.float32]) -> Difference | None:
-        """None when they have nothing in common, or one of them is not finite."""
-        steps, joints = min(len(served), len(shadow)), min(served.shape[1], shadow.shape[1])
-        apart = np.abs(served[:steps, :joints].astype(np.float64) - shadow[:steps, :joints])
-        if not apart.size or not np.isfinite(apart).all():
-            return None
-        per_joint, per_step = apart.mean(axis=0), apart.mean(axis=1)
-        return cls(float(apart.mean()), float(apart.max()), tuple(per_joint.tolist()), tuple(per_step.tolist()))
+def difference(served: NDArray[np.float32], shadow: NDArray[np.float32]) -> dict[str, Any] | None:
+    """How far one shadow chunk is from the served one, over the places and joints both have; None where they have none
+    in common, or one is not finite. mean, largest: of the absolute differences, in the robot's units. per_joint,
+    per_step: means."""
+    steps, joints = min(len(served), len(shadow)), min(served.shape[1], shadow.shape[1])
+    apart = np.abs(served[:steps, :joints].astype(np.float64) - shadow[:steps, :joints])
+    if not apart.size or not np.isfinite(apart).all():
+        return None
+    per_joint, per_step = apart.mean(axis=0).tolist(), apart.mean(axis=1).tolist()
+    return {"mean": float(apart.mean()), "largest": float(apart.max()), "per_joint": per_joint, "per_step": per_step}
 
 
 class ShadowDivergence:
@@ -77,18 +65,20 @@ class ShadowDivergence:
 
     def __init__(self) -> None:
         self.compared = self.unpaired = 0
-        self._per_joint = self._per_step = np.zeros(0)
         self._largest = 0.0
+        self._means = {"per_joint": np.zeros(0), "per_step": np.zeros(0)}
 
-    def add(self, found: Difference | None) -> None:
-        """Add the difference of one request; None where one of its answers failed, or they cannot be compared."""
+    def add(self, found: Mapping[str, Any] | None) -> None:
+        """Add a difference; None where one of the answers failed, or they cannot be compared."""
         if found is None:
             self.unpaired += 1
             return
         self.compared += 1
-        self._largest = max(self._largest, found.largest)
-        self._per_joint = _running(self._per_joint, found.per_joint, self.compared)
-        self._per_step = _running(self._per_step, found.per_step, self.compared)
+        self._largest = max(self._largest, found["largest"])
+        for name, mean in self._means.items():
+            row = np.asarray(found[name])
+            # Another policy in the slot may have other joints or steps.
+            self._means[name] = mean + (row - mean) / self.compared if len(mean) == len(row) else row
 
     def snapshot(self) -> dict[str, Any]:
         """Means over all pairs, JSON-safe."""
@@ -96,20 +86,9 @@ class ShadowDivergence:
             "compared": self.compared,
             "unpaired": self.unpaired,
             "largest": self._largest,
-            "mean": float(self._per_joint.mean()) if self.compared else None,
-            "per_joint": self._per_joint.tolist(),
-            "per_step": self._per_step.tolist(),
+            "mean": float(self._means["per_joint"].mean()) if self.compared else None,
+            **{name: mean.tolist() for name, mean in self._means.items()},
         }
-
-
-def _running(mean: NDArray[np.float64], values: Sequence[float], n: int) -> NDArray[np.float64]:
-    """The mean with one more row of it; rows of another length are cut or begin anew at 0."""
-    row = np.asarray(values)
-    if len(mean) != len(row):
-        padded = np.zeros(len(row))
-        padded[: min(len(mean), len(row))] = mean[: len(row)]
-        mean = padded
-    return mean + (row - mean) / n
 
 
 class Shadowing:
@@ -130,7 +109,7 @@ class Shadowing:
         share: float,
         metrics: Metrics,
         publish: Callable[[Event], None],
-        on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
+        on_difference: Callable[[str, str, Mapping[str, Any]], None] = lambda request_id, slot, found: None,
         on_change: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._slot, self._batcher, self._threads, self._metrics = slot, batcher, decode_pool, metrics
@@ -217,10 +196,10 @@ class Shadowing:
                 self._tell(outcome.error)
             return
         self._answered(now, "ok", now - ticket.arrived, ticket)
-        found = Difference.of(actions, outcome.value.actions)
+        found = difference(actions, outcome.value.actions)
         self.divergence.add(found)
         if found is not None:
-            self._metrics.diverged(self._slot.group, found.mean)
+            self._metrics.diverged(self._slot.group, found["mean"])
             self.on_difference(ticket.id, slot, found)
 
     def __call__(self, event: Event) -> None:
