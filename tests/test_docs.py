@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.feeds.runtime.snapshot import DROPS, OUTPUT_DROPS, RuntimeSnapshot
+from reflex_runtime.feeds.runtime.health import DROPS, OUTPUT_DROPS, RuntimeSnapshot
 from reflex_runtime.ipc import client as ipc_errors
 from reflex_runtime.observe import series
 from reflex_runtime.observe.series import SeriesRow

@@ -40,6 +40,7 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.feeds.runtime.feed import Backoff, Feed, FeedConfig
 from reflex_runtime.feeds.runtime.health import (
+    DROPS,
     FeedConnected,
     FeedDisconnected,
     FeedEnded,
@@ -47,9 +48,9 @@ from reflex_runtime.feeds.runtime.health import (
     FeedFrozen,
     FeedStageError,
     StageError,
+    StageFigures,
 )
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Source, SourceError
-from reflex_runtime.feeds.runtime.snapshot import DROPS, StageFigures
 from thinned import thinned
 
 

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from reflex_runtime.feeds.runtime import health
-from reflex_runtime.feeds.runtime.health import words_of
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot, words_of
 from reflex_runtime.feeds.table import clock, line_of, line_of_all, seconds, state, summary
 from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations
 from reflex_runtime.run.modules import in_one_line, told

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from feeds.fakes import END, Camera, Collector, Point, Tracker, balanced, ended, number_in
+from feeds.fakes import END, Camera, Collector, Point, balanced, ended, number_in
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result
@@ -80,20 +80,3 @@ def test_the_view_is_made_of_the_frame_the_stages_left() -> None:
 def test_a_pipeline_that_cannot_work_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"Pipeline\.{field}"):
         Pipeline(**{field: value})
-
-
-def plain(item: Any) -> Any:
-    return item
-
-
-def test_only_plain_functions_can_be_shared() -> None:
-    def closure(item: Any) -> Any:
-        return (item, field)[0]
-
-    field = 1
-    assert Pipeline().shareable
-    assert Pipeline([plain, lambda item: item], Point(), [plain], view=id).shareable
-    for stage in (Tracker(), Tracker().track, [].append, closure):
-        assert not Pipeline([stage]).shareable
-        assert not Pipeline(after=[stage]).shareable
-        assert not Pipeline(view=stage).shareable

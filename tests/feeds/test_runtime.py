@@ -116,7 +116,7 @@ def test_f14_frames_of_one_file_share_batches_and_its_results_stay_in_order() ->
         assert runtime.wait(PATIENCE)
         snapshot = runtime.snapshot()
     assert sink.values == sink.sequences == list(range(40))
-    assert 2 <= len(detector.calls[1]) <= 4
+    assert 2 <= max(map(len, detector.calls[:2])) <= 4, "the first may have taken what came behind it, too"
     assert snapshot.feeds["file"].in_flight == 0
 
 
@@ -715,8 +715,8 @@ def test_events_keep_the_newest_and_count_what_was_missed() -> None:
     for i in range(LIMIT + 10):
         events.add(HealthEvent(float(i), "cam"))
     assert events.missed == 10
-    assert [event.at for event in events.take()] == [float(i) for i in range(10, LIMIT + 10)]
-    assert events.take() == []
+    events.close()
+    assert [event.at for event in events] == [float(i) for i in range(10, LIMIT + 10)]
 
 
 def test_a_reader_waits_for_events_and_ends_with_the_runtime() -> None:
@@ -729,7 +729,7 @@ def test_a_reader_waits_for_events_and_ends_with_the_runtime() -> None:
             camera.give(END)
             assert runtime.wait(PATIENCE)
         assert [type(event) for event in reading.result(PATIENCE)] == [FeedConnected, FeedEnded]
-    assert len(second.take()) == 2  # each reader has its own
+    assert len(list(second)) == 2  # each reader has its own
     assert list(runtime.events()) == []  # after the end there is nothing to wait for
 
 

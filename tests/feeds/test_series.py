@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from observe.test_batch_metrics import FAULT, Play
 from reflex_runtime.core.batch import Done
 from reflex_runtime.feeds.pages import FeedSeries
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot, StageFigures
+from reflex_runtime.feeds.runtime.health import FeedSnapshot, OutputSnapshot, RuntimeSnapshot, StageFigures
 from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
 from reflex_runtime.observe.series import SIZES
 from reflex_runtime.run.batch_processor import BatchConfig

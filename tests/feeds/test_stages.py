@@ -15,9 +15,8 @@ from feeds.graphs import BLUE, RED, bright_graph, lit
 from feeds.videos import clip, write_video
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
-from reflex_runtime.feeds.runtime.health import FeedStageError
+from reflex_runtime.feeds.runtime.health import FeedSnapshot, FeedStageError, StageFigures
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, StageFigures
 from reflex_runtime.feeds.stages import TrackStage, ZoneStage, lines_of, zones_of
 from reflex_runtime.feeds.table import line_of_counts, line_of_stages
 

@@ -13,7 +13,7 @@ import pytest
 from feeds.pages import Page
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.pages import health_of
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 
 

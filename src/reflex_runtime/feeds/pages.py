@@ -21,8 +21,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.pictures import FeedPictures
+from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.runtime.runtime import Runtime
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import plain
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
 from reflex_runtime.observe.series import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS

@@ -13,8 +13,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.feeds.runtime.health import HealthEvent, frames, words_of
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.runtime.health import (
+    FeedSnapshot,
+    HealthEvent,
+    OutputSnapshot,
+    RuntimeSnapshot,
+    frames,
+    words_of,
+)
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.run.modules import in_one_line, told
 
@@ -97,24 +103,17 @@ class _ConsoleLog(logging.Handler):
 def line_of(feed: FeedSnapshot) -> str:
     """The state and figures of a feed, in a line."""
     age = "" if feed.age is None else f", newest answer {seconds(feed.age)} old"
-    lost = _dropped(_drops(feed.drops)) + _undecoded(feed.corrupt)
-    return f"{feed.name}: {state(feed)}, {progress(feed)} answered, {feed.fps:.1f}/s{age}{lost}"
+    answered = f"{feed.processed}/{feed.total}" if feed.total and feed.mode == "file" else str(feed.processed)
+    lost = dropped(feed.drops, feed.corrupt)
+    return f"{feed.name}: {state(feed)}, {answered} answered, {feed.fps:.1f}/s{age}{lost}"
 
 
 def line_of_all(feeds: list[FeedSnapshot]) -> str:
     """The states of many feeds, in a line."""
     answered, rate = sum(f.processed for f in feeds), sum(f.fps for f in feeds)
-    counts: Counter[str] = Counter()
-    for feed in feeds:
-        counts.update(feed.drops)
-    corrupt = _undecoded(sum(feed.corrupt for feed in feeds))
-    return f"{states(feeds)}; {answered} answered, {rate:.1f}/s{_dropped(_drops(counts))}{corrupt}"
-
-
-def states(feeds: list[FeedSnapshot]) -> str:
-    """12 feeds: 10 running, 2 reconnecting."""
-    each = Counter(feed.state for feed in feeds)
-    return f"{len(feeds)} feed{'s'[: len(feeds) != 1]}: " + ", ".join(f"{n} {name}" for name, n in each.items())
+    states = ", ".join(f"{n} {name}" for name, n in Counter(feed.state for feed in feeds).items())
+    lost = dropped(sum((Counter(feed.drops) for feed in feeds), Counter()), sum(feed.corrupt for feed in feeds))
+    return f"{len(feeds)} feeds: {states}; {answered} answered, {rate:.1f}/s{lost}"
 
 
 def state(feed: FeedSnapshot) -> str:
@@ -126,14 +125,15 @@ def state(feed: FeedSnapshot) -> str:
     return f"{min(100, 100 * done // feed.total)} %{left}"
 
 
-def progress(feed: FeedSnapshot) -> str:
-    """Frames answered; of a file also how many there are."""
-    return f"{feed.processed}/{feed.total}" if feed.total and feed.mode == "file" else str(feed.processed)
+def dropped(drops: Mapping[str, int], corrupt: int = 0) -> str:
+    """Frames that were not answered, by reason, and packets that became no frame, as the end of a line."""
+    frames, packets = reasons(drops), undecoded(corrupt)
+    return (f", dropped: {frames}" if frames else "") + (f", {packets}" if packets else "")
 
 
-def drops(feed: FeedSnapshot) -> str:
-    """Frames that were not answered, by reason; and packets that became no frame."""
-    return ", ".join(filter(None, (_drops(feed.drops), undecoded(feed.corrupt))))
+def reasons(drops: Mapping[str, int]) -> str:
+    """13 overrun, 6 stale."""
+    return ", ".join(f"{count} {reason}" for reason, count in drops.items() if count)
 
 
 def undecoded(pictures: int) -> str:
@@ -171,25 +171,13 @@ def line_of_output(output: OutputSnapshot) -> str:
     """What became of the results that an output got, in a line."""
     waiting = f", {output.waiting} waiting" if output.waiting else ""
     why = f" ({output.error})" if output.error and any(output.drops.values()) else ""
-    return f"{output.name}: {output.sent} results to {output.where}{waiting}{_dropped(_drops(output.drops))}{why}"
+    return f"{output.name}: {output.sent} results to {output.where}{waiting}{dropped(output.drops)}{why}"
 
 
 def clock(value: float) -> str:
     """Seconds as 0:07, 12:34 or 1:02:03."""
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _drops(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
-
-
-def _dropped(text: str) -> str:
-    return f", dropped: {text}" if text else ""
-
-
-def _undecoded(packets: int) -> str:
-    return f", {undecoded(packets)}" if packets else ""
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -202,7 +190,7 @@ _LAST: Final[tuple[tuple[str, Callable[[FeedSnapshot], Any], dict[str, Any]], ..
     ("answered", lambda feed: str(feed.processed), _RIGHT),
     ("p50", lambda feed: seconds(feed.latency.p50), _RIGHT),
     ("p95", lambda feed: seconds(feed.latency.p95), _RIGHT),
-    ("dropped", drops, {}),
+    ("dropped", lambda feed: ", ".join(filter(None, (reasons(feed.drops), undecoded(feed.corrupt)))), {}),
 )
 
 
@@ -218,14 +206,10 @@ def summary(snapshot: RuntimeSnapshot) -> RenderableType:
         read, answered = sum(f.frames for f in feeds), sum(f.processed for f in feeds)
         lost = sum(sum(f.drops.values()) for f in feeds)
         table.add_row("together", "", str(read), str(answered), "", "", str(lost or ""), style="bold")
-    lines = [*_below(snapshot), *(line for feed in feeds for line in (line_of_counts(feed), line_of_stages(feed)))]
-    return Group(table, *(Text(line, style="dim") for line in lines if line))
-
-
-def _below(snapshot: RuntimeSnapshot) -> list[str]:
-    """A line on each coordinator and output."""
     lines = [_batches(in_one_line(name), metrics) for name, metrics in snapshot.coordinators.items()]
-    return lines + [line_of_output(output) for output in snapshot.outputs.values()]
+    lines += map(line_of_output, snapshot.outputs.values())
+    lines += [line for feed in feeds for line in (line_of_counts(feed), line_of_stages(feed)) if line]
+    return Group(table, *(Text(line, style="dim") for line in lines))
 
 
 def _batches(name: str, metrics: BatchMetrics) -> str:

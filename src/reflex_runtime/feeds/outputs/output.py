@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import ResultRecord, record_of
+from reflex_runtime.feeds.runtime.health import OUTPUT_DROPS, OutputSnapshot
 from reflex_runtime.feeds.runtime.pipeline import Result
-from reflex_runtime.feeds.runtime.snapshot import OUTPUT_DROPS, OutputSnapshot
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.device import Clock

@@ -45,8 +45,10 @@ from reflex_runtime.feeds.runtime.health import (
     FeedEnded,
     FeedFailed,
     FeedFrozen,
+    FeedSnapshot,
     FeedStageError,
     HealthEvent,
+    Ledger,
 )
 from reflex_runtime.feeds.runtime.pipeline import (
     Frame,
@@ -60,7 +62,6 @@ from reflex_runtime.feeds.runtime.pipeline import (
     name_of,
     turned,
 )
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, Ledger
 from reflex_runtime.pacing import Throttle, doubled
 from reflex_runtime.run.batch_processor import NewestFrame
 from reflex_runtime.run.coordinator import BatchCoordinator

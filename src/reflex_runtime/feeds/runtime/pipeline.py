@@ -324,8 +324,8 @@ class Pipeline:
     after: each gets a result and returns it or another one; None keeps it from the sinks.
 
     A stage that raises loses that frame only, and is named in the error: by its attribute `name`, or as it is called in
-    its module. Stages may keep state, so a pipeline belongs to one feed, unless all its
-    stages are plain functions. To give many feeds the same stages, pass a function that makes a pipeline.
+    its module. Stages may keep state, so a pipeline that has any belongs to one feed: to give many feeds the same
+    stages, pass a function that makes a pipeline.
     """
 
     before: Sequence[Before] = ()
@@ -367,12 +367,6 @@ class Pipeline:
         """The processor's result, in pixels of the whole picture."""
         return value if self.region is None else self.region.placed(value)
 
-    @property
-    def shareable(self) -> bool:
-        """Whether several feeds may use it: nothing in it can remember a frame."""
-        stages = [*self.before, *self.after, *([] if self.view is None else [self.view])]
-        return all(_is_plain(stage) for stage in stages)
-
 
 def name_of(stage: object) -> str:
     """What a stage is called in errors and figures."""
@@ -381,10 +375,3 @@ def name_of(stage: object) -> str:
         return name
     named = stage if inspect.isroutine(stage) or inspect.isclass(stage) else type(stage)
     return str(getattr(named, "__qualname__", named)).rpartition("<locals>.")[2]
-
-
-def _is_plain(stage: object) -> bool:
-    """Whether it is a function without a closure. A bound method or an object with `__call__` may keep state."""
-    if inspect.isfunction(stage):
-        return stage.__closure__ is None
-    return inspect.isclass(stage) or (inspect.isbuiltin(stage) and inspect.ismodule(stage.__self__))

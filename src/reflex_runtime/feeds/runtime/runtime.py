@@ -21,9 +21,15 @@ from typing import Any, Protocol, TypeVar
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.feeds.runtime.feed import FILE, Feed, FeedConfig, Sink, close_sink
-from reflex_runtime.feeds.runtime.health import Health, HealthEvent, ThreadDetached
+from reflex_runtime.feeds.runtime.health import (
+    FeedSnapshot,
+    Health,
+    HealthEvent,
+    OutputSnapshot,
+    RuntimeSnapshot,
+    ThreadDetached,
+)
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
-from reflex_runtime.feeds.runtime.snapshot import FeedSnapshot, OutputSnapshot, RuntimeSnapshot
 from reflex_runtime.run.audience import Sink as EventSink
 from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.run.coordinator import BatchCoordinator
@@ -50,13 +56,6 @@ class Events:
                 self.missed += len(self._kept) == LIMIT
                 self._kept.append(event)
                 self._news.notify_all()
-
-    def take(self) -> list[HealthEvent]:
-        """What has come since the last look; does not wait."""
-        with self._news:
-            taken = list(self._kept)
-            self._kept.clear()
-            return taken
 
     def next(self, timeout: float | None = None) -> HealthEvent | None:
         """The next event; waits for it. None when the time is over (seconds), or at the end."""
@@ -127,7 +126,6 @@ class Runtime:
         self._coordinators: dict[str, tuple[BatchCoordinator, Health]] = {}
         self._outputs: dict[str, RuntimeOutput] = {}
         self._sinks: dict[int, int] = {}  # feeds that use a sink, by its identity
-        self._pipelines: set[int] = set()  # those that a feed of ours uses
         self._readers: tuple[Events, ...] = ()
         self._report: StopReport | None = None
         self._since = 0.0
@@ -214,8 +212,6 @@ class Runtime:
 
     def _register(self, feed: Feed) -> None:
         """Add it, then start it if the runtime runs: a start that fails closes the feed's sinks."""
-        new = id(feed.pipeline) not in self._pipelines
-        self._pipelines.add(id(feed.pipeline))
         for sink in feed.sinks:
             self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
         self._feeds[feed.name] = feed
@@ -224,8 +220,6 @@ class Runtime:
                 feed.start()
         except BaseException:
             del self._feeds[feed.name]
-            if new:
-                self._pipelines.discard(id(feed.pipeline))
             feed.signal()  # lets go of its sinks, if nothing did yet
             raise
 
@@ -243,7 +237,6 @@ class Runtime:
         with self._change:
             if self._feeds.get(name) is feed:
                 del self._feeds[name]
-                self._pipelines.discard(id(feed.pipeline))
             self._change.notify_all()
         return ended
 
@@ -414,7 +407,8 @@ class Runtime:
             raise Closed("the runtime is stopping")
 
     def _check_shared(self, feed: Feed) -> None:
-        if id(feed.pipeline) in self._pipelines and not feed.pipeline.shareable:
+        own = feed.pipeline
+        if (own.before or own.after or own.view) and any(other.pipeline is own for other in self._feeds.values()):
             raise ConfigError(
                 f"Runtime.feed: the pipeline of {feed.name!r} belongs to another feed, and its stages may keep state; "
                 "pass a function that makes one"
