@@ -9,8 +9,7 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.batch_metrics import Times
 from reflex_runtime.robots.analysis.report import SlotReport
-from reflex_runtime.robots.versions.ramp import GuardWatch, RampGuard
-from reflex_runtime.robots.versions.slo import Objective, SloTracker
+from reflex_runtime.robots.versions.ramp import GuardWatch, Objective, RampGuard, SloTracker
 from reflex_runtime.sim import Report, RequestEnd, Run
 
 

@@ -25,12 +25,11 @@ from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, TOP, WRIST, load
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, InvalidRequest, Policy, load_policy, read_source
 from reflex_runtime.robots.analysis.doctor import examine
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.observation import noise_of
-from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
-from reflex_runtime.robots.sources.lerobot_processors import REFUSED, STEPS
+from reflex_runtime.robots.sources.lerobot_checkpoint import REFUSED, STEPS, LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_vla import VlaPrefix
 from serving.harness import Server
 
@@ -65,17 +64,17 @@ class Reference:
         spec = policy.spec
         assert isinstance(spec, LeRobotCheckpoint)
         self._ours, self._spec = policy, spec
-        self._policy, self._pre, self._post = load(spec.features.path)
+        self._policy, self._pre, self._post = load(spec.path)
 
     def answer(self, fields: dict[str, Any]) -> Any:
         seen = self._ours.prepare(**fields)
         raw: dict[str, Any] = {"task": fields["instruction"] or ""}
-        for camera, name in self._spec.features.cameras.items():
+        for camera, name in self._spec.cameras.items():
             if camera not in fields["images"]:
                 continue
             raw[name] = torch.from_numpy(fields["images"][camera]).permute(2, 0, 1).float() / 255
         place = 0
-        for name, size in self._spec.features.states:
+        for name, size in self._spec.states:
             raw[name], place = torch.from_numpy(fields["state"][place : place + size]), place + size
         noise = torch.from_numpy(noise_of(seen.seed, self._spec.horizon, self._spec.x_dim))[None]
         with torch.no_grad():
@@ -242,7 +241,7 @@ def test_p10_pictures_that_may_not_be_written_to_are_no_warning(checkpoints: dic
             after = policy.prepare(**fields).ready.batch
     finally:
         torch.set_warn_always(False)
-    assert all(torch.equal(before[name], after[name]) for name in policy.spec.features.cameras.values())
+    assert all(torch.equal(before[name], after[name]) for name in policy.spec.cameras.values())
 
 
 def test_p12_history_is_kept_by_episode_and_not_in_the_policy(checkpoints: dict[str, Path]) -> None:

@@ -21,9 +21,8 @@ The layers under them: `sources` (files → a `PolicySpec` and its model: ONNX g
 
 from __future__ import annotations
 
-from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
+from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy, PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 from reflex_runtime.robots.policy.processors import served_by
 from reflex_runtime.robots.policy.spec import DeviceOptions, Embodiment, PolicySpec

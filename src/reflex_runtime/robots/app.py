@@ -17,7 +17,7 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.openapi import POLICIES, document
-from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.base import PolicySource
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.endpoints import Endpoints
 from reflex_runtime.robots.serving.handler import RequestHandler
@@ -25,8 +25,7 @@ from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.load import read_source, weight_of
 from reflex_runtime.robots.sources.memory import check_two_policies
-from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
-from reflex_runtime.robots.versions.slo import Objective
+from reflex_runtime.robots.versions.ramp import Objective, Ramp, RampGuard
 from reflex_runtime.robots.versions.slots import check_alike, device_of, faults_of
 from reflex_runtime.run.onnx_session import CPU, CUDA, PROVIDERS, check_provider
 from reflex_runtime.settings import DEFAULT_POLICY, PolicyAsked, ServeConfig

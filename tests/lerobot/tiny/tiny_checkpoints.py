@@ -67,13 +67,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "diffusion-ddpm": ("diffusion", {**_DIFFUSION, "noise_scheduler_type": "DDPM", "input_features": _inputs(env=5)}),
     "vqbet": ("vqbet", {**_VQBET, "input_features": _inputs((TOP,))}),
-    "smolvla": ("smolvla", {
-        "resize_imgs_with_padding": (32, 32), "num_vlm_layers": 4, "tokenizer_max_length": 48,
-        "pad_language_to": "longest", **_VLA,
-    }),
 }  # fmt: skip
 if not OLD:
+    smolvla = {
+        "resize_imgs_with_padding": (32, 32), "num_vlm_layers": 4, "tokenizer_max_length": 48,
+        "pad_language_to": "longest", **_VLA,
+    }  # fmt: skip
     FAMILIES |= {
+        "smolvla": ("smolvla", smolvla),
         "pi0": ("pi0", _PI),
         "pi05": ("pi05", {**_PI, "empty_cameras": 1}),
         "pi05-relative": ("pi05", {**_PI, **_RELATIVE}),

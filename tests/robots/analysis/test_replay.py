@@ -21,7 +21,7 @@ from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.robots import Policy, load_policy, served_by
 from reflex_runtime.robots.analysis.replay import DIFFS, ModelReplay, ReplayedRequest, distance, replay_model
-from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.run.processor import Processor
 from robots.bundled import V1
 from robots.tiny import picture, write_export

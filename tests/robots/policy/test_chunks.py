@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots import Export, load_policy, served_by
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.robots.sources.export_directory import OnnxStaged
 from reflex_runtime.run.processor import run_batch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import simplejpeg
 
-from reflex_runtime.robots.policy.model import stacked
+from reflex_runtime.robots.policy.base import stacked
 from reflex_runtime.robots.policy.observation import decode_image
 
 SIDE = 512

@@ -14,7 +14,7 @@ from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import InvalidRequest, Policy, load_policy, served_by
 from reflex_runtime.robots.analysis.replay import replay_model
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.observation import Glimpse, ObservationHistory
+from reflex_runtime.robots.policy.episodes import Glimpse, ObservationHistory
 from robots.analysis.recorded import Served, serve
 from robots.plain import plain
 from robots.tiny import Bench, picture, value
@@ -124,7 +124,7 @@ def test_p22_a_step_that_is_run_again_keeps_an_observation_once() -> None:
     assert policy.history.snapshot()["bytes"] == ticket.request.payload.moment.nbytes
 
 
-@pytest.mark.parametrize("forget", [lambda policy: policy.forget("e"), lambda policy: policy.forget_all()])
+@pytest.mark.parametrize("forget", [lambda policy: policy.forget("e"), lambda policy: policy.forget()])
 def test_p23_a_moved_episode_begins_anew(forget: Callable[[Policy], None]) -> None:
     bench = Bench(policy := history_policy(2))
     bench.answer(ask(policy, 1.0))

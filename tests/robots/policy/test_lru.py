@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reflex_runtime.robots.policy.lru import Lru
+from reflex_runtime.robots.policy.episodes import Lru
 
 
 def test_what_was_set_or_used_least_recently_is_forgotten() -> None:

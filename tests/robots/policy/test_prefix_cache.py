@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.robots import DecomposedPolicy, load_policy
 from reflex_runtime.robots.policy.decomposed import DENOISE, PREFIX
-from reflex_runtime.robots.policy.prefix_cache import ENTRY_OVERHEAD, PrefixCache, PrefixKey, PrefixTensors, digest
+from reflex_runtime.robots.policy.episodes import ENTRY_OVERHEAD, PrefixCache, PrefixKey, PrefixTensors, digest
 from robots.tiny import Bench, asked, picture, value, write_export
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reflex_runtime.robots.policy.rtc import Anchor, ChunkTails, Rtc
+from reflex_runtime.robots.policy.episodes import Anchor, ChunkTails, Rtc
 
 
 class _Clock:

@@ -17,7 +17,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DecomposedPolicy, DeviceOptions, Export, load_policy
-from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.tokenizer import PromptTemplate
 from reflex_runtime.robots.policy.units import AddState, Norm, Scaled, shift_of
 from robots import means

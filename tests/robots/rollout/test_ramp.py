@@ -8,10 +8,15 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.versions.ramp import Decision, GuardWatch, Ramp, RampGuard
+from reflex_runtime.robots.versions.ramp import Change, GuardWatch, Objective, Ramp, RampGuard
 
-GUARD = RampGuard(99.0, 0.150, 0.01)
+GUARD = RampGuard(Objective(99.0, 0.150), 0.01)
 SHARES = (5, 20, 50, 100)
+
+
+def told(change: Change) -> tuple[str, float]:
+    """What was decided, and b's share from then on."""
+    return change.why.partition(":")[0], change.numbers["share"]
 
 
 def ramp(guard: RampGuard | None = GUARD, every: float = 600.0) -> Ramp:
@@ -29,17 +34,14 @@ def good(ramp: Ramp, n: int = 100) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("p99=150ms,error=1%", RampGuard(99.0, 0.150, 0.01)),
-        ("error=0.5%,p99.9=2s", RampGuard(99.9, 2.0, 0.005)),
-        (" p50=80.5ms ", RampGuard(50.0, 0.0805, None)),
-        ("error=0%", RampGuard(None, None, 0.0)),
+        ("p99=150ms,error=1%", RampGuard(Objective(99.0, 0.150), 0.01)),
+        ("error=0.5%,p99.9=2s", RampGuard(Objective(99.9, 2.0), 0.005)),
+        (" p50=80.5ms ", RampGuard(Objective(50.0, 0.0805), None)),
+        ("error=0%", RampGuard(error_rate=0.0)),
     ],
 )
 def test_v12_guards(text: str, expected: RampGuard) -> None:
-    parsed = RampGuard.parse(text)
-    assert parsed.percentile == expected.percentile
-    assert parsed.limit_s == pytest.approx(expected.limit_s)
-    assert parsed.error_rate == pytest.approx(expected.error_rate)
+    assert RampGuard.parse(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_v12_exactly_at_the_limit_is_within_it() -> None:
     answers = [(False, 0.0)] * 29 + [(True, 0.05)] * 71  # 0.29 * 100 is less than 29 in floating point
     assert fed(RampGuard(error_rate=0.29), *answers).above() is None
     assert fed(RampGuard(error_rate=0.29), *answers, (False, 0.0)).above() is not None
-    assert fed(RampGuard(50.0, 0.05), *[(True, 0.05)] * 100, *[(True, 9.0)] * 40).above() is None
+    assert fed(RampGuard(Objective(50.0, 0.05)), *[(True, 0.05)] * 100, *[(True, 9.0)] * 40).above() is None
 
 
 def test_v12_above_a_limit_by_chance_is_above_it_and_no_trip() -> None:
@@ -146,23 +148,25 @@ def test_v12_over_a_whole_ramp_the_guard_seldom_trips_below_its_limit(rate: floa
 def test_v12_the_guard_trips_on_slow_answers() -> None:
     watch = fed(GUARD, *[(True, 0.05)] * 290, *[(True, 0.2)] * 10)
     assert watch.tripped() == "p99 200.0 ms (10 of 300 answers slower), limit 150 ms"
-    assert fed(RampGuard(95.0, 0.15), *[(True, 0.05)] * 290, *[(True, 0.2)] * 10).tripped() is None
-    assert fed(RampGuard(50.0, 0.04), *[(True, 0.05)] * 30).tripped() is not None
+    assert fed(RampGuard(Objective(95.0, 0.15)), *[(True, 0.05)] * 290, *[(True, 0.2)] * 10).tripped() is None
+    assert fed(RampGuard(Objective(50.0, 0.04)), *[(True, 0.05)] * 30).tripped() is not None
 
 
 def test_v12_only_the_200s_have_a_latency() -> None:
     slow_failures = [(False, 9.0)] * 300 + [(True, 0.05)] * 100
-    assert fed(RampGuard(99.0, 0.15), *slow_failures).tripped() is None
+    assert fed(RampGuard(Objective(99.0, 0.15)), *slow_failures).tripped() is None
     fast_failures = [(False, 0.0)] * 300 + [(True, 0.2)] * 30
-    assert fed(RampGuard(99.0, 0.15), *fast_failures).tripped() is not None
-    assert fed(RampGuard(99.0, 0.15), *fast_failures[:-1]).tripped() is None  # 29 of them are too few
+    assert fed(RampGuard(Objective(99.0, 0.15)), *fast_failures).tripped() is not None
+    assert fed(RampGuard(Objective(99.0, 0.15)), *fast_failures[:-1]).tripped() is None  # 29 of them are too few
     some = [(False, 9.0)] * 100 + [(True, 0.05)] * 397 + [(True, 9.0)] * 3
-    assert fed(RampGuard(99.0, 0.15), *some).above() is None  # 3 of 400
-    assert fed(RampGuard(99.0, 0.15), *[(False, 9.0)] * 3, *[(True, 0.05)] * 30, (True, 9.0)).tripped() is None
+    assert fed(RampGuard(Objective(99.0, 0.15)), *some).above() is None  # 3 of 400
+    assert (
+        fed(RampGuard(Objective(99.0, 0.15)), *[(False, 9.0)] * 3, *[(True, 0.05)] * 30, (True, 9.0)).tripped() is None
+    )
 
 
 def test_v12_a_guard_needs_so_many_answers_before_it_may_trip() -> None:
-    watch = GuardWatch(RampGuard(99.0, 0.15, 0.01))
+    watch = GuardWatch(RampGuard(Objective(99.0, 0.15), 0.01))
     for _ in range(29):
         watch.add(False, 0.0)
         assert watch.tripped() is None
@@ -206,7 +210,7 @@ def test_v12_stage_by_stage_to_the_end() -> None:
         good(subject, 1)
         decision = subject.evaluate(float(now))
         if decision is not None:
-            seen.append((decision.at, decision.action, decision.share, subject.share))
+            seen.append((decision.at, *told(decision), subject.share))
     assert seen == [
         (600.0, "advance", 20, 20),
         (1200.0, "advance", 50, 50),
@@ -214,19 +218,21 @@ def test_v12_stage_by_stage_to_the_end() -> None:
         (2400.0, "finish", 100, 100),
     ]
     assert subject.state == "finished"
-    assert [d.why for d in subject.decisions][1] == "b was watched at 20 % for its time"
-    assert subject.decisions[1].numbers == {"stage_answers": 600, "answers": 500, "error_share": 0.0, "p99_ms": 50.0}
+    assert [d.why for d in subject.decisions][1] == "advance: b was watched at 20 % for its time"
+    assert subject.decisions[1].numbers == {
+        "share": 50, "stage_answers": 600, "answers": 500, "error_share": 0.0, "p99_ms": 50.0,
+    }  # fmt: skip
 
 
 def test_v12_a_ramp_that_stops_short_of_100_leaves_the_share_there() -> None:
     subject = Ramp((5, 20), 10.0, None, 100.0)
     assert subject.evaluate(109.9) is None
-    assert subject.evaluate(110.0) == Decision(
-        110.0, "advance", 20, "b was watched at 5 % for its time", {"stage_answers": 0, "answers": 0}
+    assert subject.evaluate(110.0) == Change(
+        110.0, "ramp", "advance: b was watched at 5 % for its time", {"share": 20, "stage_answers": 0, "answers": 0}
     )
     finish = subject.evaluate(120.0)
     assert finish is not None
-    assert (finish.action, subject.share, subject.state) == ("finish", 20, "finished")
+    assert (*told(finish), subject.state) == ("finish", 20, "finished")
     assert subject.evaluate(1e6) is None
 
 
@@ -241,7 +247,7 @@ def test_v12_being_called_very_late_eats_no_stage_up() -> None:
     subject = ramp(guard=None)
     decision = subject.evaluate(10_000.0)
     assert decision is not None
-    assert decision.share == 20  # one stage at a time
+    assert told(decision) == ("advance", 20)  # one stage at a time
     assert subject.evaluate(10_299.0) is None  # half its time at its own share
     assert subject.evaluate(10_300.0) is not None
 
@@ -253,14 +259,14 @@ def test_v12_above_a_limit_by_chance_a_stage_does_not_end() -> None:
         subject.observe(False, 0.0)
     hold = subject.evaluate(600.0)
     assert hold is not None
-    assert (hold.action, hold.share) == ("hold", 5)
-    assert hold.why == "guard: error 2.00% (2 of 100 answers), limit 1%; not beyond chance yet"
+    assert told(hold) == ("hold", 5)
+    assert hold.why == "hold: guard: error 2.00% (2 of 100 answers), limit 1%; not beyond chance yet"
     good(subject, 99)
     assert subject.evaluate(601.0) is None
     good(subject, 1)
     advance = subject.evaluate(602.0)
     assert advance is not None
-    assert advance.share == 20
+    assert told(advance) == ("advance", 20)
 
 
 def test_v12_a_guard_that_saw_nothing_vouches_for_nothing() -> None:
@@ -268,21 +274,21 @@ def test_v12_a_guard_that_saw_nothing_vouches_for_nothing() -> None:
     good(subject, 29)
     hold = subject.evaluate(600.0)
     assert hold is not None
-    assert (hold.action, hold.share) == ("hold", 5)
-    assert hold.why == "b has had 29 answers in this stage, the guard needs 30"
+    assert told(hold) == ("hold", 5)
+    assert hold.why == "hold: b has had 29 answers in this stage, the guard needs 30"
     assert hold.numbers["stage_answers"] == 29
     assert subject.snapshot(0.0)["held"] is True
     assert [subject.evaluate(600.0 + i) for i in range(1, 1000)] == [None] * 999  # said once
     good(subject, 1)
     advance = subject.evaluate(1700.0)
     assert advance is not None
-    assert (advance.action, advance.share) == ("advance", 20)
+    assert told(advance) == ("advance", 20)
     good(subject)
     assert subject.evaluate(2299.0) is None  # after a hold the next stage has its whole time
     assert subject.evaluate(2300.0) is not None
     hold = subject.evaluate(2900.0)  # what was seen at 20 % says nothing about 50 %
     assert hold is not None
-    assert hold.action == "hold"
+    assert told(hold)[0] == "hold"
 
 
 # -- back --------------------------------------------------------------------------------------------------------------
@@ -295,12 +301,11 @@ def test_v12_a_guard_that_trips_rolls_back_at_the_next_evaluation_and_says_why()
     for _ in range(5):
         subject.observe(False, 0.0)
     decision = subject.evaluate(601.0)
-    assert decision == Decision(
+    assert decision == Change(
         601.0,
-        "rollback",
-        0,
-        "guard: error 4.76% (5 of 105 answers), limit 1%",
-        {"stage_answers": 5, "answers": 105, "error_share": pytest.approx(5 / 105), "p99_ms": 50.0},
+        "ramp",
+        "rollback: guard: error 4.76% (5 of 105 answers), limit 1%",
+        {"share": 0, "stage_answers": 5, "answers": 105, "error_share": pytest.approx(5 / 105), "p99_ms": 50.0},
     )
     assert (subject.share, subject.state) == (0, "rolled_back")
     good(subject, 10_000)
@@ -315,7 +320,7 @@ def test_v12_a_slow_version_is_rolled_back_at_once() -> None:
         subject.observe(True, 0.4)
     decision = subject.evaluate(1.0)
     assert decision is not None
-    assert decision.why == "guard: p99 400.0 ms (30 of 30 answers slower), limit 150 ms"
+    assert decision.why == "rollback: guard: p99 400.0 ms (30 of 30 answers slower), limit 150 ms"
     assert decision.numbers["p99_ms"] == 400.0
 
 
@@ -325,7 +330,7 @@ def test_v12_a_trip_at_the_end_of_a_stage_is_no_advance() -> None:
         subject.observe(False, 0.0)
     decision = subject.evaluate(600.0)
     assert decision is not None
-    assert decision.action == "rollback"
+    assert told(decision)[0] == "rollback"
 
 
 def test_v12_without_a_guard_nothing_trips() -> None:
@@ -341,7 +346,7 @@ def test_v12_a_reason_from_outside_rolls_back_too() -> None:
     subject = ramp()
     decision = subject.roll_back(7.0, "an operator asked")
     assert decision is not None
-    assert (decision.at, decision.action, decision.share, decision.why) == (7.0, "rollback", 0, "an operator asked")
+    assert (decision.at, decision.why, told(decision)[1]) == (7.0, "rollback: an operator asked", 0)
     assert (subject.share, subject.state) == (0, "rolled_back")
     assert subject.roll_back(8.0, "again") is None
     assert len(subject.decisions) == 1
@@ -359,7 +364,7 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
     random = Random(seed)
     shares = tuple(sorted(random.sample(range(1, 100), random.randint(1, 5))))
     every, begin = random.choice([1.0, 10.0, 600.0]), random.choice([0.0, 12345.678])
-    guard = random.choice([None, GUARD, RampGuard(error_rate=0.0), RampGuard(95.0, 0.2)])
+    guard = random.choice([None, GUARD, RampGuard(error_rate=0.0), RampGuard(Objective(95.0, 0.2))])
     subject = Ramp(shares, every, guard, begin)
     failing = random.choice([0.0, 0.001, 0.01, 0.2])
     now, before, rolled_back = begin, subject.share, False
@@ -371,7 +376,7 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
             subject.roll_back(now, "outside")
         decision = subject.evaluate(now)
         if decision is not None:
-            assert (decision.at, decision.share) == (now, subject.share)
+            assert (decision.at, told(decision)[1]) == (now, subject.share)
             json.dumps(decision.numbers, allow_nan=False)
         planned = shares[min(int((now - begin) / every * 2.0 + 1e-6), len(shares) - 1)]  # half a stage at the least
         assert subject.share <= planned
@@ -382,8 +387,7 @@ def test_v12_the_share_never_exceeds_the_plan_and_stays_0_after_a_rollback(seed:
         before = subject.share
     assert len(subject.decisions) <= 2 * len(shares) + 1
     assert subject.snapshot(0.0)["decisions"][-1:] == [
-        {"at": d.at, "action": d.action, "share": d.share, "why": d.why, "numbers": d.numbers}
-        for d in subject.decisions[-1:]
+        {"at": d.at, "kind": "ramp", "why": d.why, "numbers": d.numbers} for d in subject.decisions[-1:]
     ]
 
 
@@ -394,6 +398,6 @@ def test_the_snapshot_is_json_and_counts_from_now() -> None:
     found = json.loads(json.dumps(subject.snapshot(610.0), allow_nan=False))
     assert (found["state"], found["share"], found["stage"], found["shares"]) == ("running", 5, 1, list(SHARES))
     assert (found["every_s"], found["left_s"], found["held"]) == (600.0, 0.0, True)
-    assert found["decisions"][0]["action"] == "hold"
+    assert found["decisions"][0]["why"].startswith("hold: ")
     assert found["numbers"]["stage_answers"] == 10
     assert ramp().snapshot(100.0)["left_s"] == 500.0

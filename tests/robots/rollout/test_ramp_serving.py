@@ -36,10 +36,10 @@ def test_v12_a_ramp_advances_by_itself_and_finishes(pair: Pair) -> None:
         until(lambda: rollout(server)["ramp"]["state"] == "finished", goes_on)
         told = rollout(server)
         assert told["split"] == 0
-        moved = [d for d in told["ramp"]["decisions"] if d["action"] != "hold"]  # few answers come on a busy machine
-        assert [d["action"] for d in moved] == ["advance", "advance", "finish"]
-        assert [d["share"] for d in moved] == [60, 100, 100]
-        assert all(d["numbers"]["stage_answers"] >= 30 for d in moved)
+        decisions = [(d["why"].partition(":")[0], d["numbers"]) for d in told["ramp"]["decisions"]]
+        moved = [(what, n["share"], n["stage_answers"]) for what, n in decisions if what != "hold"]  # on a busy machine
+        assert [one[:2] for one in moved] == [("advance", 60), ("advance", 100), ("finish", 100)]
+        assert all(answers >= 30 for _, _, answers in moved)
         server.wait_log("ramp: finish: ")
         lines = [line for line in server.log if "WARNING reflex.rollout ramp: " in line and "ramp: hold: " not in line]
         assert len(lines) == 4  # its start, and three decisions
@@ -63,8 +63,7 @@ def test_v12_a_guard_that_trips_takes_everything_back_and_says_why(pair: Pair) -
         assert told["split"] == 100
         assert told["ramp"]["share"] == 0
         (decision,) = told["ramp"]["decisions"]
-        assert decision["action"] == "rollback"
-        assert "guard: error " in decision["why"]
+        assert decision["why"].startswith("rollback: guard: error ")
         assert "limit 5%" in decision["why"]
         assert decision["numbers"]["error_share"] > 0.05
         (back,) = [c for c in told["changes"] if c["kind"] == "rollback"]

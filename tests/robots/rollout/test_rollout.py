@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from reflex_runtime.robots.versions.breaker import Breaker
-from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
-from reflex_runtime.robots.versions.rollout import Change, Rollout
+from reflex_runtime.robots.versions.ramp import Change, Ramp, RampGuard
+from reflex_runtime.robots.versions.rollout import Rollout
 from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 from serving.pair import episodes
 

@@ -23,8 +23,8 @@ from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.versions.breaker import Breaker
-from reflex_runtime.robots.versions.rollout import Change, Rollout
-from reflex_runtime.robots.versions.slo import Objective, SloTracker
+from reflex_runtime.robots.versions.ramp import Change, Objective, SloTracker
+from reflex_runtime.robots.versions.rollout import Rollout
 from reflex_runtime.run.audience import Audience
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.app import App

@@ -12,7 +12,7 @@ import pytest
 from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.versions.slo import Objective
+from reflex_runtime.robots.versions.ramp import Objective
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import flag
 from serving.exports import write_tiny

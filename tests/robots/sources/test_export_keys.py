@@ -12,7 +12,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DeviceOptions, Export, load_policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.sources.export_directory import OnnxStaged
 from robots import means, tiny
 from robots.means import CHUNK, HEIGHT, WIDTH

@@ -15,8 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots import Observation, load_policy
-from reflex_runtime.robots.policy.observation import decode_image, resize_image
+from reflex_runtime.robots import MonolithicPolicy, Observation, PolicySpec, WholeModel, load_policy
 from reflex_runtime.robots.sources import lerobot_export as exporting
 from reflex_runtime.robots.sources.export_files import new_directory
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
@@ -26,11 +25,13 @@ HEIGHT, WIDTH, STATE, CHUNK, ACTIONS = 4, 6, 2, 3, 2
 WEIGHTS = np.array([[0.5, -0.25], [0.125, 1.0]], np.float32)
 
 
-class StandIn:
+class StandIn(WholeModel):
     """Actions are state · weights + the mean of the picture, in every place of the chunk. off: what its own answers
     have on top."""
 
-    def __init__(self, off: float = 0.0, fails: Exception | None = None) -> None:
+    def __init__(self, spec: PolicySpec, off: float = 0.0, fails: BaseException | None = None) -> None:
+        super().__init__(spec)
+        self.policy = MonolithicPolicy(self)
         self.unit = np.array([1.0, 2.0], np.float32)
         self.states = np.array([[-1.0, 3.0], [1.0, 4.0]], np.float32)
         self.off, self.fails, self.asked = off, fails, 0
@@ -44,14 +45,16 @@ class StandIn:
         inputs = {"top": "top", "state": "state"}
         return {"export_kind": "monolithic", "inputs": inputs, "outputs": {"actions": "actions"}}
 
-    def answer(self, episode: Sequence[Observation]) -> Any:
+    def chunk(self, rows: Sequence[Observation], noise: Any) -> Any:
         self.asked += 1
-        (moment,) = episode
-        assert moment.state is not None
-        sent, size = moment.images["top"], (HEIGHT, WIDTH)
-        picture = decode_image(sent, size=size) if isinstance(sent, bytes) else resize_image(sent, *size)
-        row = moment.state @ WEIGHTS + picture.mean(dtype=np.float64).astype(np.float32) / 255
-        return np.tile(row, (CHUNK, 1)).astype(np.float32) + np.array([0.0, self.off], np.float32)
+        (row,) = rows
+        mean = row.images["top"].mean(dtype=np.float64).astype(np.float32) / 255
+        chunk = np.tile(row.row("state") @ WEIGHTS + mean, (1, CHUNK, 1)).astype(np.float32)
+        return chunk + np.array([0.0, self.off], np.float32)
+
+
+def stand_in(*args: Any, **more: Any) -> Callable[[PolicySpec], StandIn]:
+    return lambda spec: StandIn(spec, *args, **more)
 
 
 def write_graph(file: Path, opset: int) -> None:
@@ -106,13 +109,13 @@ def source(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[StandIn], None]:
+def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the command load a stand-in."""
 
-    def use(original: StandIn) -> None:
+    def use(off: float = 0.0) -> None:
         monkeypatch.setattr(
             "reflex_runtime.robots.sources.lerobot_export.export_checkpoint",
-            lambda *args, **more: export_checkpoint(*args, **more, load=lambda spec: original),
+            lambda *args, **more: export_checkpoint(*args, **more, load=stand_in(off)),
         )
 
     return use
@@ -141,9 +144,10 @@ def test_p15_the_processors_of_a_checkpoint_are_part_of_its_configuration(tmp_pa
 
 
 def test_p40_an_export_is_there_once_it_answers_as_the_checkpoint(source: str, tmp_path: Path) -> None:
-    original, out = StandIn(), tmp_path / "deep" / "out"
-    found = export_checkpoint(source, out, load=lambda spec: original)
-    assert original.asked == 6
+    made: list[StandIn] = []
+    out = tmp_path / "deep" / "out"
+    found = export_checkpoint(source, out, load=lambda spec: made.append(StandIn(spec)) or made[0])
+    assert made[0].asked == 6
     assert found.compared == 18  # alone, in pairs, all together
     assert found.difference < 1e-6
     assert names(out) == ["embodiment.json", "model.onnx", "reflex_config.json"]
@@ -160,13 +164,13 @@ def test_p40_an_export_is_there_once_it_answers_as_the_checkpoint(source: str, t
 def test_p40_one_that_answers_something_else_is_not_there(off: float, source: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(NotTheSame, match="joint 1 differs" if np.isfinite(off) else "NaN or infinite"):
-        export_checkpoint(source, out, load=lambda spec: StandIn(off))
+        export_checkpoint(source, out, load=stand_in(off))
     assert names(tmp_path) == ["act"]
 
 
 def test_p40_the_bound_is_in_the_unit_of_the_joint(source: str, tmp_path: Path) -> None:
     """Joint 1 is normalised by 2: so much is within the bound, and it is told."""
-    found = export_checkpoint(source, tmp_path / "out", load=lambda spec: StandIn(1.9 * BOUND))
+    found = export_checkpoint(source, tmp_path / "out", load=stand_in(1.9 * BOUND))
     assert found.difference == pytest.approx(1.9 * BOUND, rel=0.01)
     assert found.in_units == pytest.approx(0.95 * BOUND, rel=0.01)
 
@@ -183,14 +187,14 @@ def test_p40_rows_that_depend_on_their_neighbours_are_found(
 
     monkeypatch.setattr(exporting, "_answers", mixed)
     with pytest.raises(NotTheSame, match="in a batch of 6"):
-        export_checkpoint(source, tmp_path / "out", load=lambda spec: StandIn())
+        export_checkpoint(source, tmp_path / "out", load=stand_in())
 
 
 def test_p40_the_command_says_the_difference_and_exits_with_0_or_1(
-    source: str, tmp_path: Path, loads: Callable[[StandIn], None], capsys: pytest.CaptureFixture[str]
+    source: str, tmp_path: Path, loads: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    loads(StandIn())
+    loads()
     assert main(["export", source, str(out), "--opset", "19"]) == 0
     said = capsys.readouterr().out
     assert "largest difference in 18 answers: " in said
@@ -198,7 +202,7 @@ def test_p40_the_command_says_the_difference_and_exits_with_0_or_1(
     assert json.loads((out / "reflex_config.json").read_text())["opset"] == 19
     assert {(o.domain, o.version) for o in onnx.load(out / "model.onnx").opset_import} == {("", 19)}
 
-    loads(StandIn(0.01))
+    loads(0.01)
     assert main(["export", source, str(tmp_path / "other")]) == 1
     assert capsys.readouterr().err.startswith(f"reflex export: {source}: the export answers something else")
     assert names(tmp_path) == ["act", "out"]
@@ -265,28 +269,28 @@ def test_p41_wrong_words_are_one_line(
 @pytest.mark.parametrize("error", [ConfigError("no"), OSError("disk full"), KeyboardInterrupt()])
 def test_p42_nothing_is_left_of_an_export_that_failed(error: Any, source: str, tmp_path: Path) -> None:
     with pytest.raises(type(error)):
-        export_checkpoint(source, tmp_path / "out", load=lambda spec: StandIn(fails=error))
+        export_checkpoint(source, tmp_path / "out", load=stand_in(fails=error))
     assert names(tmp_path) == ["act"]
 
 
 def test_p42_an_export_is_replaced_by_one_that_is_the_same_and_only_if_asked(
-    source: str, tmp_path: Path, loads: Callable[[StandIn], None], capsys: pytest.CaptureFixture[str]
+    source: str, tmp_path: Path, loads: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    loads(StandIn())
+    loads()
     assert main(["export", source, str(out)]) == 0  # an empty directory is as good as none
     old = (out / "reflex_config.json").read_text()
     (out / "mine.txt").write_text("of the old one")
 
     assert main(["export", source, str(out)]) == 2
     assert "is not empty; name another directory, or use --force" in capsys.readouterr().err
-    loads(StandIn(0.01))
+    loads(0.01)
     assert main(["export", source, str(out), "--force"]) == 1
     assert (out / "mine.txt").is_file()
     assert (out / "reflex_config.json").read_text() == old
 
-    loads(StandIn())
+    loads()
     assert main(["export", source, str(out), "--force", "--opset", "20"]) == 0
     assert names(out) == ["embodiment.json", "model.onnx", "reflex_config.json"]
     assert json.loads((out / "reflex_config.json").read_text())["opset"] == 20
@@ -298,9 +302,9 @@ def test_p42_force_replaces_nothing_but_exports(source: str, tmp_path: Path) -> 
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match="--force replaces exports, and this is none"):
-        export_checkpoint(source, out, force=True, load=lambda spec: StandIn())
+        export_checkpoint(source, out, force=True, load=stand_in())
     with pytest.raises(ConfigError, match="is a file; name a directory"):
-        export_checkpoint(source, out / "thesis.tex", force=True, load=lambda spec: StandIn())
+        export_checkpoint(source, out / "thesis.tex", force=True, load=stand_in())
     assert names(out) == ["thesis.tex"]
 
 

@@ -27,7 +27,7 @@ from reflex_runtime.robots import (  # noqa: E402
     WordTokenizer,
     load_policy,
 )
-from reflex_runtime.robots.policy.prefix_cache import PrefixTensors  # noqa: E402
+from reflex_runtime.robots.policy.episodes import PrefixTensors  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
 from reflex_runtime.robots.sources.torch_models import TorchStaged, TorchWhole, taken, weights_of  # noqa: E402
 from reflex_runtime.robots.versions.slots import device_of, load  # noqa: E402

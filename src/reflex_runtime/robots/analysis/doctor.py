@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request
-from reflex_runtime.robots.policy.base import Policy
-from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.base import Policy, PolicySource
 from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import transformed

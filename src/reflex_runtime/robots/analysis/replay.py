@@ -25,9 +25,8 @@ from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLin
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.lru import Lru
-from reflex_runtime.robots.policy.observation import ActionChunk, Glimpse, Observation, ObservationHistory
-from reflex_runtime.robots.policy.rtc import ChunkTails, Rtc
+from reflex_runtime.robots.policy.episodes import ChunkTails, Glimpse, Lru, ObservationHistory, Rtc
+from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
 from reflex_runtime.web.errors import InvalidRequest
 

@@ -1,11 +1,16 @@
-"""Policies as processors: preparing, requests, the cost model and warm-up; and the one that makes a chunk in a call."""
+"""Models, and policies as their processors: preparing, requests, the cost model and warm-up.
+
+A *whole* model makes a chunk of actions in one call. A *staged* model reads the scene once (`prefix`), then moves x
+from noise to actions in small steps (`step`), so that requests may join and leave between the steps. A model may be
+ONNX graphs, PyTorch modules or anything else.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,24 +19,144 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.robots.policy.model import PolicyModel, WholeModel, stacked
+from reflex_runtime.robots.policy.episodes import Glimpse, ObservationHistory, Prefix, together
 from reflex_runtime.robots.policy.observation import (
     ActionChunk,
     CacheUse,
-    Glimpse,
     Observation,
     ObservationFields,
-    ObservationHistory,
     Sent,
     noise_of,
     seed_of,
-    together,
 )
-from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.policy.units import Floats, shift_of, transformed
+from reflex_runtime.run.onnx_session import CPU
 from reflex_runtime.run.processor import BaseProcessor, TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
 
 T = TypeVar("T")
+
+
+# -- models: they compute, and know no requests, caches or episodes ---------------------------------------------------
+
+
+class PolicyModel:
+    """What both kinds have in common. `prepare` runs on worker threads, everything else on the device thread.
+
+    spec: what it expects and gives. provider: the device it runs on. batched: a call with n rows is one call, not n.
+    captured_sizes: batch sizes it pads to (CUDA graphs). half: it computes in 16 bits.
+    warming: the policy warms up; what is made once for a shape is made now, as nobody waits.
+    any_thread: its calls may be made on any thread, one at a time.
+    notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it. A
+        model with captured sizes adds `captured`: whether the call ran at one.
+    """
+
+    provider: str = CPU
+    batched: bool = True
+    half: bool = False
+    any_thread: bool = False
+    warming: bool = False
+    captured_sizes: Sequence[int] = ()
+
+    def __init__(self, spec: PolicySpec) -> None:
+        self.spec = spec
+        self.notes: dict[str, Any] = {}
+
+    def prepare(self, observation: Observation) -> Any:
+        """What the model wants to know of a request besides the observation, kept as `observation.ready`.
+
+        Slow work of one request belongs here: it runs on worker threads, several at a time, beside the device.
+        InvalidRequest names the field of a request that the model cannot read.
+        """
+        return None
+
+    def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
+        """Actions in the robot's units, [n, chunk_size, action_dim], of what the model computed, [n, chunk_size, any].
+
+        By default x without the columns beyond action_dim, denormalised, then through the action transforms. Values may
+        be infinite or NaN: the guard looks for them.
+        """
+        spec = self.spec
+        actions = x[..., : spec.action_dim] if x.shape[-1] > spec.action_dim else x
+        actions = actions.astype(np.float32, copy=False)
+        with np.errstate(all="ignore"):
+            if spec.action_norm is not None:
+                actions = spec.action_norm.denormalise(actions)
+            if not spec.action_transforms:
+                return actions
+            states = [row.robot_state for row in rows if row.robot_state is not None]
+            return transformed(actions, spec.action_transforms, np.stack(states)[:, None] if states else None)
+
+    def shift(self, moved: Floats) -> Floats | None:
+        """What to add to actions in the model's units, so that they stay where they are although the state that they
+        are changes of moved by `moved` (robot's units): float32 [action_dim]; None where they are no changes of it."""
+        spec = self.spec
+        return shift_of(spec.action_norm, spec.action_transforms, moved, spec.action_dim)
+
+    def start(self) -> None:
+        """Called on a new device thread before its first call."""
+
+    def describe(self) -> dict[str, Any]:
+        """What /config says of how it runs besides the attributes, JSON-safe."""
+        return {}
+
+
+class StagedModel(PolicyModel):
+    """A prefix and denoise steps. A call that raises must have changed nothing: it may be repeated.
+
+    pads_prefix: whether `prefix` pads to the captured sizes too; `step` does.
+    """
+
+    pads_prefix: bool = True
+
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[Prefix]:
+        """The prefixes of n requests, each on its own: one must not keep the memory of its neighbours."""
+        raise NotImplementedError
+
+    def pack(self, prefixes: Sequence[Any], rows: Sequence[Observation]) -> Any:
+        """What `step` needs of n requests together. Called only when other requests step than before."""
+        raise NotImplementedError
+
+    def step(self, packed: Any, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
+        """x after one more of n steps. Rows are at steps of their own: row i has made k[i] of them.
+
+        x: [rows, chunk_size, x_dim], noise at k = 0, the actions (in the model's units) at k = n. Not written to.
+        """
+        raise NotImplementedError
+
+
+class WholeModel(PolicyModel):
+    """One call for a whole chunk."""
+
+    def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
+        """[n, chunk_size, any] in the model's units. noise: [n, chunk_size, x_dim], None unless `spec.takes_noise`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PolicySource(PolicySpec):
+    """What a policy says of itself before its model is loaded, and how to load it."""
+
+    def check(self) -> None:
+        """ConfigError for what can be found wrong with the files before the model is loaded."""
+
+    def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
+        """Load the model onto the device; a StagedModel if `staged`. Slow. ConfigError if it cannot be loaded."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Free what was loaded to read it: this process will not open it."""
+
+
+def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Rows of one shape as a batch; np.stack takes four times as long for small ones."""
+    if not rows[0].ndim:
+        return np.array(rows)
+    return np.concatenate(rows).reshape(len(rows), *rows[0].shape)
+
+
+# -- policies: everything around a model ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +171,15 @@ class WarmUp:
         for batch, elapsed in self.batches:
             model.observe(batch, elapsed)
         model.settled(self.finished)
+
+
+class Terms(TypedDict, total=False):
+    """What a request has from its caller: as in `Request`."""
+
+    client: Hashable
+    priority: Priority
+    time_limit: float | None
+    weight: float
 
 
 class Policy(BaseProcessor):
@@ -123,7 +257,7 @@ class Policy(BaseProcessor):
         if spec.images:
             observation.images, observation.present = fields.pictures(sent)
         if self.history is not None:
-            observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
+            observation = _with_past(observation, self.history, time.monotonic() if received is None else received)
         if instruction:
             observation.instruction = instruction
             observation.doubts = fields.doubts(instruction)
@@ -134,50 +268,24 @@ class Policy(BaseProcessor):
         """Hook for subclasses to amend the observation."""
         return observation
 
-    def _with_past(self, observation: Observation, history: ObservationHistory, received: float) -> Observation:
-        """The observation behind those before it in its episode; the first one repeated where there are too few."""
-        o = observation
-        moment = Glimpse(o.request_id, received, o.images, o.present, o.state)  # type: ignore[arg-type]
-        past = history.before(o.episode_id, moment) if o.episode_id else ()
-        with_past = together((*past, moment), history.steps)
-        return replace(o, **with_past, moment=moment, past=tuple(one.request_id for one in past))
-
     # -- event loop ----------------------------------------------------------------------------------------------------
 
-    def request(
-        self,
-        observation: Observation,
-        *,
-        client: Hashable = "",
-        priority: Priority = Priority.DEFAULT,
-        time_limit: float | None = None,
-        weight: float = 1.0,
-    ) -> Request:
+    def request(self, observation: Observation, **terms: Unpack[Terms]) -> Request:
         """The request to submit: its shape, cost class, first stage and units, with its cached prefix if there is one.
 
-        Quick; for the thread that submits, immediately before it does. time_limit: seconds.
+        Quick; for the thread that submits, immediately before it does.
         """
         observation, stage, wants = self._enter(observation)
-        told = observation.request_id, observation.cache, stage, wants
-        return self._request(observation, *told, client=client, priority=priority, time_limit=time_limit, weight=weight)
+        return self._request(observation, observation.request_id, observation.cache, stage, wants, **terms)
 
-    def reservation(
-        self,
-        payload: Any,
-        request_id: str,
-        episode_id: str,
-        *,
-        client: Hashable = "",
-        priority: Priority = Priority.DEFAULT,
-        time_limit: float | None = None,
-    ) -> Request:
+    def reservation(self, payload: Any, request_id: str, episode_id: str, **terms: Unpack[Terms]) -> Request:
         """The request to admit before its pictures are decoded: the cheapest that it may become, so that it is not
         refused for a deadline that it can meet. `Scheduler.prepared` gets the one of `request`."""
-        told = request_id, *self._at_best(bool(episode_id))
-        return self._request(payload, *told, client=client, priority=priority, time_limit=time_limit)
+        return self._request(payload, request_id, *self._at_best(bool(episode_id)), **terms)
 
-    def _request(self, payload: Any, id: str, cache: CacheUse, stage: str, wants: float, **terms: Any) -> Request:
-        """terms: of its caller."""
+    def _request(
+        self, payload: Any, id: str, cache: CacheUse, stage: str, wants: float, **terms: Unpack[Terms]
+    ) -> Request:
         return Request(
             payload=payload,
             id=id,
@@ -271,15 +379,11 @@ class Policy(BaseProcessor):
     def start(self) -> None:
         self.model.start()
 
-    def forget(self, episode: str) -> None:
-        """Forget what is carried from one request of an episode to the next: it was moved, or starts again."""
+    def forget(self, episode: str | None = None) -> None:
+        """Forget what is carried from one request of an episode, or of all, to the next: it was moved, or starts
+        again."""
         if self.history is not None:
             self.history.forget(episode)
-
-    def forget_all(self) -> None:
-        """Forget it of all episodes: they were moved."""
-        if self.history is not None:
-            self.history.forget_all()
 
     def _remember(self, ticket: Ticket) -> None:
         """A chunk has been computed: keep its observation for the next ones of its episode."""
@@ -338,6 +442,14 @@ class Policy(BaseProcessor):
 
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _with_past(o: Observation, history: ObservationHistory, received: float) -> Observation:
+    """The observation behind those before it in its episode; the first one repeated where there are too few."""
+    moment = Glimpse(o.request_id, received, o.images, o.present, o.state)  # type: ignore[arg-type]
+    past = history.before(o.episode_id, moment) if o.episode_id else ()
+    with_past = together((*past, moment), history.steps)
+    return replace(o, **with_past, moment=moment, past=tuple(one.request_id for one in past))
 
 
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:

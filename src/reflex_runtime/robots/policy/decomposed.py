@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
-from reflex_runtime.robots.policy.base import Policy
-from reflex_runtime.robots.policy.model import StagedModel, stacked
+from reflex_runtime.robots.policy.base import Policy, StagedModel, stacked
+from reflex_runtime.robots.policy.episodes import Anchor, ChunkTails, Prefix, PrefixCache, PrefixKey, Rtc, digest
 from reflex_runtime.robots.policy.observation import ActionChunk, CacheUse, Observation
-from reflex_runtime.robots.policy.prefix_cache import Prefix, PrefixCache, PrefixKey, digest
-from reflex_runtime.robots.policy.rtc import Anchor, ChunkTails, Rtc
 
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
@@ -126,15 +124,10 @@ class DecomposedPolicy(Policy):
             return "off", PREFIX, steps + 1.0
         return "hit", DENOISE, steps
 
-    def forget(self, episode: str) -> None:
+    def forget(self, episode: str | None = None) -> None:
         super().forget(episode)
         if self.tails is not None:
             self.tails.forget(episode)
-
-    def forget_all(self) -> None:
-        super().forget_all()
-        if self.tails is not None:
-            self.tails.forget_all()
 
     # -- device thread -------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError, ProcessorHung
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.base import Policy
-from reflex_runtime.robots.policy.lru import Lru
+from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.run.processor import Processor, WrappedProcessor

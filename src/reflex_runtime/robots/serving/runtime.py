@@ -18,8 +18,7 @@ from reflex_runtime.observe.journal import PolicyHead, WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, hardware, warmed
 from reflex_runtime.observe.logs import leave_stuck
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots.policy.base import Policy, WarmUp
-from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.base import Policy, PolicySource, WarmUp
 from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
@@ -27,9 +26,8 @@ from reflex_runtime.robots.serving.shadow import Shadowing
 from reflex_runtime.robots.sources.load import read_source, weight_of
 from reflex_runtime.robots.sources.memory import check_two_policies
 from reflex_runtime.robots.versions.breaker import Breaker
-from reflex_runtime.robots.versions.ramp import Ramp, RampGuard
-from reflex_runtime.robots.versions.rollout import Change, Rollout
-from reflex_runtime.robots.versions.slo import Objective, SloTracker
+from reflex_runtime.robots.versions.ramp import Change, Objective, Ramp, RampGuard, SloTracker
+from reflex_runtime.robots.versions.rollout import Rollout
 from reflex_runtime.robots.versions.slots import (
     MISTAKES,
     SHADOW,

@@ -18,9 +18,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel, stacked
+from reflex_runtime.robots.policy.base import PolicySource, StagedModel, WholeModel, stacked
+from reflex_runtime.robots.policy.episodes import PrefixTensors
 from reflex_runtime.robots.policy.observation import IMAGE_MASK, Observation
-from reflex_runtime.robots.policy.prefix_cache import PrefixTensors
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions, PolicySpec, Size
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.robots.policy.units import AddState, Floats

@@ -23,6 +23,7 @@ from reflex_runtime.run import model_files
 from reflex_runtime.run.model_files import JsonObject, described
 
 CONFIG_FILE: Final = "reflex_config.json"
+WEIGHTS: Final = "model.safetensors"  # of checkpoints
 
 ExportKind = Literal["monolithic", "decomposed"]
 

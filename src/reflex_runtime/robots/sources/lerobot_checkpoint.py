@@ -5,20 +5,24 @@ Everything that can be found wrong before gigabytes are loaded is found here.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel
+from reflex_runtime.robots.policy.base import PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.spec import LEROBOT, DeviceOptions, Embodiment, Size, WireMap
 from reflex_runtime.robots.sources.embodiment import read_embodiment
 from reflex_runtime.robots.sources.export_directory import check_directory, from_hub
 from reflex_runtime.robots.sources.export_files import (
+    WEIGHTS,
     ExportObject,
     files_hash,
     model_bytes,
@@ -26,21 +30,25 @@ from reflex_runtime.robots.sources.export_files import (
     read_export_json,
     whole,
 )
-from reflex_runtime.robots.sources.lerobot_processors import (
-    PROCESSORS,
-    WEIGHTS,
-    WHOLE,
-    Feature,
-    Features,
-    check_code,
-    check_statistics,
-    read_steps,
-    renames_of,
-)
-from reflex_runtime.run.model_files import CHECKPOINT_KEYS, JsonObject, json_keys, read_table
+from reflex_runtime.run.model_files import CHECKPOINT_KEYS, JsonObject, json_keys, read_table, shorten
 from reflex_runtime.run.onnx_session import CPU, CUDA
 
 CONFIG_FILE: Final = "config.json"
+
+SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "eo1", "evo1", "fastwam", "molmoact2")
+"""Types that draw from torch's own generator: served row by row, so that each row has its own seed."""
+
+WHOLE: Final = ("act", "diffusion", "pi0_fast", *SEEDED)
+"""Types with one call for a chunk that keep nothing of it in the policy object."""
+
+
+class Feature(msgspec.Struct, kw_only=True):
+    """An input or output of the policy."""
+
+    type: Annotated[str, Meta(description="VISUAL, STATE, ENV or ACTION")]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=1_000_000)], ...], Meta(description="a list of sizes")]
+
+
 STAGED: Final = ("smolvla", "pi0", "pi05")
 """Types whose prefix and steps are calls of their own."""
 
@@ -59,8 +67,8 @@ REFUSED: Final = {
 }
 """Types that cannot be served, with the reason."""
 
-NEEDS_06: Final = ("pi0", "pi05", "pi0_fast")
-"""Types whose code in older versions needs a patched transformers that no registry has."""
+NEEDS_06: Final = ("smolvla", "pi0", "pi05", "pi0_fast")
+"""Types that older versions have otherwise, or with a patched transformers that no registry has."""
 
 _IMAGE, _IMAGES, _STATE, _ENVIRONMENT = (
     "observation.image", "observation.images.", "observation.state", "observation.environment_state",
@@ -93,9 +101,14 @@ class _Config(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeRobotCheckpoint(PolicySource):
-    """A checked checkpoint directory. Make one with `LeRobotCheckpoint.load`."""
+    """A checked checkpoint directory. Make one with `LeRobotCheckpoint.load`.
 
-    features: Features
+    cameras: LeRobot's feature name of each image. states: the features that make the state, in order, with their sizes.
+    """
+
+    path: Path
+    cameras: Mapping[str, str]
+    states: tuple[tuple[str, int], ...]
 
     @staticmethod
     def load(source: str) -> LeRobotCheckpoint:
@@ -107,15 +120,15 @@ class LeRobotCheckpoint(PolicySource):
 
     def check(self) -> None:
         check_lerobot(self.source, self.model_type)
-        check_weights(self.features.path / WEIGHTS)
+        check_weights(self.path / WEIGHTS)
         for name in PROCESSORS:
-            if not (self.features.path / name).is_file():
+            if not (self.path / name).is_file():
                 raise ConfigError(
-                    f"{self.features.path / name}: not found: it was saved by LeRobot before 0.4. Convert it: python "
-                    f"-m lerobot.processor.migrate_policy_normalization --pretrained-path {self.features.path}"
+                    f"{self.path / name}: not found: it was saved by LeRobot before 0.4. Convert it: python "
+                    f"-m lerobot.processor.migrate_policy_normalization --pretrained-path {self.path}"
                 )
-        served = (*self.features.cameras.values(), *(name for name, _ in self.features.states))
-        check_statistics(self.features.path, self.config, served)
+        served = (*self.cameras.values(), *(name for name, _ in self.states))
+        check_statistics(self.path, self.config, served)
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         self.check()
@@ -123,10 +136,10 @@ class LeRobotCheckpoint(PolicySource):
         if self.staged:
             from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged
 
-            return LeRobotStaged(self, self.features, device)
+            return LeRobotStaged(self, self.path, self.cameras, self.states, device)
         from reflex_runtime.robots.sources.lerobot_policy import LeRobotWhole
 
-        return LeRobotWhole(self, self.features, device)
+        return LeRobotWhole(self, self.path, self.cameras, self.states, device, self.model_type in SEEDED)
 
 
 def is_checkpoint(root: Path) -> bool:
@@ -140,7 +153,11 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
             f"{root}: holds a PEFT adapter and not a whole policy; merge it into its base (merge_and_unload), save "
             "that with save_pretrained and serve it"
         )
-    table = JsonObject(root / CONFIG_FILE, _config_of(root))
+    if not (root / CONFIG_FILE).is_file():
+        deeper = root / "pretrained_model"
+        hint = f"; serve {deeper}" if deeper.is_dir() else ", expected what save_pretrained of LeRobot writes"
+        raise ConfigError(f"{root / CONFIG_FILE}: not found{hint}")
+    table = JsonObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
     config: _Config = table.read(_Config)
     if config.type in REFUSED:
         raise ConfigError(f"{table.file}: type {config.type} cannot be served: {REFUSED[config.type]}")
@@ -154,14 +171,20 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
     if action is None or len(action.shape) != 1:
         table.wrong("output_features", "a feature action with one size")
     cameras, sizes = _cameras(table, config)
-    given = [name for name in (_STATE, _ENVIRONMENT) if name in config.input_features]
-    states = tuple((name, _flat(table, config, name)) for name in given)
+    states = {
+        name: config.input_features[name].shape for name in (_STATE, _ENVIRONMENT) if name in config.input_features
+    }
+    for name, shape in states.items():
+        if len(shape) != 1:
+            table.wrong(f"input_features.{name}.shape", "one size", shape)
+    state_dim = sum(shape[0] for shape in states.values())
     chunk, horizon, denoising = _lengths(table, config)
     steps = [read_steps(root / name) for name in PROCESSORS]
     renamed = renames_of(root / PROCESSORS[0], steps[0], config.input_features)
     dim = action.shape[0]
-    names = _names(config, dim)
-    robot = read_robot(root, sum(size for _, size in states), dim)
+    names, named = config.action_feature_names, isinstance(config.action_feature_names, list)
+    named = named and len(names) == dim and all(isinstance(name, str) for name in names)
+    robot = read_robot(root, state_dim, dim)
     return LeRobotCheckpoint(
         source=source,
         model_id=config.repo_id or root.resolve().name,
@@ -172,9 +195,11 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         optional_images=frozenset(sizes) if config.type in STAGED and len(sizes) > 1 else frozenset(),
         other_names={c: renamed[name].removeprefix(_IMAGES) for c, name in cameras.items() if name in renamed},
         resize="none" if config.type in STAGED else "stretch",
-        features=Features(root, cameras, states),
+        path=root,
+        cameras=cameras,
+        states=tuple((name, shape[0]) for name, shape in states.items()),
         takes_state=bool(states),
-        state_dim=sum(size for _, size in states),
+        state_dim=state_dim,
         takes_text=any("tokenizer" in step.registry_name for step in steps[0]),
         takes_noise=config.type not in ("act", "pi0_fast"),
         action_dim=dim,
@@ -184,20 +209,12 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         num_denoising_steps=denoising,
         observation_steps=config.n_obs_steps if config.type in HISTORY else 1,
         prefix_takes_state=config.type in ("smolvla", "pi05"),
-        embodiment=robot or Embodiment(action_names=names),
+        embodiment=robot or Embodiment(action_names=tuple(names) if named else None),
         wires={"vla-eval": WireMap(execute=min(config.n_action_steps or chunk, chunk))},
         model_hash=model_hash(root),
         config_hash=files_hash(root, (CONFIG_FILE, *PROCESSORS)),
         model_bytes=model_bytes(root),
     )
-
-
-def _config_of(root: Path) -> Any:
-    if not (root / CONFIG_FILE).is_file():
-        deeper = root / "pretrained_model"
-        hint = f"; serve {deeper}" if deeper.is_dir() else ", expected what save_pretrained of LeRobot writes"
-        raise ConfigError(f"{root / CONFIG_FILE}: not found{hint}")
-    return read_export_json(root / CONFIG_FILE)
 
 
 def _cameras(table: JsonObject, config: _Config) -> tuple[dict[str, str], dict[str, Size]]:
@@ -211,13 +228,6 @@ def _cameras(table: JsonObject, config: _Config) -> tuple[dict[str, str], dict[s
         camera = "image" if name == _IMAGE else name.removeprefix(_IMAGES)
         cameras[camera], sizes[camera] = name, (feature.shape[1], feature.shape[2])
     return cameras, sizes
-
-
-def _flat(table: JsonObject, config: _Config, name: str) -> int:
-    shape = config.input_features[name].shape
-    if len(shape) != 1:
-        table.wrong(f"input_features.{name}.shape", "one size", shape)
-    return shape[0]
 
 
 def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
@@ -236,13 +246,6 @@ def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
     if config.type in STAGED and steps is None:
         table.wrong("num_steps" if config.type == "smolvla" else "num_inference_steps", "an integer in [1, 1000]")
     return chunk, horizon or chunk, min(int(steps or 1), 1000)
-
-
-def _names(config: _Config, dim: int) -> tuple[str, ...] | None:
-    found = config.action_feature_names
-    if isinstance(found, list) and len(found) == dim and all(isinstance(name, str) for name in found):
-        return tuple(found)
-    return None
 
 
 def read_robot(root: Path, state_dim: int, action_dim: int) -> Embodiment | None:
@@ -267,13 +270,10 @@ def check_lerobot(source: str, kind: str) -> None:
     except metadata.PackageNotFoundError:
         raise ConfigError(
             f"{source}: needs LeRobot: in a clone, pip install '.[robots]' (0.6.1 for Python 3.12 and newer; 0.4.4 "
-            "for Python 3.11, which has no π0 and π0.5)"
+            "for Python 3.11, without VLAs)"
         ) from None
     if kind in NEEDS_06 and tuple(map(int, found.split(".")[:2])) < (0, 5):
-        raise ConfigError(
-            f"{source}: {kind} needs LeRobot 0.6.1 or newer, and so Python 3.12; found LeRobot {found}, which needs a "
-            "patched transformers for it"
-        )
+        raise ConfigError(f"{source}: {kind} needs LeRobot 0.6.1 or newer, and so Python 3.12; found LeRobot {found}")
 
 
 def check_weights(file: Path) -> list[str]:
@@ -293,3 +293,198 @@ def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:
         raise ConfigError(f"--compile: is for python:module:make; leave it out for {what}")
     if device.provider not in (CPU, CUDA):
         raise ConfigError(f"--provider={device.provider}: {what} run on cpu or cuda")
+
+
+# -- processors, read before LeRobot leaves anything out ---------------------------------------------------------------
+#
+# A feature without statistics passes LeRobot's normaliser as it is, and a robot would get z-scores for degrees. So the
+# statistics are looked for here, and steps that a request or an answer here has nothing for are refused by name.
+
+
+PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
+
+RUN: Final = {
+    "action_tokenizer_name": ("lerobot/fast-action-tokenizer", "physical-intelligence/fast"),
+    "text_tokenizer_name": ("google/paligemma-3b-pt-224",),
+}
+"""Keys that name a repository of which LeRobot runs the code, with those that LeRobot's own configurations name."""
+
+NORMALISERS: Final = (
+    {"normalizer_processor", "molmoact2_masked_normalizer"},
+    {"unnormalizer_processor", "molmoact2_masked_unnormalizer"},
+)
+"""Of each processor."""
+
+RENAMING: Final = "rename_observations_processor"
+
+STEPS: Final = frozenset().union(*NORMALISERS) | {
+    RENAMING, "to_batch_processor", "to_batch_processor_action", "to_batch_processor_observation",
+    "to_batch_processor_complementary_data", "device_processor", "tokenizer_processor", "action_tokenizer_processor",
+    "smolvla_new_line_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor",
+    "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
+    "xvla_image_scale", "xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id",
+    "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper", "evo1_pad_state_processor",
+    "evo1_pad_action_processor", "evo1_action_processor", "eo1_conversation_template_processor", "eo1_qwen_processor",
+    "fastwam_action_toggle_processor", "molmoact2_clamp_normalized", "molmoact2_pack_inputs",
+    "molmoact2_state_frame_transform", "molmoact2_action_frame_transform", "molmoact2_clamp_action",
+}  # fmt: skip
+"""The steps that LeRobot runs on every request or on whole chunks: all that it has for policies but those below."""
+
+REFUSED_STEPS: Final = {
+    "image_crop_resize_processor": "it crops pictures of the camera's size, which config.json does not tell",
+    "xvla_rotation_6d_to_axis_angle": "it makes other actions of them than config.json tells, one by one",
+}
+
+PAIRS: Final = {
+    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
+}  # fmt: skip
+"""The statistics of each mode."""
+
+
+class ProcessorStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An entry of `steps`."""
+
+    registry_name: str
+    config: dict[str, Any] = {}
+    state_file: str | None = None
+    class_: Any = msgspec.field(name="class", default=None)  # LeRobot takes the other name where both are there
+
+
+def read_steps(file: Path) -> list[ProcessorStep]:
+    """A processor's steps; none where there is no file. ConfigError for a step that cannot be applied.
+
+    LeRobot imports what the `class` of a step names, from any module, and calls it.
+    """
+    if not file.is_file():
+        return []
+    table = read_export_json(file)
+    entries = table.get("steps") if isinstance(table, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`")
+    return [_step(file, i, entry) for i, entry in enumerate(entries)]
+
+
+def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
+    name = entry.get("registry_name")
+    if not isinstance(name, str):
+        named = shorten(repr(entry.get("class")))
+        raise ConfigError(f"{file}: steps[{i}]: names the class {named}; only steps of LeRobot itself are run")
+    if name not in STEPS:
+        reason = REFUSED_STEPS.get(name, "only steps that are known to do all they do on a request or a chunk are run")
+        told = f"{shorten(name)} is not applied: {reason}; serve it as python:module:make"
+        raise ConfigError(f"{file}: steps[{i}]: {told}")
+    step: ProcessorStep = _converted(f"{file}: steps[{i}]", entry, ProcessorStep)
+    check_code(file, f"steps[{i}].config.", step.config)
+    return step
+
+
+def check_code(file: Path, within: str, config: Mapping[str, Any]) -> None:
+    """That no key names a repository of which LeRobot would run the code, other than those that it names itself."""
+    for key, known in RUN.items():
+        found = config.get(key)
+        if found is not None and found not in known:
+            raise ConfigError(
+                f"{file}: {within}{key}: found {shorten(json.dumps(found))}, expected {' or '.join(known)}: LeRobot "
+                "runs the code of what it names; if you trust that, serve it as python:module:make"
+            )
+
+
+def renames_of(file: Path, steps: Iterable[ProcessorStep], features: Iterable[str]) -> dict[str, str]:
+    """The other name that an observation may have for each of the policy's features, from `rename_map`."""
+    found: dict[str, str] = {}
+    for step in steps:
+        renames = step.config.get("rename_map") if step.registry_name == RENAMING else None
+        if not isinstance(renames or {}, dict):
+            raise ConfigError(f"{file}: rename_map: expected an object of names")
+        for old, new in (renames or {}).items():
+            if old == new or new not in features:
+                continue
+            if new in found or old in features:
+                what = "two names are" if new in found else f"a feature of the policy, {old}, is"
+                raise ConfigError(f"{file}: rename_map: {what} renamed to {new}; take that out, and send {new} itself")
+            found[new] = old
+    return found
+
+
+class _Normaliser(msgspec.Struct, kw_only=True):
+    """The configuration of a step that normalises."""
+
+    features: dict[str, Feature] = {}
+    norm_map: dict[str, Literal["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]] = {}
+    normalize_observation_keys: list[str] | None = None
+    stats: dict[str, dict[str, Any]] | None = None
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether its own keys leave a feature as it is."""
+        keys = self.normalize_observation_keys
+        return keys is not None and name != "action" and name not in keys
+
+    def mode(self, name: str, kind: str) -> str:
+        return "IDENTITY" if self.leaves_out(name) else self.norm_map.get(kind, "IDENTITY")
+
+
+def check_statistics(root: Path, config: Mapping[str, Any], inputs: Iterable[str]) -> None:
+    """That both processors have the statistics of all that they normalise. inputs: the features that are served."""
+    modes = config.get("normalization_mapping") or {}
+    served = ((inputs, config["input_features"]), (("action",), config["output_features"]))
+    for name, kinds, (wanted, features) in zip(PROCESSORS, NORMALISERS, served, strict=True):
+        file = root / name
+        steps: list[tuple[ProcessorStep, _Normaliser]] = [
+            (step, _converted(f"{file}: {step.registry_name}", step.config, _Normaliser))
+            for step in read_steps(file)
+            if step.registry_name in kinds
+        ]
+        for feature in wanted:
+            kind = features[feature]["type"]
+            used = [(step, how) for step, how in steps if how.mode(feature, kind) != "IDENTITY"]
+            for step, how in used:
+                _check_feature(file, step, how, feature, how.mode(feature, kind))
+            named = modes.get(kind, "IDENTITY")
+            if not used and named != "IDENTITY" and not any(how.leaves_out(feature) for _, how in steps):
+                raise ConfigError(
+                    f"{file}: no step normalises {feature}, which is {named} in config.json (normalization_mapping)"
+                )
+
+
+def _converted(where: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {shorten(str(error))}") from None
+
+
+def _check_feature(file: Path, step: ProcessorStep, how: _Normaliser, name: str, mode: str) -> None:
+    """That a step normalises a feature, and with statistics of its size."""
+    feature = how.features.get(name)
+    if feature is None:
+        raise ConfigError(f"{file}: {step.registry_name}: {name}, which is {mode}, is not in its features")
+    sizes = _statistics(file, step, how)
+    where = "" if step.state_file is None else f" in {step.state_file}"
+    expected = feature.shape[0] if feature.type == "VISUAL" else prod(feature.shape)
+    for key in PAIRS[mode]:
+        size = sizes.get(f"{name}.{key}")
+        if size is None:
+            others = sorted(other.removesuffix(f".{key}") for other in sizes if other.endswith(f".{name}.{key}"))
+            there = f" (there are those of {', '.join(map(shorten, others[:3]))})" if others else ""
+            raise ConfigError(
+                f"{file}: {step.registry_name} has no {key} of {name}, which is {mode}{where}{there}: LeRobot would "
+                "leave it as it is. Train the policy on your robot's data, or save its processors with the statistics "
+                "of that data (make_pre_post_processors(config, dataset_stats=…))"
+            )
+        if size != expected:
+            raise ConfigError(f"{file}: the {key} of {name} has {size} numbers{where}, expected {expected}")
+
+
+def _statistics(file: Path, step: ProcessorStep, how: _Normaliser) -> dict[str, int]:
+    """How many numbers there are of each statistic, by its name in the state file."""
+    if how.stats:  # LeRobot takes these alone
+        return {f"{name}.{key}": _count(value) for name, found in how.stats.items() for key, value in found.items()}
+    if step.state_file is None:
+        return {}
+    if Path(step.state_file).name != step.state_file:
+        raise ConfigError(f"{file}: state_file: {shorten(step.state_file)} is not the name of a file beside it")
+    return {name: prod(tensor.shape) for name, tensor in read_table(file.parent / step.state_file).items()}
+
+
+def _count(value: Any) -> int:
+    return sum(map(_count, value)) if isinstance(value, list) else 1

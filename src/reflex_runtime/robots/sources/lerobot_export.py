@@ -1,7 +1,6 @@
-"""A LeRobot checkpoint as an export directory, compared with the checkpoint before it is there.
+"""A LeRobot checkpoint as an export directory, which is put in place only if it answers as the checkpoint does.
 
-What is compared: the written directory as `reflex serve` loads it, against LeRobot's own preprocessor, policy and
-postprocessor, on made-up observations that are asked alone, in pairs and all together.
+Both are compared as `reflex serve` loads them, on made-up observations alone, in pairs and all together.
 """
 
 from __future__ import annotations
@@ -9,17 +8,16 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.robots.policy.base import Policy
-from reflex_runtime.robots.policy.observation import ActionChunk, Observation
+from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PolicySpec, Size
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
@@ -53,20 +51,18 @@ class NotTheSame(ReflexError):
 
 
 class Original(Protocol):
-    """The checkpoint, loaded by LeRobot.
+    """The loaded checkpoint.
 
-    unit: by which each joint's actions are normalised, [action_dim]. states: lowest and highest, [2, state_dim].
-    Observations have pictures as robots send them; they are fitted as the served checkpoint fits them.
+    policy: as it is served. unit: by which each joint's actions are normalised, [action_dim]. states: lowest and
+    highest of the training, [2, state_dim].
     """
 
+    policy: Policy
     unit: Floats
     states: Floats
 
     def write(self, directory: Path, opset: int) -> dict[str, Any]:
         """Write the graphs, and return the keys of `reflex_config.json` that are about them."""
-
-    def answer(self, episode: Sequence[Observation]) -> Floats:
-        """[chunk_size, action_dim] for its last observation, by LeRobot alone, in the robot's units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +94,8 @@ def export_checkpoint(
     check_new(out, force)
     spec = LeRobotCheckpoint.load(source)
     check_exported(spec)
-    if load is None:
-        spec.check()
-        load = _loader(spec.model_type)
     told(f"loading {spec.model_id} ({spec.model_type}) with LeRobot")
-    original = load(spec)
+    original = (load or _traced)(spec)
     with new_directory(out, force) as making:
         told(f"tracing it to ONNX, opset {opset}")
         config = config_of(spec, opset) | original.write(making, opset)
@@ -112,15 +105,11 @@ def export_checkpoint(
         return compared(load_policy(making), original)
 
 
-def _loader(kind: str) -> Callable[[LeRobotCheckpoint], Original]:
-    """What loads a type with LeRobot."""
-    if kind == "smolvla":
-        from reflex_runtime.robots.sources.lerobot_graphs import TracedSmolVla
+def _traced(spec: LeRobotCheckpoint) -> Original:
+    spec.check()
+    from reflex_runtime.robots.sources.lerobot_graphs import TRACED  # imports LeRobot and torch
 
-        return TracedSmolVla
-    from reflex_runtime.robots.sources.lerobot_graphs import TracedPolicy
-
-    return TracedPolicy
+    return TRACED[spec.model_type](spec)
 
 
 def check_exported(spec: LeRobotCheckpoint) -> None:
@@ -163,10 +152,8 @@ def config_of(spec: LeRobotCheckpoint, opset: int) -> dict[str, Any]:
 def compared(policy: Policy, original: Original) -> Verified:
     """Answers of the export, alone, in pairs and all together, against those of the checkpoint. Raises NotTheSame."""
     spec = policy.spec
-    episodes = made_up(spec, original.states if spec.takes_state else None)
-    wanted = np.stack([original.answer(episode) for episode in episodes])
-    if wanted.shape[1:] != (spec.chunk_size, spec.action_dim):
-        raise NotTheSame(f"the checkpoint answers {wanted.shape[1:]}, not {(spec.chunk_size, spec.action_dim)}")
+    episodes = made_up(spec, original.states)
+    wanted = np.concatenate([_answers(original.policy, [one], f"{i}") for i, one in enumerate(episodes)])
     if not np.isfinite(wanted).all():
         raise NotTheSame("the checkpoint itself answers NaN or infinite actions: use an earlier one")
     allowed = BOUND * original.unit + ROUNDING * np.abs(wanted).max(axis=(0, 1))
@@ -190,21 +177,12 @@ def compared(policy: Policy, original: Original) -> Verified:
     return Verified(largest, in_units, count)
 
 
-def _answers(policy: Policy, episodes: Sequence[Sequence[Observation]], name: str, apart: bool = False) -> Floats:
+def _answers(policy: Policy, episodes: Sequence[Episode], name: str, apart: bool = False) -> Floats:
     """The answers to the last observations, of episodes that go on side by side. apart: at different denoise steps."""
     chunks: list[ActionChunk] = []
     for step, seen in enumerate(zip(*episodes, strict=True)):
         requests = [
-            policy.request(
-                policy.prepare(
-                    images=one.images,
-                    state=one.state,
-                    episode_id=f"{name}-{i}",
-                    request_id=f"{name}-{i}-{step}",
-                    seed=one.seed,
-                    instruction=one.instruction if policy.spec.takes_text else None,
-                )
-            )
+            policy.request(policy.prepare(**one, episode_id=f"{name}-{i}", request_id=f"{name}-{i}-{step}"))
             for i, one in enumerate(seen)
         ]
         chunks = policy.answers(requests, range(len(requests)) if apart else ())
@@ -213,7 +191,7 @@ def _answers(policy: Policy, episodes: Sequence[Sequence[Observation]], name: st
 
 def _write_embodiment(spec: LeRobotCheckpoint, directory: Path) -> None:
     """The robot, where the checkpoint knows something of it."""
-    own = spec.features.path / EMBODIMENT_FILE
+    own = spec.path / EMBODIMENT_FILE
     if own.is_file():
         shutil.copyfile(own, directory / EMBODIMENT_FILE)
     elif spec.embodiment.action_names is not None:
@@ -222,61 +200,54 @@ def _write_embodiment(spec: LeRobotCheckpoint, directory: Path) -> None:
 
 
 def _serve(spec: LeRobotCheckpoint) -> str:
-    return f"reflex serve lerobot:{spec.features.path}"
+    return f"reflex serve lerobot:{spec.path}"
 
 
 # -- made-up episodes --------------------------------------------------------------------------------------------------
 
 
+Episode = Sequence[Mapping[str, Any]]  # the fields of each of its requests
 EPISODES: Final = 6  # as many as instructions and shapes
 _INSTRUCTIONS: Final = (
     "pick up the cube", "wipe\n", "räume den\nTisch auf", "put the red block away", " open it \n\n", "put " * 60,
 )  # fmt: skip
 _SHAPES: Final = ((1.0, 1.0), (1.125, 2.0), (1.75, 1.0), (0.6, 0.4), (1.5, 2.0), (1.0, 1.0))
 """Height and width of an episode's pictures, as shares of those that the export's graph reads."""
+_FILES: Final = {2: "PNG", 4: "JPEG"}
+"""Episodes whose pictures come as files."""
 
 
-def made_up(spec: PolicySpec, states: Floats | None) -> list[list[Observation]]:
+def made_up(spec: PolicySpec, states: Floats) -> list[Episode]:
     """Episodes with what robots send: pictures of several kinds and shapes, as arrays and as files, a camera less where
     that may be, states in the training's range and outside it. The same ones every time."""
-    episodes: list[list[Observation]] = []
+    episodes: list[Episode] = []
     for number, (instruction, (high, wide)) in enumerate(zip(_INSTRUCTIONS, _SHAPES, strict=True)):
         rng = np.random.Generator(np.random.PCG64(number))
         left_out = list(spec.images)[:1] if spec.optional_images >= set(spec.images) and number == 3 else []
-        episodes.append([])
+        requests = []
         for _ in range(spec.observation_steps):
-            pictures: dict[str, Any] = {}
-            for i, (name, size) in enumerate(spec.images.items()):
-                shape = max(1, round(size[0] * high)), max(1, round(size[1] * wide))
+            pictures = {}
+            for i, (name, (height, width)) in enumerate(spec.images.items()):
+                shape = max(1, round(height * high)), max(1, round(width * wide))
                 if name not in left_out:
-                    pictures[name] = _sent(_picture(rng, shape, number + i), number)
-            state = None
-            if states is not None:
-                beyond = (states[1] - states[0]) * (number > 3)
-                state = rng.uniform(states[0] - beyond, states[1] + beyond).astype(np.float32)
-            episodes[-1].append(Observation(pictures, state=state, seed=number, instruction=instruction))
+                    pictures[name] = _picture(rng, shape, 8 if (number + i) % 2 else 1, _FILES.get(number, ""))
+            beyond = (states[1] - states[0]) * (number > 3)
+            state = rng.uniform(states[0] - beyond, states[1] + beyond).astype(np.float32)
+            fields = {"images": pictures, "instruction": instruction, "seed": number}
+            requests.append({**fields, "state": state} if spec.takes_state else fields)
+        episodes.append(requests)
     return episodes
 
 
-def _sent(picture: NDArray[np.uint8], number: int) -> Any:
-    """The picture as the robot of an episode sends it: a PNG, a JPEG, or as it is."""
-    if number not in (2, 4):
+def _picture(rng: np.random.Generator, size: Size, block: int, kind: str) -> Any:
+    """Blocks of colour of so many pixels. kind: of the file, "" for an array."""
+    height, width = size
+    coarse = rng.integers(0, 256, (-(-height // block), -(-width // block), 3), np.uint8)
+    picture = np.ascontiguousarray(coarse.repeat(block, axis=0).repeat(block, axis=1)[:height, :width])
+    if not kind:
         return picture
     import PIL.Image
 
     file = io.BytesIO()
-    PIL.Image.fromarray(picture).save(file, "PNG" if number == 2 else "JPEG")
+    PIL.Image.fromarray(picture).save(file, kind)
     return file.getvalue()
-
-
-def _picture(rng: np.random.Generator, size: Size, kind: int) -> NDArray[np.uint8]:
-    height, width = size
-    if kind % 4 == 0:
-        return rng.integers(0, 256, (height, width, 3), np.uint8)
-    if kind % 4 == 1:  # blocks of colour
-        coarse = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
-        return coarse.repeat(8, axis=0).repeat(8, axis=1)[:height, :width]
-    if kind % 4 == 2:  # from dark to light
-        ramp = np.linspace(0, 255, height)[:, None, None] * np.linspace(0.2, 1.0, width)[None, :, None]
-        return (ramp * rng.uniform(0.3, 1.0, 3)).astype(np.uint8)
-    return np.full((height, width, 3), rng.choice((0, 255)), np.uint8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from reflex_runtime.core.errors import ConfigError, not_installed
-from reflex_runtime.robots.policy.observation import Observation, ObservationFields, noise_of
+from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
+from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
-from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy
-from reflex_runtime.robots.sources.lerobot_processors import PAIRS
+from reflex_runtime.robots.sources.lerobot_checkpoint import PAIRS, LeRobotCheckpoint
+from reflex_runtime.robots.sources.lerobot_policy import LeRobotWhole, LoadedPolicy
 from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged, PackedCache, with_room
 from reflex_runtime.robots.sources.torch_models import taken
 
@@ -35,19 +35,7 @@ KNOWN: Final = {
     "RenameObservationsProcessorStep", "AddBatchDimensionProcessorStep", "DeviceProcessorStep",
     "NormalizerProcessorStep", "UnnormalizerProcessorStep",
 }  # fmt: skip
-_IMAGES: Final = "observation.images"
 EXAMPLES: Final = 2  # rows of the traced call: one would be taken for a constant
-
-
-def check_steps(spec: LeRobotCheckpoint, loaded: LoadedPolicy, known: AbstractSet[str]) -> None:
-    """ConfigError for a step of the processors that is not known."""
-    for pipeline in (loaded.pre, loaded.post):
-        for step in pipeline.steps:
-            if type(step).__name__ not in known:
-                raise ConfigError(
-                    f"{spec.source}: its processors have a {type(step).__name__}, which cannot be put into the graph; "
-                    f"serve it as it is: reflex serve lerobot:{spec.features.path}"
-                )
 
 
 def write_graph(
@@ -88,27 +76,55 @@ def write_graph(
         text = " ".join(str(cause).split())
         raise ConfigError(
             f"{spec.source}: torch.onnx cannot export it: {type(cause).__name__}: {text[:300]}. Serve it as it is: "
-            f"reflex serve lerobot:{spec.features.path}"
+            f"reflex serve lerobot:{spec.path}"
         ) from error
     finally:
         for logger, level in zip(quiet, levels, strict=True):
             logger.setLevel(level)
 
 
-class TracedPolicy:
-    """An `Original` of the types act and diffusion, on the CPU."""
+class TracedCheckpoint:
+    """An `Original` on the CPU, with what both kinds trace.
+
+    known: the steps of its processors that are in the graphs; ConfigError for another.
+    """
+
+    def __init__(self, spec: LeRobotCheckpoint, policy: Policy, loaded: LoadedPolicy, known: AbstractSet[str]) -> None:
+        self.policy, self._spec, self._loaded = policy, spec, loaded
+        for step in (*loaded.pre.steps, *loaded.post.steps):
+            if type(step).__name__ not in known:
+                raise ConfigError(
+                    f"{spec.source}: its processors have a {type(step).__name__}, which cannot be put into the graph; "
+                    f"serve it as it is: reflex serve lerobot:{spec.path}"
+                )
+        self._normaliser, self._denormaliser = step_of(loaded.pre, "Normalizer"), step_of(loaded.post, "Unnormalizer")
+        self.unit = unit_of(self._denormaliser, spec.action_dim)
+        ranges = [_range(self._normaliser, name, size) for name, size in spec.states]
+        self.states: Floats = np.concatenate([np.zeros((2, 0), np.float32), *ranges], axis=1)
+
+    def _normalised(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """LeRobot's features of the tensors that a graph gets."""
+        batch: dict[str, Any] = {}
+        for camera, name in self._spec.cameras.items():
+            batch[name] = given[camera].movedim(-1, -3).to(torch.float32) / 255
+        start = 0
+        for name, size in self._spec.states:
+            batch[name] = given["state"][..., start : start + size]
+            start += size
+        return batch if self._normaliser is None else self._normaliser._normalize_observation(batch, inverse=False)
+
+
+class TracedPolicy(TracedCheckpoint):
+    """ACT and Diffusion, in one graph."""
 
     def __init__(self, spec: LeRobotCheckpoint) -> None:
-        self._spec = spec
-        self._loaded = loaded = LoadedPolicy(spec, spec.features, DeviceOptions())
-        check_steps(spec, loaded, KNOWN)
-        self._normaliser, self._denormaliser = step_of(loaded.pre, "Normalizer"), step_of(loaded.post, "Unnormalizer")
+        model = LeRobotWhole(spec, spec.path, spec.cameras, spec.states, DeviceOptions())
+        super().__init__(spec, MonolithicPolicy(model), model.loaded, KNOWN)
         self._times: list[int] = []  # of diffusion; numbers, because a tensor's values are not known while it is traced
         if spec.model_type == "diffusion":
-            model = loaded.policy.diffusion
-            model.noise_scheduler.set_timesteps(model.num_inference_steps)
-            self._times = model.noise_scheduler.timesteps.tolist()
-        self.unit, self.states = unit_of(self._denormaliser, spec.action_dim), states_of(self._normaliser, spec)
+            diffusion = model.loaded.policy.diffusion
+            diffusion.noise_scheduler.set_timesteps(diffusion.num_inference_steps)
+            self._times = diffusion.noise_scheduler.timesteps.tolist()
 
     def write(self, directory: Path, opset: int) -> dict[str, Any]:
         spec = self._spec
@@ -121,30 +137,6 @@ class TracedPolicy:
         write_graph(spec, compute, self._loaded.policy, given, ["actions"], directory / "model.onnx", opset)
         inputs = {role: role for role in given}
         return {"export_kind": "monolithic", "inputs": inputs, "outputs": {"actions": "actions"}}
-
-    def answer(self, episode: Sequence[Observation]) -> Floats:
-        policy, config = self._loaded.policy, self._loaded.config
-        more: dict[str, Any] = {}
-        with torch.inference_mode():
-            if self._spec.model_type == "act":
-                seen = self._loaded.pre(raw_of(self._spec, episode[-1]))
-            else:  # as `select_action` fills the queues
-                policy.reset()
-                for moment in episode:
-                    seen = self._loaded.pre(raw_of(self._spec, moment))
-                    seen.pop("action", None)
-                    if config.image_features:
-                        seen[_IMAGES] = torch.stack([seen[name] for name in config.image_features], dim=-4)
-                    for name, kept in policy._queues.items():
-                        if name in seen:
-                            kept.append(seen[name])
-                more["noise"] = torch.from_numpy(noise_of(episode[-1].seed, self._spec.horizon, self._spec.x_dim))[None]
-            chunk: Floats = taken(self._loaded.post(policy.predict_action_chunk(seen, **more)))[0]
-        return chunk
-
-    def _normalised(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        batch = features_of(self._spec, given)
-        return batch if self._normaliser is None else self._normaliser._normalize_observation(batch, inverse=False)
 
     def _denormalised(self, actions: Any) -> Any:
         return actions if self._denormaliser is None else self._denormaliser._normalize_action(actions, inverse=True)
@@ -159,7 +151,7 @@ class TracedPolicy:
         if config.n_obs_steps == 1:
             batch = {name: tensor[:, None] for name, tensor in batch.items()}
         if config.image_features:
-            batch[_IMAGES] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+            batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
         condition = model._prepare_global_conditioning(batch)
         scheduler, x = model.noise_scheduler, given["noise"]
         for time in self._times:
@@ -167,41 +159,6 @@ class TracedPolicy:
             x = scheduler.step(model.unet(x, times, global_cond=condition), time, x).prev_sample
         first = config.n_obs_steps - 1
         return self._denormalised(x[:, first : first + config.n_action_steps])
-
-
-def raw_of(spec: LeRobotCheckpoint, moment: Observation) -> dict[str, Any]:
-    """What LeRobot's own loops give a preprocessor."""
-    raw: dict[str, Any] = {"task": moment.instruction}
-    fields = ObservationFields(spec)
-    pictures, _ = fields.pictures(fields.found(moment.images))  # of any size where the policy fits them itself
-    for camera, name in spec.features.cameras.items():
-        if camera in spec.optional_images and camera not in moment.images:
-            continue
-        raw[name] = torch.from_numpy(pictures[camera].transpose(2, 0, 1).astype(np.float32) / 255)
-    start = 0
-    for name, size in spec.features.states:
-        assert moment.state is not None
-        raw[name] = torch.from_numpy(moment.state[start : start + size].copy())
-        start += size
-    return raw
-
-
-def features_of(spec: LeRobotCheckpoint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """LeRobot's features of the tensors that a graph gets."""
-    batch: dict[str, Any] = {}
-    for camera, name in spec.features.cameras.items():
-        batch[name] = given[camera].movedim(-1, -3).to(torch.float32) / 255
-    start = 0
-    for name, size in spec.features.states:
-        batch[name] = given["state"][..., start : start + size]
-        start += size
-    return batch
-
-
-def states_of(normaliser: Any, spec: LeRobotCheckpoint) -> Floats:
-    """Lowest and highest states that the policy was trained on, [2, state_dim]."""
-    low, high = zip(*(_range(normaliser, name, size) for name, size in spec.features.states), strict=True)
-    return np.stack([np.concatenate(low), np.concatenate(high)])
 
 
 def step_of(pipeline: Any, name: str) -> Any:
@@ -221,15 +178,15 @@ def unit_of(denormaliser: Any, dim: int) -> Floats:
     return unit
 
 
-def _range(normaliser: Any, name: str, size: int) -> tuple[Floats, Floats]:
+def _range(normaliser: Any, name: str, size: int) -> Floats:
     """Lowest and highest value of a state that the policy was trained on; [-1, 1] where that is not known."""
     stats = {} if normaliser is None else normaliser._tensor_stats.get(name, {})
-    if "mean" in stats and "std" in stats:
-        mean, std = taken(stats["mean"]).reshape(-1), taken(stats["std"]).reshape(-1)
-        return mean - 2 * std, mean + 2 * std
-    if "min" in stats and "max" in stats:
-        return taken(stats["min"]).reshape(-1), taken(stats["max"]).reshape(-1)
-    return np.full(size, -1.0, np.float32), np.full(size, 1.0, np.float32)
+    found = {key: taken(value).reshape(-1) for key, value in stats.items() if key in ("mean", "std", "min", "max")}
+    if {"mean", "std"} <= found.keys():
+        return np.stack([found["mean"] - 2 * found["std"], found["mean"] + 2 * found["std"]])
+    if {"min", "max"} <= found.keys():
+        return np.stack([found["min"], found["max"]])
+    return np.stack([np.full(size, -1.0, np.float32), np.full(size, 1.0, np.float32)])
 
 
 # -- SmolVLA -----------------------------------------------------------------------------------------------------------
@@ -241,24 +198,17 @@ def _range(normaliser: Any, name: str, size: int) -> tuple[Floats, Floats]:
 _TEXT: Final = {"NewLineTaskProcessorStep", "SmolVLANewLineProcessor", "TokenizerProcessorStep"}
 
 
-class TracedSmolVla:
-    """An `Original` in float32: ONNX Runtime has no bfloat16 on most devices."""
+class TracedSmolVla(TracedCheckpoint):
+    """In float32: ONNX Runtime has no bfloat16 on most devices."""
 
     def __init__(self, spec: LeRobotCheckpoint) -> None:
-        self._spec = spec
-        self._model = LeRobotStaged(spec, spec.features, DeviceOptions(dtype="float32"))
-        self._loaded = self._model.loaded
-        check_steps(spec, self._loaded, KNOWN | _TEXT)
+        self._model = LeRobotStaged(spec, spec.path, spec.cameras, spec.states, DeviceOptions(dtype="float32"))
+        super().__init__(spec, DecomposedPolicy(self._model, cache_bytes=0), self._model.loaded, KNOWN | _TEXT)
         if self._loaded.config.adapt_to_pi_aloha:
             raise ConfigError(f"{spec.source}: adapt_to_pi_aloha is not exported; serve it as it is")
         if self._loaded.config.resize_imgs_with_padding is None:
             raise ConfigError(f"{spec.source}: without resize_imgs_with_padding it is not exported; serve it as it is")
-        if self._model.old:
-            raise ConfigError(f"{spec.source}: SmolVLA is exported with LeRobot 0.6.1 and newer (Python 3.12)")
-        self._normaliser = step_of(self._loaded.pre, "Normalizer")
-        denormaliser = step_of(self._loaded.post, "Unnormalizer")
-        self._norm = _action_norm(spec, denormaliser)
-        self.unit, self.states = unit_of(denormaliser, spec.action_dim), states_of(self._normaliser, spec)
+        self._norm = _action_norm(spec, self._denormaliser)
 
     def write(self, directory: Path, opset: int) -> dict[str, Any]:
         spec, policy, config = self._spec, self._loaded.policy, self._loaded.config
@@ -302,20 +252,8 @@ class TracedSmolVla:
             **({} if self._norm is None else {"action_norm": self._norm}),
         }
 
-    def answer(self, episode: Sequence[Observation]) -> Floats:
-        spec, policy = self._spec, self._loaded.policy
-        policy.reset()
-        noise = torch.from_numpy(noise_of(episode[-1].seed, spec.chunk_size, spec.x_dim))[None]
-        with torch.no_grad():
-            seen = self._loaded.pre(raw_of(spec, episode[-1]))
-            chunk: Floats = taken(self._loaded.post(policy.predict_action_chunk(seen, noise=noise)))[0]
-        return chunk
-
     def _prefix(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        batch = features_of(self._spec, given)
-        if self._normaliser is not None:
-            batch = self._normaliser._normalize_observation(batch, inverse=False)
-        policy = self._loaded.policy
+        policy, batch = self._loaded.policy, self._normalised(given)
         images, masks = policy.prepare_images(batch)
         if "image_masks" in given:
             masks = given["image_masks"].unbind(1)
@@ -353,3 +291,9 @@ def _action_norm(spec: LeRobotCheckpoint, denormaliser: Any) -> dict[str, Any] |
     elif min(b - a for a, b in zip(found[low], found[high], strict=True)) == 0.0:
         found["epsilon"] = denormaliser.eps
     return found
+
+
+TRACED: Final[Mapping[str, Callable[[LeRobotCheckpoint], TracedPolicy | TracedSmolVla]]] = {
+    "act": TracedPolicy, "diffusion": TracedPolicy, "smolvla": TracedSmolVla,
+}  # fmt: skip
+"""By type."""

@@ -12,7 +12,7 @@ import json
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,15 @@ import numpy as np
 import torch
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.model import WholeModel
+from reflex_runtime.robots.policy.base import WholeModel
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.lerobot_processors import SEEDED, WEIGHTS, Features
+from reflex_runtime.robots.sources.export_files import WEIGHTS
 from reflex_runtime.robots.sources.torch_models import taken, torch_device
 
 Batch = dict[str, Any]
+States = Sequence[tuple[str, int]]  # the features that make the state, in order, with their sizes
 
 
 class Prepared(NamedTuple):
@@ -59,12 +60,14 @@ class LoadedPolicy(LoadedModule):
     from one that is never used. Their tokenizer is one: a copy of π0's takes half a second and 360 MB.
     """
 
-    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
-        self.spec, self.features, name = spec, features, torch_device(device)
+    def __init__(
+        self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions
+    ) -> None:
+        self.spec, self._cameras, self._states, name = spec, cameras, states, torch_device(device)
         torch.set_num_threads(device.threads)
-        with loading(spec, partial(_hub_hint, features.path, spec)):
-            policy, self.pre, self.post = _opened(features.path, device, name)
-        check_loaded(spec.source, features.path / WEIGHTS, policy)
+        with loading(spec, partial(_hub_hint, path, spec)):
+            policy, self.pre, self.post = _opened(path, device, name)
+        check_loaded(spec.source, path / WEIGHTS, policy)
         super().__init__(name, policy)
         self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._copying = threading.Lock()
@@ -75,13 +78,13 @@ class LoadedPolicy(LoadedModule):
         """The observation as LeRobot's own preprocessor makes it; on any thread."""
         batch: Batch = {
             name: _picture(observation.images[camera])
-            for camera, name in self.features.cameras.items()
+            for camera, name in self._cameras.items()
             if camera not in self.spec.optional_images or observation.present[camera]
         }
         if observation.state is not None:
-            sizes = [size for _, size in self.features.states]
+            sizes = [size for _, size in self._states]
             parts = np.split(observation.state, np.cumsum(sizes)[:-1], axis=-1)
-            batch |= {name: torch.from_numpy(part) for (name, _), part in zip(self.features.states, parts, strict=True)}
+            batch |= {name: torch.from_numpy(part) for (name, _), part in zip(self._states, parts, strict=True)}
         batch["task"] = observation.instruction
         if self.spec.observation_steps > 1:  # the batch axis is added to single observations only
             batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
@@ -106,16 +109,16 @@ class LoadedPolicy(LoadedModule):
             return None
         slope, added = self._relative
         by = np.zeros_like(slope)
-        dims = min(len(by), self.features.states[0][1])
+        dims = min(len(by), self._states[0][1])
         by[:dims] = added[:dims] * moved[:dims]
         return -np.divide(by, slope, out=np.zeros_like(by), where=slope != 0.0)
 
     def _slopes(self) -> tuple[Floats, Floats] | None:
         """The postprocessor's factors of an action and of the state's number of that place, float32 [action_dim] each;
         None if it adds no state. It is affine in both."""
-        if _relative_step(self.pre) is None or not self.features.states:
+        if _relative_step(self.pre) is None or not self._states:
             return None
-        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self.features.states[0][1])
+        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self._states[0][1])
         at_zero = self._finished(zero, state)
         slope, added = self._finished(zero + 1.0, state) - at_zero, self._finished(zero, state + 1.0) - at_zero
         return (slope[0, 0], added[0, 0]) if added.any() else None
@@ -285,13 +288,16 @@ def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) 
 
 
 class LeRobotWhole(WholeModel):
-    """A LeRobot policy of one of the types in `WHOLE`."""
+    """A LeRobot policy of one of the types in `WHOLE`. seeded: it draws from torch's own generator."""
 
-    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+    def __init__(
+        self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions,
+        seeded: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(spec)
-        self.loaded = LoadedPolicy(spec, features, device)
+        self.loaded, self._seeded = LoadedPolicy(spec, path, cameras, states, device), seeded
         self.provider, self.half = device.provider, self.loaded.half
-        self.batched = spec.model_type not in SEEDED
+        self.batched = not seeded
 
     def prepare(self, observation: Observation) -> Prepared:
         return self.loaded.prepare(observation)
@@ -310,7 +316,7 @@ class LeRobotWhole(WholeModel):
         kind, predict = self.spec.model_type, self.loaded.policy.predict_action_chunk
         if kind == "diffusion":
             return self._diffusion(rows, noise)
-        if kind in SEEDED:
+        if self._seeded:
             return self._by_row(self._vqbet if kind == "vqbet" else predict, rows)
         return predict(self._batch(rows))
 

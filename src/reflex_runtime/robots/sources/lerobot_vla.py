@@ -7,10 +7,9 @@ for rows at different flow times. LeRobot's time runs from 1 (noise) to 0 (actio
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,8 +21,15 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.lerobot_policy import LoadedModule, LoadedPolicy, check_loaded, loading, padded
-from reflex_runtime.robots.sources.lerobot_processors import WEIGHTS, Features
+from reflex_runtime.robots.sources.export_files import WEIGHTS
+from reflex_runtime.robots.sources.lerobot_policy import (
+    LoadedModule,
+    LoadedPolicy,
+    States,
+    check_loaded,
+    loading,
+    padded,
+)
 from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, taken, torch_device
 
 
@@ -74,8 +80,6 @@ class StagedVla(GraphedStaged):
         self._policy, self._model = loaded.policy, loaded.policy.model
         self._masks = sys.modules[type(self._model).__module__].make_att_2d_masks
         self._smolvla = spec.model_type == "smolvla"
-        # SmolVLA of LeRobot 0.4, whose cache is a dict.
-        self.old = self._smolvla and "fill_kv_cache" in signature(self._model.vlm_with_expert.forward).parameters
         if device.captured_sizes:
             self.capture(device.captured_sizes)
 
@@ -126,9 +130,8 @@ class StagedVla(GraphedStaged):
             past_key_values=None,
             inputs_embeds=[embedded, None],
             use_cache=True,
-            **({"fill_kv_cache": True} if self.old else {}),
         )
-        return pad, _layers(cache)
+        return pad, [(layer.keys, layer.values) for layer in cache.layers]
 
     def pack(self, prefixes: Sequence[VlaPrefix], rows: Sequence[Observation]) -> SimpleNamespace:
         """Padded on the right to the longest: masked tokens add nothing, and positions count the others only.
@@ -136,30 +139,22 @@ class StagedVla(GraphedStaged):
         Graphs need one length, so for them it is that of the longest text.
         """
         least = 0 if self._captured is None else max(p.longest for p in prefixes)
+        room = self.spec.chunk_size + (self.spec.model_type == "pi0")
         with torch.inference_mode():
             tensors = {"pad": torch.cat(padded([p.pad for p in prefixes], 1, least))}
             for i in range(len(prefixes[0].keys)):
                 for name, own in (("keys", [p.keys[i] for p in prefixes]), ("values", [p.values[i] for p in prefixes])):
-                    tensors[f"{name} {i}"] = self._laid_out(torch.cat(padded(own, 2, least)))
+                    tensors[f"{name} {i}"] = with_room(torch.cat(padded(own, 2, least)), room)
             # Of π0 the state is a token of the step: that of the request, as its prefix may be from an earlier one.
             if self.spec.model_type == "pi0":
                 tensors["state"] = self._put(torch.cat([row.ready.state for row in rows]))
         return self._packed(tensors)
 
-    def _laid_out(self, tensor: Any) -> Any:
-        """Keys or values [n, heads, P, size] as a step reads them."""
-        if self.old:
-            return tensor.transpose(1, 2).contiguous()
-        room = self.spec.chunk_size + (self.spec.model_type == "pi0")
-        return with_room(tensor, room)
-
     def _packed(self, tensors: dict[str, Any]) -> SimpleNamespace:
         """What LeRobot's functions want of a batch, as views of these tensors."""
         pad, count = tensors["pad"], sum(name.startswith("keys ") for name in tensors)
         pairs = [(tensors[f"keys {i}"], tensors[f"values {i}"]) for i in range(count)]
-        cache: Any = PackedCache(pairs, pad.shape[1])
-        if self.old:
-            cache = {i: {"key_states": keys, "value_states": values} for i, (keys, values) in enumerate(pairs)}
+        cache = PackedCache(pairs, pad.shape[1])
         return SimpleNamespace(pad=pad, cache=cache, state=tensors.get("state"), masks=None, tensors=tensors)
 
     def step(self, packed: SimpleNamespace, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
@@ -211,8 +206,10 @@ class StagedVla(GraphedStaged):
 class LeRobotStaged(StagedVla):
     """A VLA of LeRobot. Differences to `predict_action_chunk` are those of another order of sums."""
 
-    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
-        self.loaded = LoadedPolicy(spec, features, device)
+    def __init__(
+        self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions
+    ) -> None:
+        self.loaded = LoadedPolicy(spec, path, cameras, states, device)
         super().__init__(spec, self.loaded, device)
 
     def prepare(self, observation: Observation) -> ReadyVla:
@@ -273,14 +270,6 @@ class PackedCache:
 def with_room(tensor: Any, room: int) -> Any:
     """Keys or values [n, heads, P, size] as [n, heads, P + room, size]."""
     return torch.cat([tensor, tensor.new_empty((*tensor.shape[:2], room, tensor.shape[3]))], dim=2)
-
-
-def _layers(cache: Any) -> list[tuple[Any, Any]]:
-    """(keys, values) of each layer, [n, heads, P, size]."""
-    if isinstance(cache, dict):  # SmolVLA of LeRobot 0.4
-        order = sorted(cache)
-        return [(cache[i]["key_states"].transpose(1, 2), cache[i]["value_states"].transpose(1, 2)) for i in order]
-    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def _four_dimensional(masks: Any) -> Any:

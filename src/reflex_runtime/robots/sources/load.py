@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
+from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy, PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.decomposed import CACHE_BYTES, DecomposedPolicy
-from reflex_runtime.robots.policy.model import PolicySource, StagedModel, WholeModel
-from reflex_runtime.robots.policy.rtc import Rtc
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.spec import LEROBOT, OPENPI, PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, model_bytes

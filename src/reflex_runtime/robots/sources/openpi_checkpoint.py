@@ -17,13 +17,14 @@ import numpy as np
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.model import PolicySource, StagedModel
+from reflex_runtime.robots.policy.base import PolicySource, StagedModel
 from reflex_runtime.robots.policy.spec import OPENPI, DeviceOptions, Embodiment
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptTemplate, read_sentencepiece
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
 from reflex_runtime.robots.sources.embodiment import read_norm, read_wires
 from reflex_runtime.robots.sources.export_directory import check_directory
 from reflex_runtime.robots.sources.export_files import (
+    WEIGHTS,
     ExportObject,
     files_hash,
     model_bytes,
@@ -31,8 +32,12 @@ from reflex_runtime.robots.sources.export_files import (
     read_export_json,
     whole,
 )
-from reflex_runtime.robots.sources.lerobot_checkpoint import check_device, check_lerobot, check_weights, read_robot
-from reflex_runtime.robots.sources.lerobot_processors import WEIGHTS
+from reflex_runtime.robots.sources.lerobot_checkpoint import (
+    check_device,
+    check_lerobot,
+    check_weights,
+    read_robot,
+)
 from reflex_runtime.run.model_files import JsonObject
 
 OPENPI_FILE: Final = "reflex_openpi.json"

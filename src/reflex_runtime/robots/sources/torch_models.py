@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
-from reflex_runtime.robots.policy.model import StagedModel, WholeModel
+from reflex_runtime.robots.policy.base import StagedModel, WholeModel
+from reflex_runtime.robots.policy.episodes import PrefixTensors
 from reflex_runtime.robots.policy.observation import Observation
-from reflex_runtime.robots.policy.prefix_cache import PrefixTensors
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.run.onnx_session import CPU, CUDA

@@ -1,10 +1,12 @@
-"""The ramp: raises b's share in stages, or rolls back, by a guard on its answers.
+"""Limits on the answers of a policy: the latency objective of a server, the guard of a version, and the ramp, which
+raises b's share in stages or rolls back by its guard.
 
 Every decision has the numbers that it was made from, so that the log says why.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,39 +15,156 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.robots.versions.comparison import wilson
-from reflex_runtime.robots.versions.slo import Objective
-from reflex_runtime.settings.declare import seconds
+from reflex_runtime.settings.declare import one_line, seconds
+
+log = logging.getLogger("reflex.slo")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the versions.
+
+    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended for the begin and end of a drill.
+    numbers: JSON-safe, the reasons for it.
+    """
+
+    at: float
+    kind: str
+    why: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+# -- the latency objective ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """percentile in (0, 100), limit in seconds."""
+
+    percentile: float
+    limit: float
+
+    @classmethod
+    def read(cls, text: str) -> Objective | None:
+        """From `p99=150ms`; None for any other text."""
+        name, _, time = text.strip().partition("=")
+        rank = re.fullmatch(r"p([0-9]{1,2}(?:\.[0-9]{1,6})?)", name)
+        limit = seconds(time, "ms", "s")
+        return cls(float(rank[1]), limit) if rank is not None and float(rank[1]) > 0 and limit > 0 else None
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """The same; ConfigError names flag, value and format."""
+        if (found := cls.read(text)) is None:
+            raise ConfigError(
+                f"--slo={one_line(text)}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms"
+            )
+        return found
+
+    def value(self, latencies: Sequence[float]) -> float | None:
+        """The percentile of these, in seconds; None without any."""
+        return percentile(sorted(latencies), self.percentile / 100.0) if latencies else None
+
+
+class SloTracker:
+    """Follows one objective: a sink. violated: whether it is now.
+
+    prefix: what the slots begin with whose answers count.
+    """
+
+    events = frozenset({RequestAnswered})
+
+    WINDOW, EVERY, PERIOD, CLEAR, CHECKS, ADMIT = 1000, 32, 1.0, 0.8, 3, 10
+
+    def __init__(self, objective: Objective, mode: str, prefix: str = "") -> None:
+        self.objective, self._prefix = objective, prefix
+        self.mode = mode
+        self.violated = False
+        self.value = 0.0
+        self._samples: deque[float] = deque(maxlen=self.WINDOW)
+        self._since = 0
+        self._checked_at = 0.0
+        self._good = 0
+        self._asked = 0
+
+    def __call__(self, event: Event) -> None:
+        """Count a served answer."""
+        if not (isinstance(event, RequestAnswered) and event.slot.startswith(self._prefix)):
+            return
+        if event.status == 200 and event.served_in is not None:
+            self.served(event.served_in, event.at)
+
+    def served(self, latency: float, now: float) -> None:
+        self._samples.append(latency)
+        self._since += 1
+        if self._since >= self.EVERY or now - self._checked_at >= self.PERIOD:
+            self.check(now)
+
+    @property
+    def value_ms(self) -> float:
+        """The percentile now, in milliseconds."""
+        return round(self.value * 1e3, 3)
+
+    def admits(self) -> bool:
+        """Whether the next request may enter; in mode 503 one in ten does while violated, so that it can clear."""
+        if not self.violated or self.mode != "503":
+            return True
+        self._asked += 1
+        return self._asked % self.ADMIT == 0
+
+    def check(self, now: float) -> None:
+        """Check the percentile. Call it every second; `served` calls it too."""
+        self._since, self._checked_at = 0, now
+        if (value := self.objective.value(self._samples)) is None:
+            return
+        self.value = value
+        limit = self.objective.limit
+        if self.value > limit:
+            self._good = 0
+            if not self.violated:
+                self.violated = True
+                log.warning("slo violated: p%g is %.1f ms, limit %.1f ms", *self._numbers())
+        elif self.value < self.CLEAR * limit:
+            self._good += 1
+            if self._good >= self.CHECKS and self.violated:
+                self.violated = False
+                log.warning("slo met again: p%g is %.1f ms, limit %.1f ms", *self._numbers())
+        else:
+            self._good = 0
+
+    def _numbers(self) -> tuple[float, float, float]:
+        return self.objective.percentile, self.value * 1e3, self.objective.limit * 1e3
+
+
+# -- the guard of a version --------------------------------------------------------------------------------------------
+
 
 LEAST_BAD: Final = 3  # failures; one or two may be chance
 BEYOND_CHANCE: Final = 2.326348  # standard deviations: 99 %, one-sided
 _ERROR: Final = re.compile(r"error=([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
-_LONGEST: Final = 720 * 3600.0
-
-State = Literal["running", "finished", "rolled_back"]
 
 
 @dataclass(frozen=True, slots=True)
 class RampGuard:
     """The limits of b; None is no limit.
 
-    percentile: in (0, 100), of the latency of its 200s, at most limit_s seconds. error_rate: share of its answers that
-    failed by the model's fault, in [0, 1).
+    latency: of its 200s. error_rate: share of its answers that failed by the model's fault, in [0, 1).
     """
 
-    percentile: float | None = None
-    limit_s: float | None = None
+    latency: Objective | None = None
     error_rate: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> RampGuard:
         """From `p99=150ms,error=1%`; either part alone will do. ConfigError names flag, value and format."""
-        percentile = limit = rate = None
+        latency = rate = None
         for part in text.split(","):
-            latency, error = Objective.read(part), _ERROR.fullmatch(part.strip())
-            if latency is not None and percentile is None:
-                percentile, limit = latency.percentile, latency.limit
+            found, error = Objective.read(part), _ERROR.fullmatch(part.strip())
+            if found is not None and latency is None:
+                latency = found
             elif error is not None and rate is None:
                 rate = float(error[1]) / 100.0
             else:
@@ -54,18 +173,7 @@ class RampGuard:
                     " > 0 in ms or s, R in [0, 100), such as p99=150ms,error=1%",
                     field="guard",
                 )
-        return cls(percentile, limit, rate)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A decision of a ramp. share: b's percent from now on. numbers: JSON-safe, the reasons for it."""
-
-    at: float
-    action: Literal["advance", "finish", "hold", "rollback"]
-    share: int
-    why: str
-    numbers: dict[str, float] = field(default_factory=dict)
+        return cls(latency, rate)
 
 
 class GuardWatch:
@@ -103,37 +211,36 @@ class GuardWatch:
         """The limit that the window is above, perhaps by chance, or None. The ramp then stays at its stage."""
         return next((why for why, *_ in self._offences()), None)
 
-    def _offences(self) -> Iterator[tuple[str, int, int, float]]:
-        """Every part of the guard that the window is above of: (figures, answers that offend, of, share allowed)."""
-        guard, n = self.guard, len(self._answers)
-        failed = sum(1 for ok, _ in self._answers if not ok)
-        if guard.error_rate is not None and n and failed / n > guard.error_rate:
-            why = f"error {failed / n:.2%} ({failed} of {n} answers), limit {guard.error_rate * 100:g}%"
-            yield why, failed, n, guard.error_rate
-        if guard.percentile is None or guard.limit_s is None:
-            return
-        value = self._percentile(guard.percentile)
-        if value is not None and value > guard.limit_s:
-            slow = sum(1 for ok, latency in self._answers if ok and latency > guard.limit_s)
-            slower, limit = f"{slow} of {n - failed} answers slower", f"limit {guard.limit_s * 1e3:g} ms"
-            why = f"p{guard.percentile:g} {value * 1e3:.1f} ms ({slower}), {limit}"
-            yield why, slow, n - failed, 1.0 - guard.percentile / 100.0
-
     def numbers(self) -> dict[str, float]:
         """JSON-safe figures of the window: answers, error share, and the guarded percentile in ms once there is one."""
-        n = len(self._answers)
+        n, served, latency = len(self._answers), self._served(), self.guard.latency
         found: dict[str, float] = {"answers": n}
         if n:
-            found["error_share"] = sum(1 for ok, _ in self._answers if not ok) / n
-        if self.guard.percentile is not None:
-            value = self._percentile(self.guard.percentile)
-            if value is not None:
-                found[f"p{self.guard.percentile:g}_ms"] = round(value * 1e3, 3)
+            found["error_share"] = (n - len(served)) / n
+        if latency is not None and (value := latency.value(served)) is not None:
+            found[f"p{latency.percentile:g}_ms"] = round(value * 1e3, 3)
         return found
 
-    def _percentile(self, percent: float) -> float | None:
-        served = sorted(latency for ok, latency in self._answers if ok)
-        return percentile(served, percent / 100.0) if served else None
+    def _served(self) -> list[float]:
+        return [latency for ok, latency in self._answers if ok]
+
+    def _offences(self) -> Iterator[tuple[str, int, int, float]]:
+        """Every part of the guard that the window is above of: (figures, answers that offend, of, share allowed)."""
+        served, n, allowed, latency = self._served(), len(self._answers), self.guard.error_rate, self.guard.latency
+        failed = n - len(served)
+        if allowed is not None and n and failed / n > allowed:
+            yield f"error {failed / n:.2%} ({failed} of {n} answers), limit {allowed * 100:g}%", failed, n, allowed
+        if latency is not None and (value := latency.value(served)) is not None and value > latency.limit:
+            slow, rank = sum(1 for one in served if one > latency.limit), latency.percentile
+            figures = f"{value * 1e3:.1f} ms ({slow} of {len(served)} answers slower)"
+            yield f"p{rank:g} {figures}, limit {latency.limit * 1e3:g} ms", slow, len(served), 1.0 - rank / 100.0
+
+
+# -- the ramp ----------------------------------------------------------------------------------------------------------
+
+
+LONGEST: Final = 720 * 3600.0
+State = Literal["running", "finished", "rolled_back"]
 
 
 class Ramp:
@@ -149,19 +256,14 @@ class Ramp:
     """
 
     def __init__(
-        self,
-        shares: Sequence[int],
-        every: float,
-        guard: RampGuard | None,
-        now: float,
-        least: int = 30,
+        self, shares: Sequence[int], every: float, guard: RampGuard | None, now: float, least: int = 30
     ) -> None:
         self.shares = tuple(shares)
         self.every, self.guard, self.least = every, guard, least
         self.state: State = "running"
-        self.decisions: list[Decision] = []  # at most two a stage
+        self.decisions: list[Change] = []  # at most two a stage
         self._watch = GuardWatch(guard or RampGuard(), least=least)
-        self._stage, self._began, self._held, self._seen, self._now = 0, now, False, 0, now
+        self._stage, self._began, self._held, self._seen = 0, now, False, 0
         self.share = self.shares[0]  # b's percent now
 
     @classmethod
@@ -181,7 +283,7 @@ class Ramp:
     def every_of(cls, text: str) -> float:
         """The seconds in `10m`, `90s` or `1.5h`. ConfigError names flag, value and format."""
         every = seconds(text, "s", "m", "h")
-        if not 1.0 <= every <= _LONGEST:
+        if not 1.0 <= every <= LONGEST:
             raise ConfigError(
                 f"--ramp-every={text!r:.200}: must be a number with s, m or h, from 1s to 720h, such as 10m",
                 field="ramp_every",
@@ -194,35 +296,39 @@ class Ramp:
             self._watch.add(ok, latency)
             self._seen += 1
 
-    def evaluate(self, now: float) -> Decision | None:
-        """The decision that is due now, if any.
+    def evaluate(self, now: float) -> Change | None:
+        """The decision that is due now, if any: advance, finish, hold or rollback, with b's share from now on.
 
         A stage's time begins at the planned end of the stage before, so a late call makes no stage longer. But each
         stage lasts at least half its time.
         """
-        self._now = now
         if self.state != "running":
             return None
         tripped = self._watch.tripped()
         if tripped is not None:
-            return self._end("rolled_back", "rollback", f"guard: {tripped}")
+            return self.roll_back(now, f"guard: {tripped}")
         planned = self._began + self.every
         if now < planned:
             return None
-        missing = self._missing()
+        numbers, missing = self._numbers(), self._missing()
         if missing is not None:
-            if self._held:
-                return None
-            self._held = True
-            return self._decide("hold", missing, self._numbers())
+            held, self._held = self._held, True
+            return None if held else self._decided(now, "hold", missing, numbers)
+        why = f"b was watched at {self.share} % for its time"
         if self._stage + 1 == len(self.shares):
-            return self._end("finished", "finish", f"b was watched at {self.share} % for its time")
-        return self._advance(planned)
+            self.state = "finished"
+            return self._decided(now, "finish", why, numbers)
+        self._began = now if self._held else max(planned, now - self.every / 2.0)
+        self._stage, self._held, self._seen = self._stage + 1, False, 0
+        self.share = self.shares[self._stage]
+        return self._decided(now, "advance", why, numbers)
 
-    def roll_back(self, now: float, why: str) -> Decision | None:
-        """Roll back for an outside reason (an operator, a drain). None if the ramp has already ended."""
-        self._now = now
-        return self._end("rolled_back", "rollback", why) if self.state == "running" else None
+    def roll_back(self, now: float, why: str) -> Change | None:
+        """Roll back; `why` may be from outside (an operator, a drain). None if the ramp has already ended."""
+        if self.state != "running":
+            return None
+        self.state, self.share = "rolled_back", 0
+        return self._decided(now, "rollback", why, self._numbers())
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """JSON-safe, as of `now`: state, share, stage, time left, figures, decisions."""
@@ -248,25 +354,9 @@ class Ramp:
             return f"guard: {above}; not beyond chance yet"
         return None
 
-    def _advance(self, planned: float) -> Decision:
-        numbers, why = self._numbers(), f"b was watched at {self.share} % for its time"
-        self._began = self._now if self._held else max(planned, self._now - self.every / 2.0)
-        self._stage, self._held, self._seen = self._stage + 1, False, 0
-        self.share = self.shares[self._stage]
-        return self._decide("advance", why, numbers)
-
-    def _end(self, state: State, action: Literal["finish", "rollback"], why: str) -> Decision:
-        numbers = self._numbers()
-        self.state = state
-        self.share = 0 if state == "rolled_back" else self.share
-        return self._decide(action, why, numbers)
-
-    def _decide(
-        self, action: Literal["advance", "finish", "hold", "rollback"], why: str, numbers: dict[str, float]
-    ) -> Decision:
-        decision = Decision(self._now, action, self.share, why, numbers)
-        self.decisions.append(decision)
-        return decision
+    def _decided(self, now: float, what: str, why: str, numbers: dict[str, float]) -> Change:
+        self.decisions.append(Change(now, "ramp", f"{what}: {why}", {"share": self.share, **numbers}))
+        return self.decisions[-1]
 
     def _numbers(self) -> dict[str, float]:
         return {"stage_answers": float(self._seen), **self._watch.numbers()}

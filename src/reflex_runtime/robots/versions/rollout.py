@@ -18,10 +18,10 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal import episode_key
-from reflex_runtime.robots.policy.lru import Lru
+from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.versions.breaker import Breaker, Poison
 from reflex_runtime.robots.versions.comparison import Comparison, wilson
-from reflex_runtime.robots.versions.ramp import Decision, GuardWatch, Ramp, RampGuard
+from reflex_runtime.robots.versions.ramp import Change, GuardWatch, Ramp, RampGuard
 from reflex_runtime.robots.versions.router import Router, Routing
 from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
@@ -29,19 +29,6 @@ log = logging.getLogger("reflex.rollout")
 
 EPISODES: Final = 10_000  # episodes kept: the slots that answered them, whether their outcome is known
 CHANGES: Final = 200  # changes kept for the diagnostics
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of the versions.
-
-    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended for the begin and end of a drill.
-    """
-
-    at: float
-    kind: str
-    why: str
-    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -312,9 +299,13 @@ class Rollout:
         """Advance or roll back the ramp; call it every second. Returns the exchanged slots whose watch has ended, and
         whether their guard triggered."""
         if self.ramp is not None:
-            decision = self.ramp.evaluate(now)
-            if decision is not None:
-                self._decided(decision)
+            change = self.ramp.evaluate(now)
+            if change is not None and self.ramp.state == "rolled_back":
+                self.rollback(now, f"the ramp: {change.why}")
+            elif change is not None:
+                self._set_split(100 - self.ramp.share)
+            if change is not None:
+                self._add(change)
         ended = {}
         for slot, record in self.records.items():
             watch = record.watch
@@ -327,14 +318,6 @@ class Rollout:
                 self.changed(now, "guard", told, dict(watch.numbers()))
                 ended[slot] = why is not None
         return ended
-
-    def _decided(self, decision: Decision) -> None:
-        numbers = {"share": decision.share, **decision.numbers}
-        if decision.action == "rollback":
-            self.rollback(decision.at, f"the ramp: {decision.why}")
-        elif decision.action in ("advance", "finish"):
-            self._set_split(100 - decision.share)
-        self.changed(decision.at, "ramp", f"{decision.action}: {decision.why}", numbers)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -369,9 +352,11 @@ class Rollout:
 
     def changed(self, now: float, kind: str, why: str, numbers: dict[str, Any]) -> None:
         """Log a change, keep it, and call `on_change`."""
-        change = Change(now, kind, why, numbers)
+        self._add(Change(now, kind, why, numbers))
+
+    def _add(self, change: Change) -> None:
         self.changes.append(change)
-        log.warning("%s: %s %s", kind, why, numbers)
+        log.warning("%s: %s %s", change.kind, change.why, change.numbers)
         self._on_change(change)
 
 

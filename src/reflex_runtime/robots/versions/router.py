@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import episode_key
-from reflex_runtime.robots.policy.lru import Lru
+from reflex_runtime.robots.policy.episodes import Lru
 
 BUCKETS: Final = 100
 

@@ -19,8 +19,8 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.robots.policy.base import Policy, WarmUp
-from reflex_runtime.robots.policy.model import PolicySource
+from reflex_runtime.robots.policy.base import Policy, PolicySource, WarmUp
+from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.processors import (
     ActionGuard,
     Fault,
@@ -29,7 +29,6 @@ from reflex_runtime.robots.policy.processors import (
     OnBadAction,
     parse_fault,
 )
-from reflex_runtime.robots.policy.rtc import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.sources.load import load_policy
 from reflex_runtime.run.modules import told
@@ -124,7 +123,7 @@ class Slot:
         if self.previous is None:
             return None
         self.version, self.previous = self.previous, None
-        self.policy.forget_all()
+        self.policy.forget()
         return self.version
 
     def settle(self) -> None:

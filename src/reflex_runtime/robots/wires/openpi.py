@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.robots.policy.lru import Lru
+from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.serving.handler import Asked, RequestHandler
 from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, text_of
 from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question

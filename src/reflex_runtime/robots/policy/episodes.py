@@ -1,0 +1,442 @@
+"""What is kept of an episode between its requests: its last observations, its last chunk, its prefixes.
+
+Real-time chunking: the new chunk is anchored, at every denoise step, to the part of the episode's last chunk that the
+robot has not executed yet. Its first actions, which run while the new chunk is computed, are frozen; the weight then
+falls along a schedule up to the horizon (after Black et al., "Real-Time Execution of Action Chunking Flow Policies",
+2025; anchored here by in-painting along the flow, because an exported graph has no gradient to guide by).
+
+An episode belongs to one policy in one slot: for another robot or version the rest of a chunk would be a jump.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil, expm1
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.web.errors import InvalidRequest
+
+K = TypeVar("K")
+V = TypeVar("V")
+EPISODES: Final = 4096  # kept of one slot
+
+
+class Lru(OrderedDict[K, V]):
+    """A table whose entry that was used least recently is forgotten beyond `most`. forgotten: called with its value."""
+
+    def __init__(self, most: int, forgotten: Callable[[V], object] = lambda value: None) -> None:
+        super().__init__()
+        self._most, self._forgotten = most, forgotten
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self._forgotten(self.popitem(last=False)[1])
+
+    def use(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made where there is none."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+        self[key] = value
+        return value
+
+
+# -- earlier observations ----------------------------------------------------------------------------------------------
+
+
+HISTORY_BYTES: Final = 256 << 20
+MOMENT_OVERHEAD: Final = 1024  # bytes counted per observation beside its arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Glimpse:
+    """What one request saw: one observation, without a history axis. Arrays are read only.
+
+    received: orders the observations of an episode; seconds on a clock that all of them share.
+    present: whether the image was sent, by name.
+    """
+
+    request_id: str
+    received: float
+    images: Mapping[str, NDArray[np.uint8]]
+    present: Mapping[str, bool]
+    state: NDArray[np.float32] | None
+
+    @property
+    def nbytes(self) -> int:
+        size = sum(image.nbytes for image in self.images.values())
+        return size + (0 if self.state is None else self.state.nbytes) + MOMENT_OVERHEAD
+
+
+class ObservationHistory:
+    """The newest observations of each episode of one slot. Read on threads that prepare, written on the device thread.
+
+    An observation is kept once its chunk has been computed: a request that was refused, shed, cancelled or failed
+    leaves nothing, and a repeated one sees the same past. They are in the order in which the server received them,
+    whatever the order in which they were decoded or answered.
+
+    steps: observations that the policy sees together, >= 2. Episodes that were not asked for longest are forgotten
+    beyond `max_bytes` or `episodes`; such an episode goes on as if it began.
+    """
+
+    def __init__(self, steps: int, max_bytes: int = HISTORY_BYTES, episodes: int = EPISODES) -> None:
+        self.steps, self.max_bytes, self._most = steps, max_bytes, episodes
+        self._lock = threading.Lock()
+        self._moments: OrderedDict[str, tuple[Glimpse, ...]] = OrderedDict()
+        self._bytes = 0
+        self.evictions = 0
+
+    def before(self, episode: str, moment: Glimpse) -> tuple[Glimpse, ...]:
+        """At most steps − 1 moments that were received before this one, oldest first; none of the request itself."""
+        with self._lock:
+            kept = self._moments.get(episode, ())
+            if kept:
+                self._moments.move_to_end(episode)
+        past = [one for one in kept if one.request_id != moment.request_id and one.received <= moment.received]
+        return tuple(past[1 - self.steps :])
+
+    def remember(self, episode: str, moment: Glimpse) -> None:
+        """Keep a moment at its place; it replaces that of the same request."""
+        if not episode:
+            return
+        with self._lock:
+            kept = [one for one in self._moments.get(episode, ()) if one.request_id != moment.request_id]
+            kept = sorted([*kept, moment], key=lambda one: one.received)
+            self._remove(episode)
+            # One more than a request looks back to: a request that is asked again must not see less than before.
+            self._moments[episode] = tuple(kept[-self.steps :])
+            self._bytes += sum(one.nbytes for one in self._moments[episode])
+            while self._bytes > self.max_bytes or len(self._moments) > self._most:
+                self._remove(next(iter(self._moments)))
+                self.evictions += 1
+
+    def forget(self, episode: str | None = None) -> None:
+        """Forget an episode, or all: it was moved, or starts again."""
+        with self._lock:
+            for one in list(self._moments) if episode is None else (episode,):
+                self._remove(one)
+
+    def snapshot(self) -> dict[str, int]:
+        """JSON-safe."""
+        with self._lock:
+            return {
+                "steps": self.steps,
+                "episodes": len(self._moments),
+                "bytes": self._bytes,
+                "max_bytes": self.max_bytes,
+                "evictions": self.evictions,
+            }
+
+    def _remove(self, episode: str) -> None:
+        for moment in self._moments.pop(episode, ()):
+            self._bytes -= moment.nbytes
+
+
+def together(moments: tuple[Glimpse, ...], steps: int) -> dict[str, Any]:
+    """The fields of an `Observation` that have an axis of `steps`: the moments, oldest first, the first one repeated.
+
+    InvalidRequest where a camera's pictures have another size than earlier in the episode.
+    """
+    moments = (moments[0],) * (steps - len(moments)) + moments
+    newest = moments[-1]
+    for name, image in newest.images.items():
+        if any(moment.images[name].shape != image.shape for moment in moments):
+            field = f"images.{name}"
+            raise InvalidRequest(f"{field}: another size than earlier in this episode; use a new episode_id", field)
+    return {
+        "images": {name: np.stack([moment.images[name] for moment in moments]) for name in newest.images},
+        "present": {name: tuple(moment.present[name] for moment in moments) for name in newest.present},
+        "state": None if newest.state is None else np.stack([moment.state for moment in moments]),  # type: ignore[misc]
+    }
+
+
+# -- the last chunk ----------------------------------------------------------------------------------------------------
+
+
+Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rtc:
+    """How chunks are joined.
+
+    horizon: actions of the new chunk that the old one may reach, >= 1. schedule: how its weight falls between the
+    frozen ones and the horizon: ZEROS at once, ONES not at all, LINEAR, EXP (faster at first).
+    """
+
+    schedule: Schedule = "LINEAR"
+    horizon: int = 10
+
+    def weights(self, frozen: int, overlap: int, chunk_size: int) -> NDArray[np.float32]:
+        """Weight of the old chunk at each place of the new one, float32 [chunk_size, 1], never rising.
+
+        frozen: places executed before the new chunk arrives. overlap: places the old chunk still covers; beyond both
+        it and the horizon the weight is 0.
+        """
+        end = min(self.horizon, overlap, chunk_size)
+        start = min(frozen, end)
+        weights = np.zeros((chunk_size, 1), np.float32)
+        weights[:start] = 1.0
+        fall = np.linspace(1.0, 0.0, end - start + 2, dtype=np.float32)[1:-1, None]
+        if self.schedule == "ONES":
+            fall = np.ones_like(fall)
+        elif self.schedule == "ZEROS":
+            fall = np.zeros_like(fall)
+        elif self.schedule == "EXP":
+            fall = fall * np.expm1(fall) / np.float32(expm1(1.0))
+        weights[start:end] = fall
+        return weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchor:
+    """The old actions that a new chunk is pulled towards. In the model's units; arrays are read only.
+
+    target: float32 [chunk_size, x_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
+    state: the state that the old actions are changes of, in the robot's units; None if they are no changes.
+    report: for the answer, JSON-safe.
+    """
+
+    target: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    report: dict[str, Any]
+    state: NDArray[np.float32] | None = None
+
+    def pull(self, x: NDArray[np.float32], noise: NDArray[np.float32], time: float) -> NDArray[np.float32]:
+        """x at flow time `time` (0 noise, 1 action), its anchored places on the straight path from noise to target."""
+        path = np.float32(1.0 - time) * noise + np.float32(time) * self.target
+        return self.weights * path + (np.float32(1.0) - self.weights) * x  # exact where the weight is 0 or 1
+
+
+@dataclass(slots=True)
+class _Tail:
+    actions: NDArray[np.float32]
+    answered: float
+    latency: float
+    state: NDArray[np.float32] | None
+
+
+class ChunkTails:
+    """The last chunk of each episode of one slot, longest unused forgotten. Read on the loop, written on the device.
+
+    control_hz: actions that the robot executes a second. If None, the request must give the number of executed actions,
+    and no action is frozen unless it says how many.
+    """
+
+    def __init__(
+        self, rtc: Rtc, clock: Callable[[], float], control_hz: float | None = None, episodes: int = EPISODES
+    ) -> None:
+        self.rtc, self.control_hz = rtc, control_hz
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tails: Lru[str, _Tail] = Lru(episodes)
+
+    def __len__(self) -> int:
+        return len(self._tails)
+
+    def remember(
+        self, episode: str, actions: NDArray[np.float32], latency: float, state: NDArray[np.float32] | None = None
+    ) -> None:
+        """Keep the episode's newest chunk. actions: float32 [chunk_size, x_dim]; a non-finite one is not kept.
+
+        latency: seconds from its arrival to its end, the estimate for the next one. state: as in `Anchor`.
+        """
+        if not episode or not np.isfinite(actions).all():
+            return
+        with self._lock:
+            self._tails[episode] = _Tail(actions, self._clock(), latency, state)
+
+    def forget(self, episode: str | None = None) -> None:
+        """Forget the chunk of an episode, or all: it was moved, or starts again."""
+        with self._lock:
+            for one in list(self._tails) if episode is None else (episode,):
+                self._tails.pop(one, None)
+
+    def anchor(
+        self, episode: str, executed: int | None, delay: int | None = None, received: float | None = None
+    ) -> Anchor | None:
+        """The anchor for the episode's next chunk; None if it has no last chunk, or all of it was executed.
+
+        executed: actions of the last chunk that were executed before this observation. If absent, they are those of the
+        time from the last answer until this observation was received (now, if None): as if the robot began a chunk when
+        it was answered and never stood still. delay: actions that are executed until the new chunk arrives. If absent,
+        they are those of the time that the last chunk took. Both need a control rate.
+        """
+        with self._lock:
+            tail = self._tails.get(episode)
+        if tail is None:
+            return None
+        done = executed
+        if done is None:
+            if self.control_hz is None:
+                return None
+            at = self._clock() if received is None else received
+            done = max(0, int((at - tail.answered) * self.control_hz))
+        size = len(tail.actions)
+        overlap = size - done
+        if overlap <= 0:
+            return None
+        if delay is None:
+            delay = max(0, ceil(tail.latency * self.control_hz)) if self.control_hz else 0
+        target = np.zeros_like(tail.actions)
+        target[:overlap] = tail.actions[done:]
+        weights = self.rtc.weights(delay, overlap, size)
+        report = {
+            "executed": done,
+            "overlap": overlap,
+            "frozen": int((weights == 1.0).sum()) if self.rtc.schedule != "ONES" else min(delay, overlap),
+            "delay": delay,
+            "delay_ms": round(tail.latency * 1e3, 3),
+            "horizon": self.rtc.horizon,
+            "schedule": self.rtc.schedule,
+        }
+        return Anchor(target, weights, report, tail.state)
+
+
+# -- the prefix --------------------------------------------------------------------------------------------------------
+#
+# A cache keyed only by episode would use the old picture's prefix for a new picture, and the policy would fail more
+# often. Therefore the key contains a digest of the prefix's whole input. Reuse across pictures is an explicit, bounded
+# and reported option (`max_age_chunks`).
+
+
+ENTRY_OVERHEAD: Final = 1024  # bytes counted per entry beside its prefix, so that many tiny entries are bounded too
+
+
+class PrefixKey(NamedTuple):
+    """The key of a prefix. Slot and episode keep versions and robots apart.
+
+    instruction, content: digests of the text and of all other inputs of the prefix.
+    """
+
+    slot: str
+    episode: str
+    instruction: bytes
+    content: bytes
+
+
+class Prefix(Protocol):
+    """What a model's prefix stage made of one request: opaque, read only (requests share it), where the model keeps it.
+
+    nbytes: memory it takes there.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTensors:
+    """A prefix of arrays or tensors by name."""
+
+    tensors: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(slots=True)
+class _Entry:
+    prefix: Prefix
+    nbytes: int
+    reused: int = 0  # chunks answered with it for another picture
+
+
+class PrefixCache:
+    """Least recently used, bounded in bytes. Looked up on the event loop, filled on the device thread.
+
+    max_bytes: limit for prefixes, plus 1 KiB an entry; a larger entry is not kept. A request that has found an
+        entry keeps it after its eviction.
+    max_age_chunks: number of chunks for which an entry may serve *other* pictures of the same episode and instruction
+        ("hit_stale"); 0 allows none. The policy does not see the pictures of those chunks.
+    """
+
+    def __init__(self, max_bytes: int, max_age_chunks: int = 0) -> None:
+        self.max_bytes, self.max_age_chunks = max_bytes, max_age_chunks
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[PrefixKey, _Entry] = OrderedDict()
+        self._newest: dict[tuple[str, str, bytes], PrefixKey] = {}  # of each (slot, episode, instruction)
+        self._bytes = 0
+        self.hits = self.stale_hits = self.misses = self.evictions = 0
+
+    def lookup(self, key: PrefixKey) -> tuple[Literal["hit", "hit_stale", "miss"], Prefix | None]:
+        """The cache's result and the entry.
+
+        Every look-up counts, also for a request that is refused afterwards. A stale hit uses one chunk of the entry's
+        allowance.
+        """
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+                self.hits += 1
+                return "hit", found.prefix
+            newest = self._newest.get(key[:3])
+            entry = None if newest is None else self._entries[newest]
+            if newest is not None and entry is not None and entry.reused < self.max_age_chunks:
+                entry.reused += 1
+                self._entries.move_to_end(newest)
+                self.stale_hits += 1
+                return "hit_stale", entry.prefix
+            self.misses += 1
+            return "miss", None
+
+    def insert(self, key: PrefixKey, prefix: Prefix) -> None:
+        """Keep a prefix; it replaces what was kept under the key."""
+        entry = _Entry(prefix, prefix.nbytes + ENTRY_OVERHEAD)
+        if entry.nbytes > self.max_bytes:
+            return
+        with self._lock:
+            self._remove(key)
+            self._entries[key] = entry
+            self._newest[key[:3]] = key
+            self._bytes += entry.nbytes
+            while self._bytes > self.max_bytes:
+                self._remove(next(iter(self._entries)))
+                self.evictions += 1
+
+    def forget(self, slot: str, episode: str) -> None:
+        """Drop everything kept for an episode."""
+        with self._lock:
+            for key in [k for k in self._entries if k.slot == slot and k.episode == episode]:
+                self._remove(key)
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "entries": len(self._entries),
+                "bytes": self._bytes,
+                "max_bytes": self.max_bytes,
+                "max_age_chunks": self.max_age_chunks,
+                "hits": self.hits,
+                "stale_hits": self.stale_hits,
+                "misses": self.misses,
+                "evictions": self.evictions,
+            }
+
+    def _remove(self, key: PrefixKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self._bytes -= entry.nbytes
+        if self._newest.get(key[:3]) == key:
+            del self._newest[key[:3]]
+
+
+def digest(*arrays: NDArray[Any]) -> bytes:
+    """16 bytes of SHA-256 over shapes and contents, in order."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(f"{array.dtype.str}{array.shape}".encode())
+        sha.update(np.ascontiguousarray(array).data)
+    return sha.digest()[:16]
