@@ -18,8 +18,8 @@ Errors (`docs/errors.md` has the codes):
         ├── ServerBusy          it did not run: ask again later
         └── ProcessorFailed     it ran and failed
 
-`Client` and `AsyncClient` share all code that does not wait: a call is a generator (`calls.py`) that yields what to
-send and how long to pause, and the two classes do so. The package imports nothing from the rest of `reflex_runtime`.
+`Client` and `AsyncClient` share all code that does not wait (`clients.py`). The package imports nothing from the rest
+of `reflex_runtime`.
 """
 
 from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority, Retries, Wire

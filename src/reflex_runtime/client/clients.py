@@ -1,27 +1,56 @@
-"""`Client` and `AsyncClient`: they do what a call's generator yields, waiting in the thread or in the task."""
+"""`Client` and `AsyncClient`. A call is a generator without I/O: it yields an `Attempt`, or the seconds of a pause. The
+client does it, waiting in the thread or in the task, and sends back the reply or the error of an attempt, and None
+after a pause. What the generator returns is the call's result.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, Unpack, overload
+from urllib.parse import quote, urlencode
 
 import httpx
+import msgspec
 
-from reflex_runtime.client.calls import ActFields, Call, Calls, Encoding, T, Wire
-from reflex_runtime.client.errors import ClientError
-from reflex_runtime.client.exchange import Attempt, Chunk, Network, Reply
+from reflex_runtime.client.calls import (
+    ActFields,
+    Encoding,
+    Priority,
+    Retries,
+    Wire,
+    check_deadline,
+    encoded,
+    observation,
+    plain_item,
+)
+from reflex_runtime.client.errors import BadAnswer, ClientError, Unreachable
+from reflex_runtime.client.exchange import (
+    Attempt,
+    Chunk,
+    Reply,
+    chunk,
+    decoded,
+    refused,
+    result,
+    system_certificates,
+)
 
 log = logging.getLogger("reflex.client")
 
+GRACE: Final = 0.5  # seconds beyond its deadline: the server is to say itself that its answer came too late
+
 P = ParamSpec("P")
+T = TypeVar("T")
+Call: TypeAlias = Generator[Attempt | float, Reply | ClientError | None, T]
 C = TypeVar("C", bound="BaseClient")
 
 
@@ -43,9 +72,19 @@ class Method(Generic[P, T]):
 
         @wraps(self._call)
         def method(*args: P.args, **fields: P.kwargs) -> Any:
-            return owner.run(self._call(owner.calls, *args, **fields))
+            return owner.run(self._call(owner, *args, **fields))
 
         return method
+
+
+def _host_in(url: str) -> str:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"url={url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ValueError(f"url={url!r}: expected http://HOST:PORT or https://HOST")
+    return parts.host
 
 
 class BaseClient:
@@ -82,17 +121,183 @@ class BaseClient:
         sleep: Callable[[float], Any] | None = None,
         spread: Callable[[], float] = random.random,
     ) -> None:
-        self._network = Network(url, uds, proxy, verify)
-        self.calls = Calls(self._network.url, api_key, timeout, retries, wire, encoding, clock, spread)
+        host = _host_in(url)
+        if not 0.0 < timeout < math.inf:
+            raise ValueError(f"timeout={timeout!r}: must be seconds > 0")
+        if retries < 0:
+            raise ValueError(f"retries={retries!r}: must be >= 0")
+        if wire not in ("msgpack", "json"):
+            raise ValueError(f"wire={wire!r}: must be 'msgpack' or 'json'")
+        if encoding not in ("raw", "png", "jpeg"):
+            raise ValueError(f"encoding={encoding!r}: must be 'raw', 'png' or 'jpeg'")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("api_key: must be printable ASCII")
+        self.url, self._api_key, self._timeout, self._retries = url.rstrip("/"), api_key, timeout, retries
+        self._wire, self._encoding, self._clock, self._spread = wire, encoding, clock, spread
         self._sleep: Callable[[float], Any] = sleep or (time.sleep if isinstance(self, Client) else asyncio.sleep)
-        self._http = self._network.open(*self._kind)
+        here = host in ("localhost", "::1") or host.startswith("127.")
+        self._uds, self._options = uds, {  # the environment's proxies are not for a server on this machine
+            "proxy": proxy, "verify": system_certificates() if verify is True else verify, "trust_env": not here,
+            "headers": {"Accept-Encoding": "identity"},  # a compressed answer could unfold to any size
+        }  # fmt: skip
+        self._http = self._open()
 
-    act = Method(Calls.act)
-    predict = Method(Calls.predict)
-    health = Method(Calls.health)
-    get = Method(Calls.get)
-    post = Method(Calls.post)
-    report_outcome = Method(Calls.report_outcome)
+    def _open(self) -> Any:
+        """A client of httpx."""
+        kind, transport = self._kind
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+        socket = transport(self._options["verify"], uds=self._uds, limits=limits) if self._uds else None
+        return kind(transport=socket, limits=limits, **self._options)
+
+    # -- calls: generators without I/O, which the sync and the async client both run -----------------------------------
+
+    def _act(self, **fields: Unpack[ActFields]) -> Call[Chunk]:
+        """The next actions for this observation, see `ActFields`: POST /act. A later attempt sends the rest of the
+        deadline.
+
+        Raises the ClientError of the server's error code; ValueError for arguments that no server would accept.
+        """
+        began = self._clock()
+        request = observation(fields, self._wire, self._encoding)
+        reply, attempts = yield from self._ask(
+            "POST", "/act", request, self._wire, began, request.get("deadline_ms"),
+            request.get("episode_id") or request.get("robot_id"),
+        )  # fmt: skip
+        request_id = str(request["request_id"])
+        try:
+            return chunk(reply, request_id, attempts)
+        except BadAnswer as error:
+            error.request_id = request_id
+            raise
+
+    def _predict(
+        self,
+        item: Any,
+        function: str = "",
+        *,
+        deadline_ms: float | None = None,
+        priority: Priority | None = None,
+        client: str | None = None,
+        request_id: str | None = None,
+    ) -> Call[Any]:
+        """The result of a function for one item: POST /predict, see docs/functions.md. function: its name, where there
+        are several.
+
+        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
+        again. client: whose fair share it takes. A later attempt sends the rest of the deadline.
+        """
+        own = {"priority": priority, "client": client, "request_id": request_id or uuid.uuid4().hex}
+        said = {name: value for name, value in own.items() if value is not None}
+        check_deadline(deadline_ms)
+        body = msgspec.msgpack.encode(item, enc_hook=plain_item)
+        path = f"/predict/{quote(function, safe='')}" if function else "/predict"
+        try:
+            reply, _ = yield from self._ask(
+                "POST", f"{path}?{urlencode(said)}", None, "msgpack", self._clock(), deadline_ms, body=body
+            )
+        except ClientError as error:
+            error.request_id = error.request_id or said["request_id"]
+            raise
+        return result(reply)
+
+    def _get(self, path: str) -> Call[dict[str, Any]]:
+        """GET a path that answers a JSON object, such as /config or /diagnostics/rollout; repeated while the server is
+        unreachable or only a proxy answers."""
+        reply, _ = yield from self._ask("GET", path, None, "json", self._clock())
+        return decoded(reply)
+
+    def _health(self) -> Call[dict[str, Any]]:
+        """The body of /health, ready or not: `["state"] == "ready"` when the server serves. One attempt."""
+        reply = yield from self._sent("GET", "/health", self._headers("json"), None, self._timeout)
+        if reply.status not in (200, 503):
+            raise refused(reply)
+        return decoded(reply)
+
+    def _post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> Call[dict[str, Any]]:
+        """POST a JSON object to a path, such as /admin/split {"split": 50}; returns the answer. episode: that it is
+        about."""
+        reply, _ = yield from self._ask("POST", path, fields, "json", self._clock(), episode=episode)
+        return decoded(reply) if reply.body else {}
+
+    def _report_outcome(
+        self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
+    ) -> Call[dict[str, Any]]:
+        """Report how an episode ended. `episode` does this by itself. robot_id: if its requests had one."""
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"reward={reward!r}: must be finite")
+        body: dict[str, Any] = {"success": bool(success)}
+        if reward is not None:
+            body["reward"] = float(reward)
+        if robot_id is not None:
+            body["robot_id"] = robot_id
+        return (yield from self._post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id))
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        fields: Mapping[str, Any] | None,
+        wire: Wire,
+        began: float,
+        deadline_ms: float | None = None,
+        episode: str | None = None,
+        body: bytes | None = None,
+    ) -> Call[tuple[Reply, int]]:
+        """A 2xx reply and the number of attempts, or the last attempt's error. episode: names it to what is between
+        this client and several servers. body: in place of fields; what is left of the deadline is in a header then."""
+        headers = self._headers(wire)
+        if episode:
+            headers["X-Reflex-Episode"] = quote(str(episode), safe="", errors="replace")
+        deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
+        limit = min(self._timeout, deadline + GRACE)
+        retries = Retries(self._retries, began + min(self._timeout, deadline), self._spread)
+        while True:
+            now = self._clock()
+            left_ms = None if deadline_ms is None else max(1e-3, deadline_ms - (now - began) * 1e3)
+            if body is not None and left_ms is not None:
+                headers["X-Reflex-Deadline-Ms"] = f"{left_ms:.3f}"
+            elif fields is not None and left_ms is not None and now > began:
+                fields = {**fields, "deadline_ms": left_ms}
+            sent = body if fields is None else encoded(fields, wire)
+            try:
+                reply = yield from self._sent(method, path, headers, sent, max(1e-3, began + limit - now))
+                if 200 <= reply.status < 300:
+                    return reply, retries.made + 1
+                raise refused(reply)
+            except ClientError as error:
+                if method == "GET" and (isinstance(error, Unreachable) or error.status in (502, 503, 504)):
+                    error.retry_safe = True  # it changes nothing
+                if error.request_id is None and fields is not None:
+                    error.request_id = fields.get("request_id")
+                pause = retries.after(error, self._clock())
+                if pause is None:
+                    raise
+            yield pause
+
+    def _headers(self, wire: Wire) -> dict[str, str]:
+        kind = f"application/{wire}"
+        headers = {"Content-Type": kind, "Accept": kind}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        return headers
+
+    def _sent(self, method: str, path: str, headers: dict[str, str], body: bytes | None, limit: float) -> Call[Reply]:
+        """The reply to one attempt, or to one more if a kept connection turns out to be closed; raises its error."""
+        came: Reply | ClientError | None = None
+        for again in (True, False):
+            if came is None:
+                came = yield Attempt(self.url, method, path, headers, body, limit, self._clock, again)
+        if not isinstance(came, Reply):
+            assert came is not None, "a second attempt ends with a reply or an error"
+            raise came
+        return came
+
+    act = Method(_act)
+    predict = Method(_predict)
+    health = Method(_health)
+    get = Method(_get)
+    post = Method(_post)
+    report_outcome = Method(_report_outcome)
 
     def episode(
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
@@ -115,7 +320,7 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Close the kept connections; a later call opens a new one."""
-        old, self._http = self._http, self._network.open(*self._kind)
+        old, self._http = self._http, self._open()
         old.close()
 
     def run(self, call: Call[T]) -> T:
@@ -156,7 +361,7 @@ class AsyncClient(BaseClient):
 
     async def close(self) -> None:
         """Close the kept connections; a later call opens a new one."""
-        old, self._http = self._http, self._network.open(*self._kind)
+        old, self._http = self._http, self._open()
         await old.aclose()
 
     async def run(self, call: Call[T]) -> T:
@@ -202,17 +407,13 @@ class Episode(Generic[C]):
     changed: bool = field(default=False, init=False)
 
     @property
-    def calls(self) -> Self:
-        return self
-
-    @property
     def run(self) -> Callable[[Call[Any]], Any]:
         return self.client.run
 
     def _act(self, **fields: Unpack[ActFields]) -> Call[Chunk]:
         """POST /act, with the episode's ids and instruction."""
         own: ActFields = {"episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction}
-        chunk = yield from self.client.calls.act(**own | fields)
+        chunk = yield from self.client._act(**own | fields)
         self.changed = self.changed or chunk.policy_changed
         return chunk
 
@@ -223,7 +424,7 @@ class Episode(Generic[C]):
         if self.success is None:
             return
         try:
-            yield from self.client.calls.report_outcome(self.episode_id, self.success, self.reward, self.robot_id)
+            yield from self.client._report_outcome(self.episode_id, self.success, self.reward, self.robot_id)
             self.reported = True
         except ClientError as lost:
             log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)

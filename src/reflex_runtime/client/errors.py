@@ -58,37 +58,25 @@ class BadAnswer(ClientError):
 class ServerError(ClientError):
     """An answer that is not 2xx; `code` says which."""
 
-    code = "server_error"
-
 
 class BadRequest(ServerError):
     """The request is wrong, or its key: `body["field"]` may name the field. Asking again does not help."""
-
-    code = "invalid_request"
 
 
 class NotFound(BadRequest):
     """No such path: another server, or an older one."""
 
-    code = "not_found"
-
 
 class StaleRequest(ServerError):
     """It came too late, or a newer request of the same robot replaced it: ask with a newer observation."""
-
-    code = "superseded"
 
 
 class ServerBusy(ServerError):
     """It did not run: the server is full, not ready, or stopping. `retry_after` says when to ask again."""
 
-    code = "queue_full"
-
 
 class ProcessorFailed(ServerError):
     """The policy or function ran, and failed or hung."""
-
-    code = "processor_failed"
 
 
 _KINDS: Final = {

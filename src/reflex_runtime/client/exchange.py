@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote
 
 import httpx
@@ -22,11 +22,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, TimedOut, Unreachable, class_of
 
-T = TypeVar("T")
-
 MAX_ANSWER: Final = 64 << 20  # bytes of an answer that are read at most
-_UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
-_PLAIN = {"Accept-Encoding": "identity"}  # a compressed answer could unfold to any size
 _FLOATS = {"<f4": 4, "<f8": 8, "<f2": 2}
 
 
@@ -122,31 +118,8 @@ class Attempt:
             raise BadAnswer(f"{size} bytes, at most {MAX_ANSWER} are read", status=self.status)
 
 
-class Network:
-    """Where the server is and how it is reached; the arguments are `Client`'s."""
-
-    def __init__(self, url: str, uds: str | None, proxy: str | None, verify: ssl.SSLContext | bool) -> None:
-        try:
-            parts = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"url={url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.host:
-            raise ValueError(f"url={url!r}: expected http://HOST:PORT or https://HOST")
-        self.url, self._uds = url.rstrip("/"), uds
-        self._tls = _system_certificates() if verify is True else verify
-        here = parts.host in ("localhost", "::1") or parts.host.startswith("127.")
-        self._options: dict[str, Any] = {  # the environment's proxies are not for a server on this machine
-            "proxy": proxy, "verify": self._tls, "limits": _UNLIMITED, "headers": _PLAIN, "trust_env": not here,
-        }  # fmt: skip
-
-    def open(self, client: Callable[..., T], transport: Callable[..., Any]) -> T:
-        """A client of httpx. transport: its class for a Unix socket."""
-        socket = transport(self._tls, uds=self._uds, limits=_UNLIMITED) if self._uds else None
-        return client(transport=socket, **self._options)
-
-
 @lru_cache(1)
-def _system_certificates() -> ssl.SSLContext:
+def system_certificates() -> ssl.SSLContext:
     """httpx alone would trust the certificates that it brings, and not a robot's own authority."""
     return ssl.create_default_context()
 
