@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reflex_runtime.web.app import App
-from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.serve import Host, ReflexServer, ServerLife, uvicorn_config
 from reflex_runtime.web.supervisor import bind
 from serving.harness import PATIENCE
 
@@ -27,24 +27,13 @@ class Limits:
     ssl_keyfile: str = ""
 
 
-class Ready:
+class Ready(Host):
     """A product that is there at once."""
-
-    state, error, unusable, writes_files = "ready", "", False, False
-
-    async def start(self) -> None:
-        """Nothing is loaded."""
-
-    def drain(self) -> None:
-        """Nothing is to be told."""
 
     async def stop(self, until: float, answered: Any) -> bool:
         async with asyncio.timeout_at(until):
             await answered()
         return True
-
-    def turn_files(self) -> None:
-        """There are none."""
 
 
 @asynccontextmanager

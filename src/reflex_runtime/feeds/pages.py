@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -45,7 +45,7 @@ from reflex_runtime.web.openapi import (
     document_routes,
 )
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
-from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.serve import Host, ReflexServer, ServerLife, uvicorn_config
 from reflex_runtime.web.supervisor import bind, url_of
 from reflex_runtime.web.watchers import Watchers, dashboard_routes, grid_route
 
@@ -316,29 +316,13 @@ class StatusServer:
     async def _serve(self, listening: socket.socket, ready: Future[None]) -> None:
         pages = self._pages()
         app = App(self._settings, pages.routes, PLAIN, pages.find, missing=partial(_missing, pages.routes))
-        life = ServerLife(app, _StatusHost(pages), drain_s=0.0)
+        host = Host("ready")
+        host.on_drain.append(pages.close)
+        life = ServerLife(app, host, drain_s=0.0)
         self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, life.stop.set)
         server = ReflexServer(uvicorn_config(app, self._settings), life)
         server.on_listening = partial(ready.set_result, None)
         await server.serve([listening])
-
-
-class _StatusHost:
-    """The pages, as `web.serve` takes a product: they are there at once."""
-
-    state, error, unusable, writes_files = "ready", "", False, False
-
-    def __init__(self, pages: FeedPages) -> None:
-        self.drain = pages.close
-
-    async def start(self) -> None:
-        """Nothing is loaded."""
-
-    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        return True
-
-    def turn_files(self) -> None:
-        """There are none."""
 
 
 def _limits_of(settings: FeedsConfig) -> ServerConfig:

@@ -1,7 +1,4 @@
-"""What servers of policies and of functions share: their life, the requests in them, and what they show.
-
-States: initializing → loading → ready, with policies warming before it; `warmup_failed`; `draining`.
-"""
+"""What servers of policies and of functions share: their batcher, the requests in them, and what they show."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.errors import Closed, ConfigError, Expired, ReflexError
+from reflex_runtime.core.errors import Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, RequestRecord, turn_all
@@ -29,40 +26,36 @@ from reflex_runtime.run.process import in_thread
 from reflex_runtime.settings import FunctionsConfig, ServeConfig
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
-from reflex_runtime.web.errors import NotReady, TooManyRequests, known
+from reflex_runtime.web.errors import TooManyRequests, known
+from reflex_runtime.web.serve import DRAINING, Host
 from reflex_runtime.web.supervisor import Parent
 from reflex_runtime.web.watchers import JournalStreams, Watchers, dashboard_routes
 
 log = logging.getLogger("reflex.server")
 
-DRAINING: Final = "draining"
-
 T = TypeVar("T")
 
 
-class BatchServer:
-    """The `Host` of what is batched on one device. `start` returns when it is ready or has failed.
+class BatchServer(Host):
+    """The `Host` of what is batched on one device.
 
-    what: is served, for messages. active: requests that have entered and are not settled. loaded: whether what is
-    served is there, and its device runs. batcher: the driver of that, once there is one. journals: what it writes: a
-    trace, a recording, and those that are sent to a caller. pages: routes that show it while it runs. listening:
-    addresses of wires on ports of their own, by their settings.
+    active: requests that have entered and are not settled. loaded: whether what is served is there, and its device
+    runs. batcher: the driver of that, once there is one. journals: what it writes: a trace, a recording, and those that
+    are sent to a caller. pages: routes that show it while it runs. listening: addresses of wires on ports of their own,
+    by their settings.
     """
 
-    what: ClassVar[str]
     product: ClassVar[str]
     batcher: Batcher
 
     def __init__(
         self, config: ServeConfig | FunctionsConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None
     ) -> None:
+        super().__init__()
         self._config, self.parent = config, parent
-        self.state, self.error = "initializing", ""
-        self.unusable = False  # a source itself is wrong: there is nothing to wait for
         self.active = 0
         self.loaded = False
         self.listening: dict[str, str] = {}
-        self.on_drain: list[Callable[[], None]] = []
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.journals: list[JournalWriter] = []
@@ -73,14 +66,8 @@ class BatchServer:
         self.on_drain += [self.watchers.close, journals.close]
         self.pages = [*dashboard_routes(self.watchers), journals.route]
         self._journal: Callable[[str | Recording | LineTarget], JournalWriter] = JournalWriter
-        self._over = asyncio.Event()  # `start` is
-        self._clean = True
 
     # -- its life ------------------------------------------------------------------------------------------------------
-
-    async def load(self) -> None:
-        """Load what is served, and start its batcher."""
-        raise NotImplementedError
 
     def still_loading(self) -> str:
         """What is being loaded although it is ready, "" for nothing."""
@@ -90,43 +77,14 @@ class BatchServer:
         """No request is left."""
 
     async def start(self) -> None:
-        """Load, and serve. A failure ends in the state `warmup_failed`, with its error.
+        await super().start()
+        self.loaded = self.state == "ready"
 
-        Cancelling does not end the thread that loads: reading a model file cannot be interrupted.
-        """
-        self.state, self._clean = "loading", False
-        try:
-            await self.load()
-        except Exception as error:
-            self.state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
-            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
-            if not self.unusable:
-                log.exception("%s could not be started", self.what)
-            if hasattr(self, "batcher"):  # it may have failed before
-                await self.batcher.close(drain=False)
-        else:
-            self.loaded, self.state = True, "ready"
-        self._clean = True
-        self._over.set()
-
-    async def wait_started(self) -> bool:
-        """Wait until `start` has returned. Returns whether it is ready."""
-        await self._over.wait()
-        return self.loaded
-
-    def drain(self) -> None:
-        """The end has begun: new requests are refused."""
-        if self.state != "warmup_failed":
-            self.state = DRAINING
-        for tell in self.on_drain:
-            tell()
+    async def not_loaded(self) -> None:
+        if hasattr(self, "batcher"):  # it may have failed before
+            await self.batcher.close(drain=False)
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        """Answer what was asked until then, by the loop's clock, and end the rest. Returns whether no thread is left.
-
-        answered: returns when every request has its answer.
-        """
         running = "" if self._clean else f"{self.what} is still being loaded or warmed up"
         if self.loaded:
             with suppress(TimeoutError):
@@ -146,13 +104,8 @@ class BatchServer:
 
     def need_loaded(self) -> None:
         """Raise unless it is loaded."""
-        if self.loaded:
-            return
-        if self.state == DRAINING:
-            raise Closed("the server is shutting down", retry_after=1.0)
-        if self.state == "warmup_failed":  # waiting does not help
-            raise NotReady(f"{self.what} could not be started: {self.error}", state=self.state)
-        raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
+        if not self.loaded:
+            raise self.unready()
 
     def check_open(self) -> None:
         """Raise where no request may enter now. The one that asks counts as active already."""
@@ -160,10 +113,8 @@ class BatchServer:
         if limit and others >= limit:
             many = f"{others} requests are being answered, at most {limit} may be"
             raise TooManyRequests(many, retry_after=1.0, concurrent_requests=others, max_concurrent=limit)
-        if not self.loaded:
-            self.need_loaded()
-        if self.state == DRAINING:
-            raise Closed("the server is shutting down", retry_after=1.0)
+        if not self.loaded or self._state == DRAINING:
+            raise self.unready()
 
     # -- journals ------------------------------------------------------------------------------------------------------
 

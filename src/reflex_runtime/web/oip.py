@@ -360,7 +360,7 @@ class OipModels:
         found = next((model for model in self.models if name in model.names), None)
         if found is None:
             there = ", ".join(model.names[0] for model in self.models)
-            raise NotFound(printable(f"model {name[:200]!r} is not served; there is {there}"))
+            raise NotFound(printable(f"model {name[:200]!r} is not served, only {there}"))
         if version not in ("", VERSION):
             raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
         return found

@@ -13,20 +13,23 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from email.utils import formatdate
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import uvicorn
 from prometheus_client import disable_created_metrics
 
+from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory
 from reflex_runtime.settings import FunctionsConfig, LLMServeConfig, ServeConfig, ServerConfig
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import HEAD_S, ConnectionLimits, connections_of, most_connections
+from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.supervisor import BACKLOG, ENDS, TURNS, Parent
 
 log = logging.getLogger("reflex.server")
 
+DRAINING: Final = "draining"
 EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
 READING_GRACE: Final = 1.0  # seconds that a caller has after the signal to send the rest of its request
 ARRIVED: Final = 0.5  # seconds at most to accept and read what has reached this machine
@@ -35,31 +38,81 @@ TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
 _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
 
 
-class Host(Protocol):
+class Host:
     """The product of a server, policies or a model: start, drain, stop.
 
-    state: the word in /health. error: why it could not be started. unusable: its directory or a setting is wrong, so
-    that a restart cannot help. writes_files: whether SIGHUP and SIGUSR1 call `turn_files`.
+    what: is served, for messages. state: the word in /health, which is initializing → loading → ready, of some with
+    warming before it; `warmup_failed`; `draining`. error: why it could not be started. unusable: its directory or a
+    setting is wrong, so that a restart cannot help. on_drain: called when a drain begins. writes_files: whether SIGHUP
+    and SIGUSR1 call `turn_files`.
     """
 
+    what: ClassVar[str] = "the model"
+
+    def __init__(self, state: str = "initializing") -> None:
+        self._state, self.error, self.unusable = state, "", False
+        self.on_drain: list[Callable[[], None]] = []
+        self._clean = True  # no thread loads
+        self._over = asyncio.Event()  # `start` is
+
     @property
-    def state(self) -> str: ...
+    def state(self) -> str:
+        return self._state
+
     @property
-    def error(self) -> str: ...
-    @property
-    def unusable(self) -> bool: ...
-    @property
-    def writes_files(self) -> bool: ...
+    def writes_files(self) -> bool:
+        return False
+
+    async def load(self) -> None:
+        """Load and warm up; ConfigError says what is wrong with a directory or a setting."""
+
+    async def not_loaded(self) -> None:
+        """Give back what a failed `load` has begun."""
 
     async def start(self) -> None:
-        """Load and warm up. Returns when it is ready or has failed; cancelled when the server is to end."""
+        """Load, and serve. A failure ends in the state `warmup_failed`, with its error.
+
+        Cancelling does not end the thread that loads: reading a model file cannot be interrupted.
+        """
+        self._state, self._clean = "loading", False
+        try:
+            await self.load()
+        except Exception as error:
+            self._state = "warmup_failed"
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
+            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
+            if not self.unusable:
+                log.exception("%s could not be started", self.what)
+            await self.not_loaded()
+        else:
+            self._state = "ready"
+        self._clean = True
+        self._over.set()
+
+    async def wait_started(self) -> bool:
+        """Wait until `start` has returned. Returns whether it is ready."""
+        await self._over.wait()
+        return self._state == "ready"
+
+    def unready(self) -> ReflexError:
+        """Why no request may enter in this state."""
+        if self._state == DRAINING:
+            return Closed("the server is shutting down", retry_after=1.0)
+        if self._state == "warmup_failed":  # waiting does not help
+            return NotReady(f"{self.what} could not be started: {self.error}", state=self._state)
+        return NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
 
     def drain(self) -> None:
         """The server ends: no new requests will come."""
+        if self._state != "warmup_failed":
+            self._state = DRAINING
+        for tell in self.on_drain:
+            tell()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Finish what was asked until `until`, by the loop's clock, and end the rest. Returns whether no thread is left
         running. answered: returns when every request has its answer."""
+        return self._clean
 
     def turn_files(self) -> None:
         """Continue its recordings in new files; the old ones are kept."""

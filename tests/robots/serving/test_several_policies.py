@@ -250,7 +250,7 @@ def test_p32_oip_has_a_model_for_each_policy(server: Server) -> None:
         assert np.allclose(np.reshape(actions["data"], (3, 4)), expected(TOUCH, 1, HAND), atol=1e-5)
         assert answer.json["model_name"] == path.split("/models/")[1].split("/")[0]
     lost = server.get("/v2/models/hand-model")
-    assert (lost.status, lost.json["error"]) == (404, "model 'hand-model' is not served; there are arm, hand")
+    assert (lost.status, lost.json["error"]) == (404, "model 'hand-model' is not served, only arm, hand")
     assert server.get("/v2/models/arm/ready").json == {"ready": True}
 
 

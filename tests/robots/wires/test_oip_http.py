@@ -139,7 +139,7 @@ def test_w24_metadata_and_health(tmp_path: Path) -> None:
                 assert told["inputs"][0] == {"name": "image", "datatype": "UINT8", "shape": [-1, 6, 8, 3]}
         assert not oip.is_model_ready("other")
         assert not oip.is_model_ready("tiny", "2")
-        with pytest.raises(InferenceServerException, match="model 'other' is not served; there is tiny") as info:
+        with pytest.raises(InferenceServerException, match="model 'other' is not served, only tiny") as info:
             oip.infer("other", state(1))
         assert info.value.status() == "404"
         assert server.get(INFER).status == 405

@@ -16,7 +16,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import Event
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.limits import AUTHORS_SAY
@@ -27,8 +26,9 @@ from reflex_runtime.observe.spans import StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.version import __version__
-from reflex_runtime.web.errors import NotFound, NotReady
+from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.fields import printable
+from reflex_runtime.web.serve import Host
 from reflex_runtime.web.supervisor import Lives
 from reflex_runtime.web.watchers import Fold, Watchers
 
@@ -42,8 +42,8 @@ class ModelNotFound(NotFound):
     """No model of that name is served."""
 
 
-class ServerState:
-    """The model of one server: its names, its state, its series. `start` returns when it is ready or has failed.
+class ServerState(Host):
+    """The model of one server: its names, its state, its series.
 
     open: makes the host, called once; what it raises means that the model could not be loaded. on_fatal: called on the
     loop when the model is lost for good. lives: what the server's supervisor knows, where there is one.
@@ -52,19 +52,15 @@ class ServerState:
     def __init__(
         self, plan: ModelPlan, open: Open, on_fatal: Callable[[], None] | None = None, lives: Lives | None = None
     ) -> None:
+        super().__init__()
         self.plan, self.lives = plan, lives
-        self.error = ""
-        self.unusable = False  # a directory or an option is wrong: there is nothing to wait for
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
-        self.on_drain: list[Callable[[], None]] = []
         self.spans = spans_of(plan.config.otel, self.registry, StepSpans)
         self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
         self._adapters = {plan.name: "", **{f"{plan.name}:{adapter}": adapter for adapter in plan.adapters}}
         self._created = int(time.time())
         self._open, self._on_fatal = open, on_fatal
-        self._state = "initializing"
-        self._clean = True
         self._answers = SeriesSet(MODEL_SERVER, self.registry)
 
     # -- names ---------------------------------------------------------------------------------------------------------
@@ -106,33 +102,14 @@ class ServerState:
 
     def ready(self) -> ModelHost:
         """What answers requests. Raises if it cannot: nothing is loaded yet, or no more are accepted."""
-        if self._state == "draining":
-            raise Closed("the server is shutting down", retry_after=1.0)
-        if self._state == "warmup_failed":
-            raise NotReady(f"the model could not be loaded: {self.error}", state=self._state)
         if self.host is None or self._state != "ready":
-            raise NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
+            raise self.unready()
         return self.host
 
-    async def start(self) -> None:
-        """Load, warm up, serve. A failure ends in the state `warmup_failed`, with its error.
-
-        Cancelling does not end the thread that loads: reading a model cannot be interrupted.
-        """
-        self._clean = False
-        try:
-            self.host = await self._open(Opening(self.plan, self.registry, self._on_fatal, self._reached))
-        except Exception as error:
-            self._state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
-            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
-            if not self.unusable:
-                log.exception("the model could not be started")
-        else:
-            self._state = "ready"
-            for sink in self._sinks:
-                self.host.add_sink(sink)
-        self._clean = True
+    async def load(self) -> None:
+        self.host = await self._open(Opening(self.plan, self.registry, self._on_fatal, self._reached))
+        for sink in self._sinks:
+            self.host.add_sink(sink)
 
     def add_sink(self, sink: Sink) -> None:
         """Call it with the events of the model's batches, from now on or from their start on."""
@@ -151,23 +128,13 @@ class ServerState:
 
     @property
     def writes_files(self) -> bool:
-        """Whether it writes a trace."""
         return bool(self.plan.config.trace)
 
     def turn_files(self) -> None:
-        """See `ModelHost.turn`."""
         if self.host is not None:
             self.host.turn()
 
-    def drain(self) -> None:
-        """The server is ending: refuse new requests."""
-        if self._state != "warmup_failed":
-            self._state = "draining"
-        for tell in self.on_drain:
-            tell()
-
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        """Finish open requests until then, end the rest. Returns whether nothing is left running."""
         if self.host is not None:
             self._clean = await self.host.close(True, max(0.0, until - asyncio.get_running_loop().time()))
         if self.spans is not None:

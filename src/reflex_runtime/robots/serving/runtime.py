@@ -380,7 +380,7 @@ class PolicyRuntime(BatchServer):
 
     async def load(self) -> None:
         policies = await in_thread(self._load)
-        self.state = "warming"
+        self._state = "warming"
         self.batcher = self._build(policies)
         await self.batcher.start(self._warm)
 
