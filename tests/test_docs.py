@@ -48,36 +48,37 @@ def _value(field: Any, kind: Any) -> str:
 
 
 def _row(field: Any, kind: Any) -> str:
-    return f"| `{flag(field.name)}` | {_value(field, kind)} | {described(field)} |"
+    value = _value(field, kind)
+    return f"- `{flag(field.name)}`{'' if value == '–' else f' ({value})'}: {described(field)}"
 
 
-def settings_table(kind: type[Any] = ServeConfig) -> str:
-    """The rows of settings.md, feeds.md or language-models.md, from the fields themselves. To renew a page, paste what
-    this returns. Options that are those of `reflex serve EXPORT` in all they say are named in its last row alone."""
+def settings_list(kind: type[Any] = ServeConfig) -> str:
+    """The options of settings.md, feeds.md or language-models.md, from the fields themselves. To renew a page, paste
+    what this returns. Options that are those of `reflex serve EXPORT` in all they say are named at the end alone."""
     hints = get_type_hints(kind)
-    elsewhere = set() if kind is ServeConfig else set(settings_table().splitlines())
-    rows, same = ["| flag | default, range | what it does |", "| --- | --- | --- |"], []
+    elsewhere = set() if kind is ServeConfig else set(settings_list().splitlines())
+    parts, same = [], []
     for heading, options in headed(kind).items():
         told = [_row(field, hints[field.name]) for field in options]
         same += [f"`{flag(field.name)}`" for field, row in zip(options, told, strict=True) if row in elsewhere]
         if own := [row for row in told if row not in elsewhere]:
-            rows += [f"| **{heading}** | | |", *own]
+            parts.append("\n".join([f"**{heading.capitalize()}**\n", *own]))
     if same:
-        rows += ["| **as in [Settings](settings.md)** | | " + ", ".join(same) + " |"]
-    return "\n".join(rows)
+        parts.append("As in [Settings](settings.md): " + ", ".join(same))
+    return "\n\n".join(parts)
 
 
 def test_settings_md_has_every_setting_as_it_is() -> None:
-    assert settings_table() in page("settings.md"), "the table is now:\n" + settings_table()
+    assert settings_list() in page("settings.md"), "the options are now:\n" + settings_list()
 
 
 def test_feeds_md_has_every_setting_as_it_is() -> None:
-    assert settings_table(FeedsConfig) in page("feeds.md"), "the table is now:\n" + settings_table(FeedsConfig)
+    assert settings_list(FeedsConfig) in page("feeds.md"), "the options are now:\n" + settings_list(FeedsConfig)
 
 
 def test_language_models_md_has_every_setting_as_it_is() -> None:
-    table = settings_table(LLMServeConfig)
-    assert table in page("language-models.md"), "the table is now:\n" + table
+    options = settings_list(LLMServeConfig)
+    assert options in page("language-models.md"), "the options are now:\n" + options
 
 
 def test_feeds_md_has_every_reason_for_which_a_frame_is_dropped() -> None:
@@ -93,29 +94,29 @@ def test_feeds_results_md_has_every_reason_for_which_a_result_is_dropped() -> No
 # -- metrics.md --------------------------------------------------------------------------------------------------------
 
 
-def series_table(*groups: str) -> str:
-    """The rows of a table of metrics.md, from the rows of the series. To renew the page, paste what this returns."""
-    rows = ["| series | labels | what it counts |", "| --- | --- | --- |"]
+def series_list(*groups: str) -> str:
+    """Series of metrics.md, from their rows. To renew the page, paste what this returns."""
+    found = []
     for row in [row for group in groups for row in getattr(series, group)]:
         assert isinstance(row, SeriesRow)
-        labels = ", ".join(f"`{label}`" for label in row.labels)
-        rows.append(f"| `{row.name}` | {labels} | {row.help}{'' if row.kind != 'histogram' else ' (histogram)'} |")
-    return "\n".join(rows)
+        labels = " by " + ", ".join(f"`{label}`" for label in row.labels) if row.labels else ""
+        found.append(f"- `{row.name}`{labels}: {row.help}{'' if row.kind != 'histogram' else ' (histogram)'}")
+    return "\n".join(found)
 
 
-TABLES = (
+GROUPS = (
     ("POLICIES",), ("FUNCTIONS",), ("SPANS",), ("FEEDS", "OUTPUTS"), ("COORDINATORS",), ("FEEDS_AT_COORDINATORS",),
     ("ENGINE", "STREAMS", "MODEL_SERVER"), ("GENERATE_BATCHER", "WORKERS"),
 )  # fmt: skip
 
 
 def test_metrics_md_has_every_series_as_it_is() -> None:
-    tables = [series_table(*groups) for groups in TABLES]
+    lists = [series_list(*groups) for groups in GROUPS]
     text = page("metrics.md")
-    assert [table for table in tables if table not in text] == []
+    assert [one for one in lists if one not in text] == []
     groups = {name for name, value in vars(series).items() if name.isupper() and isinstance(value, tuple)}
     held = {name for name in groups if isinstance(getattr(series, name)[0], SeriesRow)}
-    assert held == {name for groups in TABLES for name in groups}
+    assert held == {name for groups in GROUPS for name in groups}
 
 
 # -- errors.md ---------------------------------------------------------------------------------------------------------
