@@ -21,16 +21,16 @@ from bench.sim import stages
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.compare import Progress
 from bench.sim.rules import DEVICE
-from reflex_runtime.core import cost, flush, forming, holding, order, think_times
+from reflex_runtime.core import cost, flush, forming, holding, order
 from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import Group, GroupConfig
+from reflex_runtime.core.holding import NO_HOLD, Hold, ThinkTimes
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import AffineFit
-from reflex_runtime.core.think_times import NO_HOLD, Hold, ThinkTimes
 from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.policies import serving_group
@@ -249,8 +249,8 @@ def rules() -> dict[str, Switch]:
     return {
         "returns": (holding.Holding, "_for_returns", lambda *_: NO_HOLD),
         "gathering": (ThinkTimes, "hold", lambda self, *args: _by_gain(ungathered, self, *args)),
-        "gaps": (think_times._Client, "answer", _thinks_only),
-        "pace of preparing": (ThinkTimes, "_once_prepared", lambda *args: args[-1]),
+        "gaps": (holding._Client, "answer", _thinks_only),
+        "pace of preparing": (ThinkTimes, "_ready_soon", lambda *_: []),
         "even batches": (flush, "even_size", lambda *_: 0),
         "a long fixed part": (Planner, "_longest", lambda self, base, a, b: base.max_batch_cost),
         "planned batches": (Planner, "_plan", _no_plan),

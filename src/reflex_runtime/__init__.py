@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.batch import More as More
     from reflex_runtime.core.cost import CostModel as CostModel
     from reflex_runtime.core.cost import TimeCost as TimeCost
-    from reflex_runtime.core.cost import TimedUnits as TimedUnits
     from reflex_runtime.core.cost import TokenCost as TokenCost
     from reflex_runtime.core.cost import UnitCost as UnitCost
     from reflex_runtime.core.errors import Cancelled as Cancelled
@@ -86,7 +85,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
 _NAMES = {
     "core.flush": "Controller FlushPolicy Planner",
     "core.batch": "Batch Cause Done Failed FlushReason More",
-    "core.cost": "CostModel TimeCost TimedUnits TokenCost UnitCost",
+    "core.cost": "CostModel TimeCost TokenCost UnitCost",
     "core.errors": (
         "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired GpuLost "
         "InFlightCapReached NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "

@@ -175,7 +175,7 @@ MUTANTS = [
         "self.turns.shares.charge(partition, max(0.0, seconds))",
     ),
     M("core/group.py", "half the time limit does not promote", "0.5 * limit", "5 * limit"),
-    M("core/group.py", "answers are not remembered", "if answered and client", "if False and client"),
+    M("core/scheduler.py", "what failed counts as an answer", "self._now) and answered:", "self._now):"),
     # life cycle
     M("core/admission.py", "expiry a moment late", "group.turns.expires_at() <= now", "group.turns.expires_at() < now"),
     M(
@@ -325,13 +325,13 @@ MUTANTS = [
     M(
         "core/forming.py",
         "newcomers run first when it does not pay",
-        "return gain > price(inf) and gain > price(self.group",
-        "return True or gain > price(self.group",
+        "return gain > price(inf) and gain > price(think",
+        "return True or gain > price(think",
     ),
     M(
         "core/forming.py",
         "who would take turns is joined all the same",
-        "> price(self.group.think_times.in_turns(model.remaining(first[0]), now))",
+        "> price(think_times.in_turns(model.remaining(first[0]), now))",
         "> price(inf)",
     ),
     M(
@@ -363,11 +363,11 @@ MUTANTS = [
     M("core/admission.py", "a deadline is met to the microsecond", "margin = 1.0 + 2.0 * sigma", "margin = 1.0"),
     M("core/admission.py", "regular clients join like others", "max(1.0, 3.0 - in_turns)", "1.0"),
     M("core/admission.py", "regular clients join though each has its turn", "inf if in_turns <= 1.0 else ", ""),
-    M("core/think_times.py", "the irregular take turns", " or client.thinks.spread > IRREGULAR * seconds", ""),
-    M("core/think_times.py", "those that have gone take turns", "now - client.answered > 2.0 * longest", "False"),
-    M("core/think_times.py", "too many clients are looked at", "if count == IN_TURNS or not ordered", "if not ordered"),
-    M("core/think_times.py", "no clients take turns", "return share or inf", "return share"),
-    M("core/think_times.py", "chunks that nobody measured have turns", "if seconds <= 0.0:", "if False:"),
+    M("core/holding.py", "the irregular take turns", " or client.thinks.spread > IRREGULAR * seconds", ""),
+    M("core/holding.py", "those that have gone take turns", "now - client.answered > 2.0 * longest", "False"),
+    M("core/holding.py", "too many clients are looked at", "if count == IN_TURNS or not ordered", "if not ordered"),
+    M("core/holding.py", "no clients take turns", "return share or inf", "return share"),
+    M("core/holding.py", "chunks that nobody measured have turns", "if seconds <= 0.0:", "if False:"),
     M(
         "core/forming.py",
         "elders are answered late",
@@ -409,14 +409,19 @@ MUTANTS = [
         "return min(longest, key",
     ),
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
-    M("core/think_times.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
+    M("core/holding.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
     M(
-        "core/think_times.py",
+        "core/holding.py",
         "other partitions are waited for",
         "if client.partition == partition:\n                    client.due",
         "if True:\n                    client.due",
     ),
-    M("core/group.py", "an answer makes no client absent", "self.think_times.answered(client.key, now)", "pass"),
+    M(
+        "core/scheduler.py",
+        "an answer makes no client absent",
+        "think_times.answered(ticket.request.client, self._now)",
+        "pass",
+    ),
     M(
         "core/forming.py",
         "budget is named before single",
@@ -479,9 +484,9 @@ MUTANTS = [
     M("core/statistics.py", "a guess is an anchor", "guessed = i > 0 and", "guessed = False and"),
     M("core/statistics.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
     # company and value
-    M("core/think_times.py", "more come than fit", "(expected if expected < places else places)", "expected"),
-    M("core/think_times.py", "waiting is free", "            g -= (queued + left) * (wait if prepared else h)\n", ""),
-    M("core/think_times.py", "held beyond the limit", "best, gain = (h, expected), g", "best, gain = (9.9, 0.0), g"),
+    M("core/holding.py", "more come than fit", "(expected if expected < places else places)", "expected"),
+    M("core/holding.py", "waiting is free", "            g -= (queued + left) * (wait if prepared else h)\n", ""),
+    M("core/holding.py", "held beyond the limit", "best, gain = (h, expected), g", "best, gain = (9.9, 0.0), g"),
     M(
         "core/flush.py",
         "no safety factors",
@@ -515,7 +520,7 @@ MUTANTS = [
     M("core/group.py", "known offenders are crashes", "== len(batch) and not known", "== len(batch)"),
     # special cases beside the plain way
     M(
-        "core/think_times.py",
+        "core/holding.py",
         "the wild count as regular",
         "if ordered[last - 1] - ordered[first] <= JUST_LATE",
         "if True",
@@ -700,8 +705,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "what is prepared takes no place",
-        "ticket.admitted)\n        self._count(ticket)\n",
-        "ticket.admitted)\n",
+        "{})[ticket] = None\n        self._count(ticket)\n",
+        "{})[ticket] = None\n",
     ),
     M("core/group.py", "what is prepared is not its client's", "+ len(self.preparing.get(client, ()))", ""),
     M("core/scheduler.py", "prepared twice", "        if ticket.state is not PREPARING:\n            return\n", ""),
@@ -733,9 +738,9 @@ MUTANTS = [
     # two groups or one
     M("core/statistics.py", "a slow-down is in every part", "if fixed < 0.0 else", "if True else"),
     M("core/flush.py", "who is not followed is greedy", " if key[2] is not None else self._counts[key]", ""),
-    M("core/think_times.py", "two groups stay two", "if r > rate", "if False and r > rate"),
-    M("core/think_times.py", "those that come later are gathered", "<= soon, self.prepares", "<= 1e9, self.prepares"),
-    M("core/think_times.py", "what is prepared does not wait", "(queued + left) * (wait if", "queued * (wait if"),
+    M("core/holding.py", "two groups stay two", "if r > rate", "if False and r > rate"),
+    M("core/holding.py", "those that come later are gathered", "ordered) // 2] <= soon", "ordered) // 2] <= 1e9"),
+    M("core/holding.py", "what is prepared does not wait", "(queued + left) * (wait if", "queued * (wait if"),
     M("core/holding.py", "one size tells all", "if not group.cost.told_apart(head):", "if False:"),
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
     M("core/holding.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
@@ -866,9 +871,9 @@ MUTANTS = [
     ),
     M("core/cost.py", "stages that pad cost what they are given", "if stages[i] in pads:", "if False:"),
     # many callers, and models with a large fixed part
-    M("core/think_times.py", "all of many come first", "int((n - first) * part)", "0"),
+    M("core/holding.py", "all of many come first", "int((n - first) * part)", "0"),
     M(
-        "core/think_times.py",
+        "core/holding.py",
         "of many those of other partitions are waited for",
         " or client.partition != partition:",
         ":",

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.cost import RollingMedian, TimeCost, TimedUnits, UnitCost
+from reflex_runtime.core.cost import RollingMedian, TimeCost, UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
@@ -384,7 +384,7 @@ def test_counting_knows_nothing_of_time() -> None:
 
 
 def test_timed_units_count_requests_and_predict_times_once_three_were_measured() -> None:
-    model = TimedUnits()
+    model = UnitCost()
     assert (model.told_apart(ticket()), model.snapshot()) == (False, [])
     two = model.tally()
     for _ in range(2):

@@ -54,7 +54,7 @@ def test_b13_a_place_is_taken_before_it_is_prepared() -> None:
 
 def test_one_whose_client_is_forgotten_while_it_is_prepared_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many others that have come meanwhile nothing is known of its habits."""
-    monkeypatch.setattr("reflex_runtime.core.think_times.REMEMBERED", 2)
+    monkeypatch.setattr("reflex_runtime.core.holding.REMEMBERED", 2)
     scheduler = scheduler_of(cost=lambda: trained(0.020, 0.002))
     unready = reserve(scheduler, client="one")
     for client in ("others", "that", "came"):

@@ -10,9 +10,9 @@ import pytest
 
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.holding import FEW, HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.think_times import FEW, HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
 from thinned import thinned
 
 from .helpers import ask, finish, scheduler_of, take, trained
@@ -293,9 +293,9 @@ def decoding(count: int, each: float = 0.001) -> tuple[ThinkTimes, float]:
     returns = ThinkTimes()
     tickets = [Ticket(Request(client=i, partition=HERE), i, 0.0) for i in range(count + 1)]
     for ticket in tickets:
-        returns.prepares(ticket, 0.0)
+        returns.prepares(ticket)
     returns.prepared(tickets[0], each)
-    returns.enters(tickets[0], each)
+    returns.arrived(0, HERE, each)
     return returns, each
 
 
@@ -316,16 +316,16 @@ def test_a_picture_that_is_decoded_no_more_is_not_due() -> None:
     returns = ThinkTimes()
     gone, ready = (Ticket(Request(client=i, partition=HERE), i, 0.0) for i in range(2))
     for ticket in (ready, gone):
-        returns.prepares(ticket, 0.0)
+        returns.prepares(ticket)
     returns.prepared(ready, 0.001)
-    returns.enters(ready, 0.001)
+    returns.arrived(0, HERE, 0.001)
     assert hold(returns, 0.001, 0.050, 1, 0.020) > 0.0
     returns.prepared(gone, 0.001)
     assert hold(returns, 0.001, 0.050, 1, 0.020) == 0.0
 
 
 def test_a_client_may_be_forgotten_while_its_picture_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.core.think_times.REMEMBERED", 2)
+    monkeypatch.setattr("reflex_runtime.core.holding.REMEMBERED", 2)
     returns, now = decoding(1)
     for client in ("others", "that", "came"):
         returns.arrived(client, HERE, now)

@@ -14,9 +14,9 @@ from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.holding import ThinkTimes
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.core.think_times import ThinkTimes
 
 from .helpers import ask, finish, ids, measure, outcome_of, scheduler_of, take
 from .histories import Play, Scenario, timed

@@ -10,8 +10,8 @@ import pytest
 
 from reflex_runtime import BatchConfig
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.holding import JUST_LATE
 from reflex_runtime.core.request import Request
-from reflex_runtime.core.think_times import JUST_LATE
 from reflex_runtime.run.batch_processor import FIRST, FORMING, LEAST, PayingSize
 from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, RecordedArrivals, WorkloadPart
 from run.coordinated import nobody_left

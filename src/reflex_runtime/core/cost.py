@@ -1,10 +1,9 @@
 """Cost models: the cost of a request, and how much of it fits into a batch.
 
 A `CostModel` answers for one group. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and
-adds those it takes; the tally keeps the running total, so nothing is ever summed again. Five models, one protocol:
+adds those it takes; the tally keeps the running total, so nothing is ever summed again. Four models, one protocol:
 
-    UnitCost    every request costs 1: a batch size
-    TimedUnits  the same, and learns how long batches take, to know when a hold pays
+    UnitCost    every request costs 1: a batch size. It learns how long batches take, to know when a hold pays
     TokenCost   a request takes as many of the units it wants as are left: a token budget
     TimedTokens the same within a promised time between two tokens (`token_budget.py`)
     TimeCost    learned device seconds, for one-shot work and for work in stages and steps
@@ -174,27 +173,7 @@ def tally_of(model: CostModel, grants: Mapping[Ticket, float]) -> Tally:
 
 
 class _UnitTally(Tally):
-    """Counts requests. Budget is the largest count."""
-
-    __slots__ = ()
-
-    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        return 1.0 if self.cost == 0.0 or self.cost + 1.0 <= budget else 0.0
-
-    def add(self, ticket: Ticket, units: float) -> None:
-        self.cost += 1.0
-        self.dearest = 1.0
-
-
-class UnitCost(CostModel):
-    """Every request costs 1 a batch: the budget is a batch size. It knows nothing of time."""
-
-    def tally(self) -> Tally:
-        return _UnitTally()
-
-
-class _TimedTally(_UnitTally):
-    """Counts requests and predicts what so many take."""
+    """Counts requests, and predicts what so many take. Budget is the largest count."""
 
     __slots__ = ("_fit",)
 
@@ -210,16 +189,23 @@ class _TimedTally(_UnitTally):
     def sigma(self) -> float:
         return self._fit.sigma
 
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        return 1.0 if self.cost == 0.0 or self.cost + 1.0 <= budget else 0.0
 
-class TimedUnits(UnitCost):
-    """Every request costs 1 a batch, and clients share requests, not time. Batch times are learned too, but only to
-    decide whether a hold pays; no request is refused by them."""
+    def add(self, ticket: Ticket, units: float) -> None:
+        self.cost += 1.0
+        self.dearest = 1.0
+
+
+class UnitCost(CostModel):
+    """Every request costs 1 a batch: the budget is a batch size, and clients share requests, not time. Batch times are
+    learned too, but only to decide whether a hold pays; no request is refused by them."""
 
     def __init__(self) -> None:
         self._fit = AffineFit()
 
     def tally(self) -> Tally:
-        return _TimedTally(self._fit)
+        return _UnitTally(self._fit)
 
     def told_apart(self, ticket: Ticket) -> bool:
         return self._fit.ready

@@ -555,7 +555,7 @@ class Former:
 
     def _enters(self, base: dict[Ticket, float], entering: list[Ticket], sigma: float) -> bool:
         """Whether new requests run their first stage before the residents' next step (`admission`)."""
-        model, now = self.group.cost, self.now
+        model, now, think_times = self.group.cost, self.now, self.holding.think_times[self.group.name]
         first = [t for t in entering if t.stage == entering[0].stage]
         takes = model.fixed(first[0]) + sum(model.marginal(t, 1.0) for t in first)
         one = next(iter(base))
@@ -567,7 +567,7 @@ class Former:
             model.marginal(one, 1.0),
             sigma,
         )
-        return gain > price(inf) and gain > price(self.group.think_times.in_turns(model.remaining(first[0]), now))
+        return gain > price(inf) and gain > price(think_times.in_turns(model.remaining(first[0]), now))
 
     # -- deadlines ---------------------------------------------------------------------------------------------------
 

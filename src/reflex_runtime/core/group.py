@@ -21,7 +21,6 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import Controller, FlushPolicy, Planner
 from reflex_runtime.core.order import Clients, ClientShare, LazyHeap, Partition, ShareHolder, Shares, Turns
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
-from reflex_runtime.core.think_times import ThinkTimes
 
 
 class Resources(Protocol):
@@ -207,9 +206,6 @@ class Group(ShareHolder):
         self.evidence = Evidence()
         self.clients = Clients()
         self._prices: dict[Hashable, float] = {}
-        self.think_times = ThinkTimes()
-        if isinstance(config.controller, Planner):
-            config.controller.at_once = self.think_times.at_once
         self.offenders = Offenders()
         flush = config.flush
         self.turns = Turns(self.cost, flush.max_batch_cost)
@@ -259,7 +255,6 @@ class Group(ShareHolder):
             partition = self.active[request.partition] = self.partition(request.partition)
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
-        self.think_times.enters(ticket, now)
         partition.unsettled[ticket] = None
         partition.append(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
@@ -277,13 +272,11 @@ class Group(ShareHolder):
     def prepare(self, ticket: Ticket) -> None:
         """Count an admitted ticket that cannot run yet; it only takes a place."""
         self.preparing.setdefault(ticket.request.client, {})[ticket] = None
-        self.think_times.prepares(ticket, ticket.admitted)
         self._count(ticket)
         self.unsettled += 1
 
-    def end_preparing(self, ticket: Ticket, now: float) -> None:
+    def end_preparing(self, ticket: Ticket) -> None:
         """Free the place of `prepare`: the ticket enters now, or has ended."""
-        self.think_times.prepared(ticket, now)
         client = ticket.request.client
         tickets = self.preparing[client]
         del tickets[ticket]
@@ -362,8 +355,9 @@ class Group(ShareHolder):
         if self.room is not None:
             self.room -= len(entered)
 
-    def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> None:
-        """A ticket settled; it has already stopped waiting. `settled` follows."""
+    def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> bool:
+        """A ticket settled; it has already stopped waiting. `settled` follows. Returns whether its client has no
+        other."""
         if partition.residents:
             partition.residents.pop(ticket, None)
         del partition.unsettled[ticket]
@@ -372,8 +366,7 @@ class Group(ShareHolder):
         client: ClientShare = ticket.queue.client
         self.clients.leave(client, now)
         self.unsettled -= 1
-        if answered and client.unsettled == 0 and client.key not in self.preparing:
-            self.think_times.answered(client.key, now)
+        return client.unsettled == 0 and client.key not in self.preparing
 
     def settled(self, partition: Partition) -> None:
         """Tickets of the partition have left."""

@@ -27,7 +27,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
     instead, of equals those first that could not wait, and tickets that can no longer meet theirs are shed
     (`Former._select_for_deadlines`).
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
-    for the due clients would cost more than it saves (`think_times`). `wake_at` says until when.
+    for the due clients would cost more than it saves (`ThinkTimes`). `wake_at` says until when.
  8. New requests enter a running batch with stages only if they gain more than the residents lose
     (`Former._enters`, `admission`).
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
@@ -168,6 +168,7 @@ class Scheduler:
         else:
             ticket.state, ticket.ready_at = PREPARING, inf
             group.prepare(ticket)
+            self._holding.think_times[group.name].prepares(ticket)
             if ticket.deadline < inf:
                 self._leaving.unready.push(ticket.deadline, ticket)
         if RequestQueued not in self.unheard:
@@ -542,8 +543,7 @@ class Scheduler:
 
     def _enter(self, group: Group, ticket: Ticket, now: float) -> None:
         """From now on the ticket may run."""
-        if self._holding.gaps:
-            self._holding.asks(group, now)
+        self._holding.entered(group, ticket, now)
         group.enter(ticket, now)
         if self._ahead.batch is not None and self._ahead.gives_way(ticket, group):
             self._take_back()
@@ -661,7 +661,8 @@ class Scheduler:
 
     def _end_preparing(self, group: Group, ticket: Ticket) -> None:
         """It is prepared, or never will be."""
-        group.end_preparing(ticket, self._now)
+        group.end_preparing(ticket)
+        self._holding.think_times[group.name].prepared(ticket, self._now)
         self._leaving.unready.discard(ticket)
 
     def _end_unready(self, ticket: Ticket, error: ReflexError) -> None:
@@ -674,6 +675,7 @@ class Scheduler:
     def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
         """End tickets of one partition, each exactly once."""
         events, resources, residents = self._events, group.config.resources, partition.residents
+        think_times = self._holding.think_times[group.name]
         for ticket, outcome in ended:
             state = ticket.state
             if ticket.cancel_requested:  # while it ran: its result is dropped
@@ -692,7 +694,9 @@ class Scheduler:
             self.settled += 1
             if ticket.deadline < inf and state is not RUNNING:  # it was discarded when it was scheduled
                 partition.deadlines.discard(ticket)
-            group.leave(ticket, partition, isinstance(outcome, Done), self._now)
+            answered = isinstance(outcome, Done)
+            if group.leave(ticket, partition, answered, self._now) and answered:
+                think_times.answered(ticket.request.client, self._now)
             events.append(_event(RequestSettled, (self._now, ticket)))
         group.settled(partition)
         self._holding.changed(partition)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple, Protocol, TypedDict
 
 from reflex_runtime.core.batch import Batch, Failed
-from reflex_runtime.core.cost import TimedUnits
+from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
 from reflex_runtime.core.flush import Affine, Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -148,7 +148,7 @@ class BatchConfig:
             capacity=self.capacity,
             max_in_flight_per_client=self.max_in_flight_per_feed,
             share_room=True,
-            cost=TimedUnits,
+            cost=UnitCost,
         )
 
 

@@ -41,6 +41,7 @@ class Conservation(Views):
             prepared = [t for t in self.preparing if (t.request.group, t.client) == (w.name, ticket.client)]
             if result == "ok" and not prepared:
                 w.answers.append((ticket.client, self.now, True))
+                w.last[ticket.client] = self.now
             w.rest = max(w.rest, w.counters[ticket.client])
         if not self.unsettled(w.name, ticket.request.partition):
             w.device_rest = max(w.device_rest, w.device_times[ticket.request.partition])

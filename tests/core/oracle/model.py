@@ -76,11 +76,10 @@ class Oracle(Batches):
             self.settle(displaced, "queue_full")
         self.tickets += 1
         ticket.share = w.meter.share(ticket, w.flush)
-        w.answers.append((ticket.client, now, False))
-        w.places_of[ticket.client], w.prepares[ticket.client] = request.partition, not ready
         if ready:
             self.enter(w, ticket)
         else:
+            w.last[ticket.client] = -inf
             ticket.state = "preparing"
             self.preparing.append(ticket)
         if displaced is None and not replaced and self.changes_nothing(w, ticket):
@@ -126,6 +125,8 @@ class Oracle(Batches):
 
     def enter(self, w: World, ticket: Seen) -> None:
         request = ticket.request
+        w.answers.append((ticket.client, self.now, False))
+        w.places_of[ticket.client], w.last[ticket.client] = request.partition, -inf
         if not self.unsettled(w.name):
             peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
             mates = self.mates(w)
@@ -171,7 +172,6 @@ class Oracle(Batches):
         ticket.seq = self.tickets
         self.tickets += 1
         w = self.worlds[made.group]
-        w.places_of[ticket.client] = made.partition
         ticket.share = w.meter.share(ticket, w.flush)
         self.enter(w, ticket)
         if self.changes_nothing(w, ticket):

@@ -97,8 +97,8 @@ class World:
     sizes: list[int] = field(default_factory=list)  # of its batches
     prices: dict[Hashable, float] = field(default_factory=dict)
     places_of: dict[Hashable, Hashable] = field(default_factory=dict)  # the partition of each client's last request
-    prepares: dict[Hashable, bool] = field(default_factory=dict)  # whether that was prepared
-    answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it came)
+    last: dict[Hashable, float] = field(default_factory=dict)  # when it was answered; -inf if it has asked since
+    answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it waits)
     probes: list[Seen] = field(default_factory=list)  # those let in although the estimate says they cannot make it
     renewed: list[tuple[Hashable, float, float]] = field(default_factory=list)  # shape or kind, when, seconds it took
     suspects: dict[Hashable, list[Trial]] = field(default_factory=dict)

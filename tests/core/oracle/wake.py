@@ -105,8 +105,7 @@ class Wake(Views):
 
     def absent(self, w: World) -> dict[Hashable, float]:
         """Clients that were answered and have asked nothing since, and when that was."""
-        last = {client: (at, answered) for client, at, answered in w.answers}
-        return {client: at for client, (at, answered) in last.items() if answered}
+        return {client: at for client, at in w.last.items() if at > -inf}
 
     def due_within(self, w: World, partition: Hashable, longest: float, fixed: float) -> list[Due]:
         """When others may join: (seconds from now, probability, that times their mean, whether callers are gathered for
@@ -131,27 +130,18 @@ class Wake(Views):
             for part in [soon[i : i + size] for i in range(0, len(soon), size)] if soon else []:
                 share = len(part) / len(possible)
                 mean = sum(part) / len(possible) - share * age
-                found.append((max(0.0, part[-1] - age), share, mean, gathers, w.prepares[client]))
-        return self.once_prepared(w, partition, longest, sorted(found))
+                found.append((max(0.0, part[-1] - age), share, mean, gathers, False))
+        return sorted([*found, *self.once_prepared(w, partition, longest)])
 
-    def once_prepared(self, w: World, partition: Hashable, longest: float, found: list[Due]) -> list[Due]:
-        """The same when they are ready, behind those that are prepared now, one by one."""
+    def once_prepared(self, w: World, partition: Hashable, longest: float) -> list[Due]:
+        """Those that are prepared now are ready one by one."""
         pace, last = 0.0, -inf
         for admitted, ready in w.made_ready:
             took, last = ready - max(last, admitted), ready
             pace = pace + (took - pace) / 8 if pace else took
-        at = 0.0
-        made: list[Due] = []
-        here = [t for t in self.preparing if t.request.group == w.name and w.places_of[t.client] == partition]
-        for _ in here:
-            at += pace
-            made.append((at, 1.0, at, True, True))
-        for wait, share, mean, gathers, prepared in found:
-            if prepared:
-                at = max(at, wait) + pace * share
-                mean, wait = mean + (at - wait) * share, at
-            made.append((wait, share, mean, gathers, False))
-        return sorted(due for due in made if due[0] <= longest)
+        here = [t for t in self.preparing if t.request.group == w.name and t.request.partition == partition]
+        times = [(i + 1) * pace for i in range(len(here))]
+        return [(at, 1.0, at, True, True) for at in times if at <= longest]
 
     def due(self, w: World, partition: Hashable) -> float:
         """Until when the clock alone holds what waits."""
