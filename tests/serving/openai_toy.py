@@ -26,7 +26,7 @@ from reflex_runtime.llm.server.local_model import opened
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import LLMServeConfig
-from reflex_runtime.web.serve import Make, serving
+from reflex_runtime.web.serve import Make, serve
 from reflex_runtime.web.supervisor import bind
 
 from .harness import Answer, Metrics
@@ -221,7 +221,7 @@ class Toy:
             stop = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
-            self.status, self.clean = await serving(
+            self.status, self.clean = await serve(
                 self.making(), [sock], self.config, self._listening.set, ready, stop=stop
             )
 

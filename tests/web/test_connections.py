@@ -402,7 +402,7 @@ def test_others_are_served_between_requests_and_parts_that_came_at_once(
             writer.close()
         return parse_answers(data)
 
-    monkeypatch.setattr(module, "HttpConnection", Counting)
+    monkeypatch.setattr("reflex_runtime.web.serve.HttpConnection", Counting)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         answers = runner.run(check())
     if kind == "requests":

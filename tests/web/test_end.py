@@ -254,7 +254,8 @@ import logging
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 config = LLMServeConfig()
 make = serving(ModelPlan("toy", config), opened(lambda plan: (runner, ByteTokenizer())))
-serve(make, [sock], config, None, ready)
+import asyncio
+asyncio.run(serve(make, [sock], config, None, ready))
 """
 
 

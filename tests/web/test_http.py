@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,66 +203,16 @@ def test_h14_a_header_that_says_one_thing_is_not_sent_twice(server: Server, name
     assert second.status == 200
 
 
-def peak(server: Server) -> int:
-    """Bytes of memory the server has had at most."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) << 10
-
-
 # -- compressed bodies -------------------------------------------------------------------------------------------------
 
 
-GZIP = {"Content-Encoding": "gzip"}
-PACKED = gzip.compress(BODY, mtime=0)
-
-
-@pytest.mark.parametrize("name", ["gzip", "GZIP ", "x-gzip"])
-def test_h4_a_body_in_gzip_is_read(server: Server, name: str) -> None:
-    seeded = json.dumps(FIELDS | {"seed": 7}).encode()
-    packed = server.post(gzip.compress(seeded), {"Content-Encoding": name})
-    assert packed.json["actions"] == server.post(seeded).json["actions"]
-    head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"
-    parts = b"".join(b"1\r\n%c\r\n" % byte for byte in PACKED)
-    (answer,) = parse_answers(server.raw(head + b"Connection: close\r\n\r\n" + parts + b"0\r\n\r\n"))
-    assert answer.status == 200
-    assert server.post(BODY, {"Content-Encoding": "identity"}).status == 200
-
-
-def test_h4_a_body_in_gzip_unfolds_to_the_limit_and_no_further(server: Server) -> None:
-    assert server.post(gzip.compress(BODY + b" " * (LIMIT - len(BODY))), GZIP).status == 200
-    body = check_error(server.post(gzip.compress(BODY + b" " * (LIMIT - len(BODY) + 1)), GZIP), 413, "too_large")
-    assert body["max_body_bytes"] == LIMIT
-    before = peak(server)
-    zeros = zlib.compressobj(wbits=31)
-    first, more = (zeros.compress(bytes(LIMIT)) + zeros.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
-    check_error(server.post(first + 499 * more, GZIP), 413, "too_large")  # 2 GB in 2 MB
-    assert peak(server) - before < 8 * LIMIT
-    stored = zlib.compressobj(0, wbits=31)  # which makes nothing out of a lot
-    first, more = (stored.compress(b"") + stored.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
-    check_error(server.post(first + (LIMIT // 5 + 10) * more, GZIP), 413, "too_large")
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (BODY, "the body is not gzip: Error -3"),
-        (PACKED[:-1], "the body is not gzip: it ends in the middle"),
-        (b"", "the body is not gzip: it ends in the middle"),
-        (PACKED + b"x", "the body goes on behind the end of its gzip"),
-        (PACKED * 2, "the body goes on behind the end of its gzip"),
-        (zlib.compress(BODY), "the body is not gzip: Error -3"),
-    ],
-)
-def test_h4_what_is_no_gzip_is_400(server: Server, body: bytes, says: str) -> None:
-    assert check_error(server.post(body, GZIP), 400, "invalid_request")["message"].startswith(says)
-
-
-@pytest.mark.parametrize("name", ["br", "deflate", "zstd", "gzip, gzip", "identity, gzip", "x" * 1000])
-def test_h4_any_other_encoding_is_415(server: Server, name: str) -> None:
+@pytest.mark.parametrize("name", ["gzip", "br", "deflate", "zstd", "identity, gzip", "x" * 1000])
+def test_h4_a_compressed_body_is_415(server: Server, name: str) -> None:
     answer = server.post(BODY, {"Content-Encoding": name})
     body = check_error(answer, 415, "unsupported_encoding")
-    assert body["message"] == f"Content-Encoding: {name[:100]}: must be gzip, or left out"
-    assert answer.headers["accept-encoding"] == "gzip"
+    assert body["message"] == f"Content-Encoding: {name[:100]}: compressed bodies are not read"
+    assert answer.headers["accept-encoding"] == "identity"
+    assert server.post(BODY, {"Content-Encoding": "identity"}).status == 200
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import Refusal
+from reflex_runtime.web.errors import HttpResponse
 from reflex_runtime.web.watchers import MOST, STREAM, Watchers, dashboard_routes
 from web.listening import listening
 
 
-def other_form(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    return Refusal(error.http_status, b"in a form that no page reads")
+def other_form(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
+    return HttpResponse(error.http_status, b"in a form that no page reads")
 
 HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
 

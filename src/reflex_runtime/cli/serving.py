@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import logging
 import os
 import socket
@@ -152,6 +153,7 @@ def run_server(
 ) -> int:
     """Serve until a signal; the exit status. loading: what is. ready: logs what is ready, and at which address. Where a
     thread hangs in a model, leave at once, because the interpreter's end may crash; warn: say so."""
+    from reflex_runtime.run.process import loop_factory
     from reflex_runtime.web.serve import serve
     from reflex_runtime.web.supervisor import url_of
 
@@ -175,7 +177,8 @@ def run_server(
             logging.info("worker %d: its own pages on %s", parent.number, own_urls[parent.number])
         logging.info("listening on %s, loading %s", where, loading)
 
-    status, clean = serve(make, own, config, listening, settled, parent)
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        status, clean = runner.run(serve(make, own, config, listening, settled, parent))
     if not clean:
         if warn:
             logging.warning("the model is still at work; leaving without it")

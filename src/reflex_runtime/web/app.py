@@ -13,7 +13,8 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from http import HTTPStatus
-from typing import Any, Protocol
+from math import inf
+from typing import Any, NamedTuple, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.run.wall import ASYNC_WALL
@@ -69,6 +70,15 @@ class Lifespan(Protocol):
     async def end(self) -> None: ...
 
 
+class ConnectionLimits(NamedTuple):
+    """most: connections. The others are seconds: without a request, and for a request's head and body."""
+
+    most: int
+    idle: float
+    head: float
+    body: float
+
+
 class Listener(Protocol):
     """A listener for another protocol than HTTP."""
 
@@ -109,6 +119,7 @@ class App:
         self.listeners: list[Listener] = []
         self.marks: Headers = []
         self.life: Lifespan | None = None
+        self.limits = ConnectionLimits(0, inf, inf, inf)  # set by the server
         self.requests: set[HttpRequest] = set()  # of HTTP, that are being answered
         self.keys = Keys(settings.api_key, settings.admin_key)
         self._cors = Cors(cors)
@@ -211,15 +222,14 @@ class App:
         error = known(failure, request.request_id)
         form = (request.route.form if request.route is not None else None) or self.form
         told = form(error, request.request_id, request.wants_msgpack)
-        headers: Headers = [*(extra or ()), *told.headers, *retry_headers(error)]
-        headers += getattr(error, "headers", ())
+        told.headers = [*(extra or ()), *told.headers, *retry_headers(error), *getattr(error, "headers", ())]
         if isinstance(error, Unauthorized):
-            headers.append((b"www-authenticate", b"Bearer"))
+            told.headers.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, TooSlow):
-            headers.append(CLOSE)
+            told.headers.append(CLOSE)
         if isinstance(error, MethodNotAllowed):
-            headers.append((b"allow", str(error.details["allow"]).encode()))
-        return HttpResponse(told.status, told.body, told.content_type, headers)
+            told.headers.append((b"allow", str(error.details["allow"]).encode()))
+        return told
 
     def refuse_bytes(self, error: ReflexError) -> bytes:
         """The same for what is no request, as it goes over the wire; the connection is closed behind it."""

@@ -12,7 +12,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from math import inf
@@ -25,7 +24,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.access import UNIX
-from reflex_runtime.web.app import App
+from reflex_runtime.web.app import App, ConnectionLimits
 from reflex_runtime.web.errors import CallerLeft, ClientError, Headers, Overloaded, TooSlow
 from reflex_runtime.web.request import CANCELS, CLOSE, DROPPED, GOING_AWAY, RESPOND, TRY_LATER, Seldom
 
@@ -47,16 +46,6 @@ IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "ans
 _NUMBERS: Final = count(1)
 _LATE: Final = Seldom()
 _FULL: Final = Seldom()
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """most: connections. The others are seconds: without a request, and for a request's head and body."""
-
-    most: int
-    idle: float
-    head: float
-    body: float
 
 
 class _Timed:
@@ -139,16 +128,14 @@ class _OfApp:
 
 
 class HttpConnection(_OfApp, HttpToolsProtocol):
-    """One HTTP connection. limits: set by `connections_of`."""
-
-    limits: ConnectionLimits
+    """One HTTP connection."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.reflex = cast(App, self.app)
         self._task: asyncio.Task[None] | None = None
         self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the last that came
-        self._time = _Timed(self.loop, self.limits, self._slow)
+        self._time = _Timed(self.loop, self.reflex.limits, self._slow)
         self._head_bytes = self._parts = 0
         self._in_head = self._declined = self._broken = False
 
@@ -187,7 +174,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
 
     def _over(self) -> int:
         """So many connections too many."""
-        return max(len(self.connections) - self.limits.most, self.reflex.shares.over(self.client))
+        return max(len(self.connections) - self.reflex.limits.most, self.reflex.shares.over(self.client))
 
     def _refuse(self) -> None:
         """There are too many connections, unless others have left meanwhile."""
@@ -198,8 +185,9 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             self._end(self.reflex.shares.refused(self.client))
             return
         if _FULL.first():
-            log.warning("%d connections are open (--max-connections): new ones are refused", self.limits.most)
-        self._end(Overloaded(f"{self.limits.most} connections are open, as many as there may be", retry_after=1.0))
+            log.warning("%d connections are open (--max-connections): new ones are refused", self.reflex.limits.most)
+        full = f"{self.reflex.limits.most} connections are open, as many as there may be"
+        self._end(Overloaded(full, retry_after=1.0))
 
     def data_received(self, data: bytes) -> None:
         if self._time.phase == REFUSED:
@@ -417,8 +405,6 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
     """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes that have come
     of messages that the application has not taken, see `Bodies`."""
 
-    limits: ConnectionLimits
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.reflex = cast(App, self.app)
@@ -431,7 +417,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         self._exact, reader.read_exact = reader.read_exact, self._exactly  # type: ignore[method-assign]
         self._most, self.conn.max_message_size = self.config.ws_max_size, None  # a larger one does not end the socket
         self._dropped = 0  # bytes of the message that comes, which is larger
-        self._time = _Timed(self.loop, self.limits, self._idle)
+        self._time = _Timed(self.loop, self.reflex.limits, self._idle)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -585,13 +571,6 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
             self._leave("idle")
         else:
             self._time.enter(IDLE)
-
-
-def connections_of(limits: ConnectionLimits) -> tuple[type[HttpConnection], type[SocketConnection]]:
-    """The protocols of a server with these limits: uvicorn makes them, and passes nothing of ours."""
-    http = type("LimitedHttpConnection", (HttpConnection,), {"limits": limits})
-    socket = type("LimitedSocketConnection", (SocketConnection,), {"limits": limits})
-    return http, socket
 
 
 @cache

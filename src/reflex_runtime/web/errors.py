@@ -52,10 +52,10 @@ class BodyTooLarge(ClientError):
 
 
 class UnsupportedEncoding(ClientError):
-    """The body is compressed in a way that is not read."""
+    """The body is compressed."""
 
     code, http_status = "unsupported_encoding", 415
-    headers: Final = [(b"accept-encoding", b"gzip")]
+    headers: Final = [(b"accept-encoding", b"identity")]
 
 
 class UnsupportedMediaType(ClientError):
@@ -169,26 +169,26 @@ JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error as it is sent."""
+@dataclass(slots=True)
+class HttpResponse:
+    """A whole answer."""
 
     status: int
-    body: bytes
+    body: bytes = b""
     content_type: bytes = JSON
     headers: Headers = field(default_factory=list)
 
 
-ErrorForm = Callable[[ReflexError, str, bool], Refusal]
+ErrorForm = Callable[[ReflexError, str, bool], HttpResponse]
 """Makes the answer from the error, the request's id, and whether the caller reads msgpack."""
 
 
-def _plain(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+def _plain(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
     """`error`, `message`, `request_id`, `retry_safe` and the error's details, in JSON or msgpack."""
     body = describe_error(error, request_id)
     if packed:
-        return Refusal(error.http_status, msgspec.msgpack.encode(body), MSGPACK)
-    return Refusal(error.http_status, msgspec.json.encode(body))
+        return HttpResponse(error.http_status, msgspec.msgpack.encode(body), MSGPACK)
+    return HttpResponse(error.http_status, msgspec.json.encode(body))
 
 
 PLAIN: Final = _plain

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -24,16 +24,16 @@ from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
 from reflex_runtime.web.batch_server import HasHeaders
 from reflex_runtime.web.errors import (
     ClientError,
+    HttpResponse,
     InvalidJson,
     NotFound,
-    Refusal,
     Reported,
     describe_error,
     known,
 )
 from reflex_runtime.web.fields import encode, invalid_field, invalid_input, printable
 from reflex_runtime.web.openapi import OBJECT, Operation, content
-from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse, Route
+from reflex_runtime.web.request import LARGE, HttpRequest, Route
 
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
 VERSION: Final = "1"
@@ -173,12 +173,14 @@ class OipAnswer:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A decoded request. outputs: wanted names; empty means all. id: the caller's, or an empty text."""
+    """A decoded request. outputs: wanted names; empty means all. id: the caller's, or an empty text. binary: the
+    caller wants the answer's tensors as raw bytes."""
 
     inputs: Sequence[Tensor]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     outputs: Sequence[str] = ()
     id: str = ""
+    binary: bool = False
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -191,13 +193,6 @@ OF_VERSION: Final = "/versions/{version}"
 HEAD: Final = b"inference-header-content-length"
 BINARY: Final = b"application/octet-stream"
 _SIZE: Final = "binary_data_size"
-
-
-class OipBody(NamedTuple):
-    """A decoded body. binary: the caller wants the answer's tensor as raw bytes."""
-
-    asked: InferRequest
-    binary: bool
 
 
 class InputTensor(msgspec.Struct):
@@ -223,7 +218,7 @@ class InferBody(msgspec.Struct):
 _json = msgspec.json.Decoder(InferBody)
 
 
-def decode(body: bytes, head: int | None = None) -> OipBody:
+def decode(body: bytes, head: int | None = None) -> InferRequest:
     """Decode a body; 400 or 422 names what is wrong. head: bytes of JSON, if raw tensors follow it."""
     if head is not None and head > len(body):
         raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
@@ -240,10 +235,10 @@ def decode(body: bytes, head: int | None = None) -> OipBody:
     for output in said.outputs:
         _check_parameters(output.name, output.parameters)
         binary = output.parameters.get("binary_data", binary) is True
-    return OipBody(InferRequest(inputs, said.parameters, outputs, said.id), binary)
+    return InferRequest(inputs, said.parameters, outputs, said.id, binary)
 
 
-def encode_answer(model: str, sent: OipBody, answer: OipAnswer) -> tuple[bytes, int | None]:
+def encode_answer(model: str, sent: InferRequest, answer: OipAnswer) -> tuple[bytes, int | None]:
     """The body of an answer, and the length of its JSON if raw tensors follow it."""
     outputs, raw = [], []
     for tensor in answer.outputs:
@@ -258,7 +253,7 @@ def encode_answer(model: str, sent: OipBody, answer: OipAnswer) -> tuple[bytes, 
         outputs.append(output)
     told: dict[str, Any] = {"model_name": model, "model_version": VERSION}
     told |= {"parameters": answer.parameters} if answer.parameters else {}
-    told |= {"id": sent.asked.id} if sent.asked.id else {}
+    told |= {"id": sent.id} if sent.id else {}
     head = encode(told | {"outputs": outputs})
     return (head + b"".join(raw), len(head)) if sent.binary else (head, None)
 
@@ -301,8 +296,8 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
-    return Refusal(
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
+    return HttpResponse(
         error.http_status, encode(describe_error(error, request_id) | {"error": error.message, "code": error.code})
     )
 
@@ -475,7 +470,7 @@ class OipHttp:
             model = self._model_of(request)
             sent = await _read(request)
             request.refuse_query()
-            answer = await model.infer(request, sent.asked)
+            answer = await model.infer(request, sent)
         except Reported as reported:
             request.request_id = reported.request_id
             return request.app.refuse(request, reported.error)
@@ -483,16 +478,14 @@ class OipHttp:
             error = known(failure, request.request_id)
             self._models.refused(request, error)
             raise error from None
-        request.request_id = sent.asked.id or request.request_id
+        request.request_id = sent.id or request.request_id
         body, head = encode_answer(model.names[0], sent, answer)
         if head is None:
             return HttpResponse(200, body)
         return HttpResponse(200, body, BINARY, [(HEAD, b"%d" % head)])
 
 
-async def _read(request: HttpRequest) -> OipBody:
-    if request.headers.get(b"content-encoding", b"identity") != b"identity":
-        raise ClientError("compressed bodies are not read")
+async def _read(request: HttpRequest) -> InferRequest:
     length = request.headers.get(HEAD)
     if length is not None and not (length.isdigit() and len(length) < 12):
         raise ClientError("Inference-Header-Content-Length must be a whole number")

@@ -14,11 +14,10 @@ import asyncio
 import logging
 import re
 import time
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote
@@ -28,12 +27,12 @@ from reflex_runtime.web.errors import (
     JSON,
     BodyTooLarge,
     CallerLeft,
-    ClientError,
     ErrorForm,
     Headers,
     Overloaded,
     UnsupportedEncoding,
 )
+from reflex_runtime.web.errors import HttpResponse as HttpResponse
 from reflex_runtime.web.fields import invalid
 
 log = logging.getLogger("reflex.server")
@@ -119,16 +118,6 @@ class Application(Protocol):
     def may_change(self, request: HttpRequest) -> bool: ...
 
 
-@dataclass(slots=True)
-class HttpResponse:
-    """A whole answer."""
-
-    status: int
-    body: bytes = b""
-    content_type: bytes = JSON
-    headers: Headers = field(default_factory=list)
-
-
 class HttpRequest:
     """One HTTP request.
 
@@ -171,9 +160,7 @@ class HttpRequest:
         """All of the body; 413 beyond the bound of the route, 503 where the server holds too many bytes of bodies."""
         assert self.route is not None
         most = self.route.most
-        too_large(self.headers, most)
-        packed = self.headers.get(b"content-encoding")
-        gzip = None if packed is None else gzip_of(packed, most)
+        check_body(self.headers, most)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -182,8 +169,6 @@ class HttpRequest:
                 raise CallerLeft("the caller left before it had sent its request")
             part = message.get("body", b"")
             if part:
-                if gzip is not None:
-                    part = gzip.unfold(part)
                 size += len(part)
                 if size > most:
                     raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
@@ -192,8 +177,6 @@ class HttpRequest:
                 self.heard = time.monotonic()
             if not message.get("more_body"):
                 break
-        if gzip is not None:
-            gzip.end()
         self.received = time.monotonic()
         self.watch()
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -415,8 +398,12 @@ def retry_headers(error: ReflexError) -> Headers:
     return [] if error.retry_after is None else [(b"retry-after", b"%d" % max(1, ceil(error.retry_after)))]
 
 
-def too_large(headers: dict[bytes, bytes], most: int) -> None:
-    """Raise when the body is announced with more than `most` bytes."""
+def check_body(headers: dict[bytes, bytes], most: int) -> None:
+    """Raise when the body is announced as compressed, or with more than `most` bytes."""
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"identity", b""):
+        told = encoding[:100].decode("ascii", "backslashreplace")
+        raise UnsupportedEncoding(f"Content-Encoding: {told}: compressed bodies are not read")
     declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > most:
         raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
@@ -534,43 +521,6 @@ class Bodies:
     def close(self) -> None:
         """Forget the bodies that wait to be decoded."""
         self._decoder.shutdown(wait=False, cancel_futures=True)
-
-
-class Gzip:
-    """A compressed body, unfolded part by part. Of neither form more than `most` bytes are taken."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._came, self._made = most, 0, 0
-        self._stream = zlib.decompressobj(wbits=31)
-
-    def unfold(self, part: bytes) -> bytes:
-        self._came += len(part)
-        try:
-            made = self._stream.decompress(part, self._most - self._made + 1)
-        except zlib.error as error:
-            raise ClientError(f"the body is not gzip: {error}") from None
-        self._made += len(made)
-        if max(self._made, self._came) > self._most:
-            raise BodyTooLarge(f"the body has over {self._most} bytes", max_body_bytes=self._most)
-        if self._stream.unused_data:
-            raise ClientError("the body goes on behind the end of its gzip")
-        return made
-
-    def end(self) -> None:
-        """ClientError where the last part was not the last."""
-        if not self._stream.eof:
-            raise ClientError("the body is not gzip: it ends in the middle")
-
-
-def gzip_of(encoding: bytes, most: int) -> Gzip | None:
-    """What unfolds a body with this Content-Encoding, None for a plain one."""
-    name = encoding.strip().lower()
-    if name in (b"gzip", b"x-gzip"):
-        return Gzip(most)
-    if name not in (b"identity", b""):
-        told = name[:100].decode("ascii", "backslashreplace")
-        raise UnsupportedEncoding(f"Content-Encoding: {told}: must be gzip, or left out")
-    return None
 
 
 def _bare(decode: Callable[..., T], *arguments: Any) -> T:

@@ -20,10 +20,10 @@ from prometheus_client import disable_created_metrics
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.observe.logs import leave
-from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle, loop_factory
+from reflex_runtime.run.process import freed_memory, freeze_loaded, give_back_when_idle
 from reflex_runtime.settings import FunctionsConfig, LLMServeConfig, ServeConfig, ServerConfig
-from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import HEAD_S, ConnectionLimits, connections_of, most_connections
+from reflex_runtime.web.app import App, ConnectionLimits
+from reflex_runtime.web.connections import HEAD_S, HttpConnection, SocketConnection, most_connections
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.supervisor import BACKLOG, ENDS, TURNS, Parent
 
@@ -250,26 +250,7 @@ class ReflexServer(uvicorn.Server):
 Make = Callable[[Callable[[], None], Parent | None], tuple[App, Host]]
 
 
-def serve(
-    make: Make,
-    sockets: Sequence[socket.socket],
-    settings: ServeConfig | LLMServeConfig | FunctionsConfig,
-    on_listening: Callable[[], None] | None = None,
-    on_ready: Callable[[Any], None] | None = None,
-    parent: Parent | None = None,
-) -> tuple[int, bool]:
-    """Serve until a signal. Returns the exit status, and whether every thread ended.
-
-    A thread that did not end hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it
-    may crash. make: called on the loop, makes the application and its host. Its first argument is a function to call
-    when the device is lost for good; its second is the supervisor, if there is one. sockets: bound. on_listening:
-    called on the loop once the port answers; on_ready: called with the host once it is ready or has failed.
-    """
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(serving(make, sockets, settings, on_listening, on_ready, parent))
-
-
-async def serving(
+async def serve(
     make: Make,
     sockets: Sequence[socket.socket],
     settings: ServeConfig | LLMServeConfig | FunctionsConfig,
@@ -278,7 +259,13 @@ async def serving(
     parent: Parent | None = None,
     stop: asyncio.Event | None = None,
 ) -> tuple[int, bool]:
-    """Serve until a signal, or until `stop` is set; see `serve`."""
+    """Serve until a signal, or until `stop` is set. Returns the exit status, and whether every thread ended.
+
+    A thread that did not end hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it
+    may crash. make: makes the application and its host. Its first argument is a function to call when the device is
+    lost for good; its second is the supervisor, if there is one. sockets: bound. on_listening: called once the port
+    answers; on_ready: called with the host once it is ready or has failed.
+    """
     lives: list[ServerLife] = []
     app, host = make(lambda: lives[0].give_up(), parent)
     life = ServerLife(app, host, settings.drain_timeout_s)
@@ -298,16 +285,15 @@ async def serving(
 def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
     """How uvicorn serves an application with these settings."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request; we log the rest
-    limits = ConnectionLimits(
+    app.limits = ConnectionLimits(
         max(1, most_connections(settings.max_connections) - app.apart),
         settings.idle_timeout_s,
         min(HEAD_S, settings.body_timeout_s),
         settings.body_timeout_s,
     )
-    http, ws = connections_of(limits)
     return uvicorn.Config(
-        app, http=http, ws=ws, lifespan="on", interface="asgi3", log_config=None, access_log=False,
-        proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
+        app, http=HttpConnection, ws=SocketConnection, lifespan="on", interface="asgi3",
+        log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
         ws_max_size=settings.max_body_bytes, ws_ping_timeout=None, ws_per_message_deflate=False,
         ssl_certfile=settings.ssl_certfile or None, ssl_keyfile=settings.ssl_keyfile or None,
     )  # fmt: skip

@@ -185,7 +185,7 @@ def test_w25_errors_are_statuses_with_a_text(tiny: Path) -> None:
         assert info.value.status() == "413"
         with pytest.raises(InferenceServerException, match="compressed") as info:
             oip.infer("tiny", state(3), request_compression_algorithm="gzip")
-        assert info.value.status() == "400"
+        assert info.value.status() == "415"
         with pytest.raises(InferenceServerException, match="deadline") as info:
             oip.infer("tiny", state(3), timeout=1)
         assert info.value.status() == "504"
@@ -320,14 +320,14 @@ def test_w26_a_binary_body_is_read_as_views_of_it() -> None:
     image = {"name": "image", "datatype": "UINT8", "shape": [1, 2], "parameters": {"binary_data_size": 2}}
     body, head = binary(raw(), image, data=GOOD + b"\1\2", parameters={"binary_data_output": True})
     found = decode(body, head)
-    first, second = found.asked.inputs
+    first, second = found.inputs
     assert (first.values.tolist(), second.values.tolist()) == ([[0.5, -0.5]], [[1, 2]])  # type: ignore[union-attr]
     assert not first.values.flags.owndata  # type: ignore[union-attr]
     assert found.binary
     assert not decode(*binary(raw(), data=GOOD)).binary
     other = decode(*binary(raw(), data=GOOD, parameters={"binary_data_output": True}, outputs=[
         {"name": "actions", "parameters": {"binary_data": False}}]))  # fmt: skip
-    assert (other.binary, other.asked.outputs) == (False, ["actions"])
+    assert (other.binary, other.outputs) == (False, ["actions"])
 
 
 @pytest.mark.parametrize(
@@ -377,6 +377,6 @@ def test_w26_broken_bodies_raise_nothing_but_our_errors(tmp_path: Path, count: i
     good.append((json.dumps(asked(inputs=[*asked()["inputs"], plain])).encode(), 0))
 
     def ask(data: bytes) -> None:
-        questions(export, Sequences(), decode(data[2:], int.from_bytes(data[:2]) or None).asked)
+        questions(export, Sequences(), decode(data[2:], int.from_bytes(data[:2]) or None))
 
     assert check("oip_http", [head.to_bytes(2) + body for body, head in good], ask, count) > 0.01

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.llm.server.lifecycle import ModelNotFound
-from reflex_runtime.web.errors import JSON, ClientError, ErrorForm, Refusal, Unauthorized, api_error
+from reflex_runtime.web.errors import JSON, ClientError, ErrorForm, HttpResponse, Unauthorized, api_error
 from reflex_runtime.web.fields import encode, printable
 
 
@@ -98,8 +98,8 @@ def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
     """Errors with the bodies of an API, which are made of an error and the request's id; the headers say whether a
     retry is safe."""
 
-    def refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    def refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
         retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-        return Refusal(told(error).status, body(error, request_id), JSON, [retry])
+        return HttpResponse(told(error).status, body(error, request_id), JSON, [retry])
 
     return refuse

@@ -25,7 +25,7 @@ ERRORS: Final = {
     "405": "method_not_allowed: the header Allow has the right method",
     "408": "request_timeout: the head or the body did not come in time",
     "413": "too_large: the body exceeds --max-body-bytes",
-    "415": "unsupported_encoding: the body is compressed, and not with gzip",
+    "415": "unsupported_encoding: the body is compressed",
     "429": "queue_full, client_at_capacity: try again after Retry-After",
     "500": "processor_failed, processor_hung: it ran and failed",
     "503": "deadline_unreachable, not_ready, shutting_down: try again after Retry-After",
