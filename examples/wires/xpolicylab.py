@@ -55,13 +55,8 @@ NAMES: Final = WireMap()
 def create() -> App:
     """The application of the policy in REFLEX_SOURCE with this wire, for any ASGI server."""
     app, runtime = create_app()
-    app.routes[PATH] = socket_route(PATH, serve, RequestHandler(runtime))
+    app.routes[PATH] = socket_route(PATH, XPolicyLabSession, RequestHandler(runtime))
     return app
-
-
-async def serve(handler: RequestHandler, socket: WebSocket) -> None:
-    """One websocket."""
-    await XPolicyLabSession(handler, socket).run()
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

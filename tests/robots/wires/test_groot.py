@@ -153,14 +153,14 @@ O_KIND = {"nd": True, "type": "|O", "kind": b"O", "shape": [1], "data": b"\x80\x
         ({"state": {"arm": ARM}}, "state.gripper: missing"),
         ({"state": {"arm": ARM, "gripper": np.zeros((1, 1, 2))}}, "state.gripper: must be 1 numbers, came 2"),
         ({"state": {"arm": ARM, "gripper": np.zeros((1, 1, 2, 1))}}, "state.gripper: has shape"),
-        ({"state": {"arm": ARM, "gripper": np.zeros((2, 1, 1))}}, "batch axes"),
-        ({"state": {"arm": ARM, "gripper": np.zeros((1, 1))}}, "state.gripper: has no batch axis"),
+        ({"state": {"arm": ARM, "gripper": np.zeros((2, 1, 1))}}, "has another leading axis"),
+        ({"state": {"arm": ARM, "gripper": np.zeros((1, 2))}}, "state.gripper: has another leading axis"),
         ({"state": {"arm": ARM, "gripper": np.zeros((1, 0, 1))}}, "state.gripper: has no step"),
         ({"state": {"arm": ARM, "gripper": [["x", 1]]}}, "state.gripper: must be an array of numbers"),
         ({"state": {"arm": ARM, "gripper": GRIPPER * np.nan}}, "NaN"),
         ({"state": {"arm": ARM, "gripper": O_KIND}}, "kind O or V"),
         ({"video": {"ego_view": np.zeros((1, 1, 6, 8, 4), np.uint8)}}, "image: must be uint8"),
-        ({"language": {"task": [["a"], ["b"]]}}, "task: has 2 texts, must have one or 1"),
+        ({"language": {"task": [["a"], ["b"]]}}, "annotation.human.task_description: has another leading axis"),
     ],
 )
 def test_w33_what_is_wrong_is_an_error_that_says_so(robot: GrootRobot, change: dict[str, Any], why: str) -> None:

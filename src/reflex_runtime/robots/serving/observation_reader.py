@@ -64,11 +64,9 @@ class ObservationReader:
         for name in UNSERVED.keys() & {*plain, *(name.partition("/")[0] for name in came)}:
             if name not in self.spec.images and plain.get(name) not in (*self.wire.images.values(), *self.wire.state):
                 raise invalid_input(name, f"is not read here: {UNSERVED[name]}")
-        images = {
-            camera: self._image(camera, came, plain)
-            for camera in self.spec.images
-            if self._is_there(camera, came, plain)
-        }
+        optional = self.spec.optional_images  # of those that must be sent, `_image` raises for what is missing
+        cameras = [name for name in self.spec.images if name not in optional or self._found(name, came, plain) in came]
+        images = {camera: self._image(camera, came, plain) for camera in cameras}
         for other in self._others:
             for camera in [camera for camera in other.spec.images if camera not in images]:
                 with suppress(InvalidRequest):  # the version that needs it reports the error
@@ -94,7 +92,7 @@ class ObservationReader:
         size = max(axes.values(), default=0)
         if not size or (size == 1 and pictures == 0):  # a state [1, dim] beside plain pictures
             return None
-        for name in [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]:
+        for name in self._prompt_names(plain):
             if many := _many(text_of(came.get(name))):
                 axes[name] = many
         # Single numbers are the parts of a state that have no dimension of their own.
@@ -139,17 +137,10 @@ class ObservationReader:
             if not read or any(_is_picture(value) for name, value in came.items() if printable(name) not in read):
                 raise self._missing(self.wire.images.get(missing[0], self._video + missing[0]), came)
 
-    def _is_there(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> bool:
-        """Whether it was sent; of cameras that must be sent, `_image` says so."""
-        return camera not in self.spec.optional_images or self._name(camera, plain) in came
-
-    def _name(self, camera: str, plain: Mapping[str, str]) -> str | None:
-        """Under which the observation would have a camera's picture."""
-        return self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
-
     def _found(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        """The same, but the only camera may have the only picture, whatever it is called."""
-        name = self._name(camera, plain)
+        """The name under which an observation would have a camera's picture. The only camera may have the only picture,
+        whatever its name."""
+        name = self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
         if name is None and len(self.spec.images) == 1:
             only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
@@ -188,8 +179,11 @@ class ObservationReader:
             raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers, came: {given}"))
         return state
 
+    def _prompt_names(self, plain: Mapping[str, str]) -> Sequence[str]:
+        return [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
+
     def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        names = [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
+        names = self._prompt_names(plain)
         name = next((name for name in names if came.get(name) is not None), None)
         if name is None:
             if self.spec.takes_text and self.spec.default_prompt is None:

@@ -4,9 +4,8 @@ answers tell."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import msgpack
@@ -219,10 +218,14 @@ Frame = str | bytes
 
 
 def socket_route(
-    path: str, serve: Callable[[RequestHandler, WebSocket], Coroutine[Any, Any, None]], handler: RequestHandler
+    path: str, session: Callable[[RequestHandler, WebSocket], MessageSession], handler: RequestHandler
 ) -> Route:
     """The route of a wire's websocket."""
-    return Route(path, _websocket_only, most=handler.config.max_body_bytes, socket=partial(serve, handler))
+
+    async def serve(socket: WebSocket) -> None:
+        await session(handler, socket).run()
+
+    return Route(path, _websocket_only, most=handler.config.max_body_bytes, socket=serve)
 
 
 async def _websocket_only(request: HttpRequest) -> HttpResponse:

@@ -127,10 +127,8 @@ _AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
 
 
 class GrootObservation:
-    """The rows of an observation.
-
-    flat: names have prefixes, and so will those of actions. batched: arrays have a batch axis, and so will actions.
-    """
+    """An observation. flat: names have prefixes, and so will those of actions. batched: arrays have a batch axis, and
+    so will actions."""
 
     def __init__(self, observation: Mapping[str, Any]) -> None:
         self.flat = not any(isinstance(observation.get(name), dict) for name in GROUPS)
@@ -138,30 +136,27 @@ class GrootObservation:
         self._languages: dict[str, Any] = {}
         for name, value in observation.items() if self.flat else _joined(observation):
             self._add(name, value)
-        sizes = {len(array) for name, array in self._arrays.items() if array.ndim == _axes(name) + 2}
-        self.batched = bool(sizes)
-        self.size = sizes.pop() if sizes else 1
-        if sizes or not 0 < self.size <= MAX_ROWS:
-            raise ClientError(f"the batch axes of video and state must be equal, and 1 to {MAX_ROWS}")
+        self.batched = any(array.ndim == _axes(name) + 2 for name, array in self._arrays.items())
 
     def rows(self, reading: ObservationReader) -> list[dict[str, Any]]:
-        """One observation for each row, as `ObservationReader` takes them."""
-        wire, steps = reading.wire, reading.spec.observation_steps
+        """The last step for each robot, as `ObservationReader` takes it."""
+        wire, seen = reading.wire, {}
+        states = [name for name in self._arrays if name.startswith(STATE)]
         for name, array in self._arrays.items():
-            if steps > 1 and array.ndim > _axes(name) and array.shape[-1 - _axes(name)] > 1:
+            steps = array.ndim - 1 - _axes(name)  # the axis
+            if steps >= 0 and not array.shape[steps]:
+                raise invalid_input(name, "has no step")
+            if steps >= 0 and array.shape[steps] > 1 and reading.spec.observation_steps > 1:
                 raise invalid_input(name, "has several steps: send the newest, the server keeps those before it")
-        names = {name: name for name in self._arrays}
-        states = [name for name in names if name.startswith(STATE)]
-        if len(states) == 1 and not wire.state:
-            names[states[0]] = "state"
-        languages = {name: _texts(name, value, self.size) for name, value in self._languages.items()}
+            own = "state" if states == [name] and not wire.state else name
+            seen[own] = array if steps < 0 else array[(slice(None),) * steps + (-1,)]
+        languages = self._languages
         if len(languages) == 1:
-            languages = {wire.prompt or PROMPTS[0]: next(iter(languages.values()))}
-        return [
-            {names[name]: self._of(row, name, array) for name, array in self._arrays.items()}
-            | {name: texts[row] for name, texts in languages.items()}
-            for row in range(self.size)
-        ]
+            ((name, text),) = languages.items()
+            languages = {wire.prompt or (name if name in PROMPTS else PROMPTS[0]): text}
+        seen |= languages
+        rows = reading.split(seen)
+        return [seen] if rows is None else list(rows.values())
 
     def actions(self, reading: ObservationReader, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The answer: the actions of all rows, split into groups."""
@@ -176,26 +171,13 @@ class GrootObservation:
         prefix = next((prefix for prefix in _AXES if name.startswith(prefix)), None)
         if prefix is None:
             if not name.startswith(ACTION) and _is_text(value):
-                self._languages[name.removeprefix(LANGUAGE)] = value
+                self._languages[name.removeprefix(LANGUAGE)] = _texts(name, value)
             return
         array = array_of(name, value)
         if not _AXES[prefix] <= array.ndim <= _AXES[prefix] + 2:
             axes = "[B, T, H, W, C], [T, H, W, C] or [H, W, C]" if prefix == VIDEO else "[B, T, D], [T, D] or [D]"
             raise invalid_input(name, f"has shape {list(array.shape)}, must be {axes}")
         self._arrays[name] = array
-
-    def _of(self, row: int, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """The last step of a row."""
-        if self.batched:
-            if array.ndim != _axes(name) + 2:
-                raise invalid_input(name, "has no batch axis, and others have one")
-            array = array[row]
-        if array.ndim == _axes(name):
-            return array
-        if not len(array):
-            raise invalid_input(name, "has no step")
-        last: NDArray[Any] = array[-1]
-        return last
 
 
 def groups_of(reading: ObservationReader) -> Sequence[tuple[str, int]]:
@@ -259,18 +241,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, (str, bytes)) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
 
 
-def _texts(name: str, value: Any, rows: int) -> list[Any]:
-    """The text of each row: one text for all, a list of texts, or a list of lists."""
+def _texts(name: str, value: Any) -> Any:
+    """The last text of each row."""
     if isinstance(value, np.ndarray):
         if value.size > 16 * MAX_ROWS:
             raise invalid_input(name, f"has over {16 * MAX_ROWS} texts")
         value = value.tolist()
     if not isinstance(value, list):
-        return [text_of(value)] * rows
-    if len(value) not in (1, rows):
-        raise invalid_input(name, f"has {len(value)} texts, must have one or {rows}")
-    texts = [text_of(text[-1] if isinstance(text, list) and text else text) for text in value]
-    return texts if len(texts) == rows else texts * rows
+        return text_of(value)
+    return [text_of(text[-1] if isinstance(text, list) and text else text) for text in value]
 
 
 # -- the session -------------------------------------------------------------------------------------------------------
@@ -396,8 +375,8 @@ class GrootSession:
         limits = limits_among(options)
         if limits.deadline_ms is None and not handler.served.config.deadline_ms:
             limits.deadline_ms = DEADLINE_MS
-        parts = _parts(options.get("env_id"), observation.size)
         rows = observation.rows(reading)
+        parts = _parts(options.get("env_id"), len(rows))
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
         for row, question in enumerate(questions):
             if len(questions) > 1 and question.request_id:

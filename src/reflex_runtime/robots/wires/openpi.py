@@ -111,16 +111,11 @@ RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text 
 
 
 def routes(handler: RequestHandler) -> list[Route]:
-    return [socket_route(path, serve, handler) for path in PATHS]
-
-
-async def serve(handler: RequestHandler, socket: WebSocket) -> None:
-    """One websocket. Clients wait for the metadata without a limit."""
-    await OpenpiSession(handler, socket).run()
+    return [socket_route(path, OpenpiSession, handler) for path in PATHS]
 
 
 class OpenpiSession(MessageSession):
-    """One websocket, and the episodes of its robots."""
+    """One websocket, and the episodes of its robots. Clients wait for the metadata without a limit."""
 
     first = True
 

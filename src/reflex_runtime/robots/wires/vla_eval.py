@@ -91,12 +91,7 @@ TYPES: Final = ("hello", "episode_start", "observation", "episode_end", "error")
 
 
 def routes(handler: RequestHandler) -> list[Route]:
-    return [socket_route(PATH, serve, handler)]
-
-
-async def serve(handler: RequestHandler, socket: WebSocket) -> None:
-    """One websocket."""
-    await VlaEvalSession(handler, socket).run()
+    return [socket_route(PATH, VlaEvalSession, handler)]
 
 
 class VlaEvalSession(MessageSession):
