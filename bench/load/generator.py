@@ -23,6 +23,7 @@ from bench.load.wires.expected import Observed
 from bench.load.wires.http import MadeCaller
 from bench.load.wires.meet import CALLERS, meet
 from bench.load.wires.target import Target
+from bench.sim.loads import Every
 from reflex_runtime.cli.probe import ServerLook, advice, look, read_observation
 from reflex_runtime.client.errors import ClientError, Unreachable
 from reflex_runtime.core.errors import ReflexError
@@ -32,7 +33,6 @@ from reflex_runtime.sim.workload import (
     Arrivals,
     Bursty,
     Callers,
-    Every,
     Fixed,
     Open,
     Poisson,

@@ -20,6 +20,7 @@ from unittest.mock import patch
 from bench.sim import stages
 from bench.sim.clairvoyant import most_on_time
 from bench.sim.compare import Progress
+from bench.sim.loads import Camera, Drifting, Every
 from bench.sim.rules import DEVICE
 from reflex_runtime.core import cost, flush, forming, holding, order
 from reflex_runtime.core.batch import Apart, Batch, Failed, Offenders, Outcome
@@ -35,16 +36,13 @@ from reflex_runtime.run.batch_processor import BatchConfig
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.run import simulate
-from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service
+from reflex_runtime.sim.run import Affine, Noisy, Service, simulate
 from reflex_runtime.sim.workload import (
     Around,
     Arrivals,
     Bursty,
     Callers,
-    Camera,
     Diurnal,
-    Every,
     Exponential,
     Fixed,
     Heavy,

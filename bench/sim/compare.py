@@ -7,21 +7,19 @@ from dataclasses import dataclass, field, replace
 
 from bench.sim import rules
 from bench.sim.clairvoyant import most_on_time
+from bench.sim.loads import Camera, Every
 from bench.sim.rivals import WholeGroup
 from bench.sim.rules import DEVICE, Rule, Setting
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.run import simulate
-from reflex_runtime.sim.service import Affine, Noisy, Service
+from reflex_runtime.sim.run import Affine, Noisy, Service, simulate
 from reflex_runtime.sim.workload import (
     Around,
     Arrivals,
     Bursty,
     Callers,
-    Camera,
     Diurnal,
-    Every,
     Exponential,
     Fixed,
     Heavy,

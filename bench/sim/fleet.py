@@ -24,8 +24,7 @@ from reflex_runtime.observe.journal import WarmUpLine
 from reflex_runtime.settings.policies import ServeConfig, serving_group
 from reflex_runtime.sim.recorded import teach
 from reflex_runtime.sim.report import Report
-from reflex_runtime.sim.run import Run, simulate
-from reflex_runtime.sim.service import Affine, Noisy
+from reflex_runtime.sim.run import Affine, Noisy, Run, simulate
 from reflex_runtime.sim.workload import Around, Callers
 
 SPREAD = 0.05  # of the time a robot executes a chunk, to both sides

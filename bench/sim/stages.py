@@ -22,8 +22,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.run import simulate
-from reflex_runtime.sim.service import Affine, Noisy, Service
+from reflex_runtime.sim.run import Affine, Noisy, Service, simulate
 from reflex_runtime.sim.workload import Callers, Exponential, Think
 
 STAGES = PREFIX, DENOISE = "prefix", "denoise"

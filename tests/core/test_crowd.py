@@ -11,8 +11,7 @@ from reflex_runtime.core.flush import OVER, WINDOW, WINDOWS, Crowd, FlushPolicy,
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.sim.run import simulate
-from reflex_runtime.sim.service import Affine
+from reflex_runtime.sim.run import Affine, simulate
 from reflex_runtime.sim.workload import Around, Callers
 
 DEVICE = (0.0077, 0.0023, 0.03)  # 40 fit into 100 ms

@@ -14,8 +14,7 @@ from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
 from reflex_runtime.core.order import AT_ONCE, CREDIT, NEAREST, Partition
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.sim.run import Run, simulate
-from reflex_runtime.sim.service import Affine
+from reflex_runtime.sim.run import Affine, Run, simulate
 from reflex_runtime.sim.workload import Open, Poisson
 
 from .helpers import ask, finish, scheduler_of, take, trained

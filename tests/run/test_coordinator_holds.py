@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import pytest
+from bench.sim.loads import Camera, Every
 
 from reflex_runtime import BatchConfig
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.holding import JUST_LATE
 from reflex_runtime.core.request import Request
 from reflex_runtime.run.batch_processor import FIRST, FORMING, LEAST, PayingSize
-from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, RecordedArrivals, WorkloadPart
+from reflex_runtime.sim import Affine, Around, Arrival, Callers, RecordedArrivals, WorkloadPart
 from run.coordinated import nobody_left
 from run.virtual import played
 from thinned import thinned

@@ -26,8 +26,7 @@ from reflex_runtime.robots import load_policy, served_by
 from reflex_runtime.robots.analysis.report import report
 from reflex_runtime.robots.policy.processors import parse_fault
 from reflex_runtime.sim import Report
-from reflex_runtime.sim.recorded import Changes, _group
-from reflex_runtime.sim.replay import MeasuredDevice, recorded_report, replay_schedule, side_by_side
+from reflex_runtime.sim.recorded import Changes, MeasuredDevice, _group, recorded_report, replay_schedule, side_by_side
 from robots.analysis.recorded import Served, serve
 from robots.tiny import picture, write_export
 from sim.measured import replay_measured

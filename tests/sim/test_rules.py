@@ -11,6 +11,7 @@ import pytest
 from bench.sim import compare
 from bench.sim import rules as named
 from bench.sim.__main__ import main
+from bench.sim.loads import Camera, Every
 from bench.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from bench.sim.rules import Setting
 
@@ -21,8 +22,6 @@ from reflex_runtime.sim import (
     Around,
     Arrival,
     Callers,
-    Camera,
-    Every,
     Fixed,
     Noisy,
     Open,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from math import inf
 
 import pytest
 from bench.sim import rules as named
+from bench.sim.loads import Every
 from bench.sim.rules import Rule, Setting
 
 from reflex_runtime.core.batch import Batch, Outcome
@@ -22,7 +22,6 @@ from reflex_runtime.sim import (
     Affine,
     Arrival,
     Callers,
-    Every,
     Exponential,
     Fixed,
     Noisy,
@@ -144,42 +143,6 @@ def test_a_scheduler_that_asks_to_be_woken_for_nothing_is_reported() -> None:
 def test_virtual_hours_are_cheap() -> None:
     done = simulate(Scheduler(), Open(Poisson(0.5)), Affine(0.020, 0.002), duration=7200.0, warmup=60.0)
     assert Report.of(done).p50 == pytest.approx(0.022)
-
-
-def _crowded(lead: float | None) -> Run:
-    """Sixteen callers that ask again after 0.1 ms, batches of four of 1 ms, 0.4 ms of Python before each."""
-    flush = FlushPolicy.window(1.0, 0.0, 4)
-    callers = Callers(16, Fixed(0.0001))
-    return simulate(
-        Scheduler([GroupConfig(flush=flush)]), callers, Affine(0.001, 0.0), duration=2.0, between=0.0004, lead=lead
-    )
-
-
-def test_batches_formed_ahead_start_without_a_wait() -> None:
-    afterwards, ahead = _crowded(None), _crowded(0.0005)
-    assert {run.batches[-9].size for run in (afterwards, ahead)} == {4}
-    assert len(afterwards.batches) == pytest.approx(2.0 / 0.0014, rel=0.02)
-    assert len(ahead.batches) == pytest.approx(2.0 / 0.0010, rel=0.02)
-    gaps = [b.started - a.started - a.seconds for a, b in pairwise(ahead.batches[100:-10])]
-    assert max(gaps) < 1e-9
-    assert Counter(a.outcome for a in ahead.answers) == {"ok": len(ahead.answers)}
-
-
-def test_one_group_of_callers_is_not_split_by_forming_ahead() -> None:
-    """All fit into one batch, so that none is ever full while one runs."""
-    whole = [
-        simulate(
-            Scheduler([GroupConfig(flush=FlushPolicy.window(1.0, 0.005, 64))]),
-            Callers(16, Fixed(0.0003)),
-            Affine(0.001, 0.00001),
-            duration=0.5,
-            between=0.0004,
-            lead=lead,
-        )
-        for lead in (None, 0.0005)
-    ]
-    assert whole[0].batches == whole[1].batches
-    assert whole[1].batches[-5].size >= 15
 
 
 def slow_model(budget: float | None, workload: Sequence[WorkloadPart], duration: float = 12.0) -> Report:

@@ -7,6 +7,7 @@ from math import inf
 from random import Random
 
 import pytest
+from bench.sim.loads import Every
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
@@ -17,7 +18,6 @@ from reflex_runtime.sim import (
     Around,
     Arrival,
     Callers,
-    Every,
     Fixed,
     Noisy,
     Open,

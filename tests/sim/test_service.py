@@ -7,12 +7,13 @@ from random import Random
 from statistics import fmean, pstdev
 
 import pytest
+from bench.sim.loads import Drifting
 
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.sim import Affine, Drifting, Noisy
-from reflex_runtime.sim.service import line_through
+from reflex_runtime.sim import Affine, Noisy
+from reflex_runtime.sim.run import line_through
 
 RNG = Random(1)
 

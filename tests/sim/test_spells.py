@@ -8,6 +8,7 @@ from functools import cache, partial
 from random import Random
 
 import pytest
+from bench.sim.loads import Drifting
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import TimeCost
@@ -18,7 +19,6 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim import (
     Affine,
     Callers,
-    Drifting,
     Fixed,
     Noisy,
     Open,

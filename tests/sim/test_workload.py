@@ -7,6 +7,7 @@ from random import Random
 from statistics import fmean, pvariance
 
 import pytest
+from bench.sim.loads import Camera, Every
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
@@ -18,9 +19,7 @@ from reflex_runtime.sim import (
     Arrivals,
     Bursty,
     Callers,
-    Camera,
     Diurnal,
-    Every,
     Exponential,
     Fixed,
     Heavy,

@@ -165,8 +165,7 @@ def _same_hardware(recorded: Any) -> bool:
 
 
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:
-    from reflex_runtime.sim.recorded import Changes
-    from reflex_runtime.sim.replay import recorded_report, replay_schedule, side_by_side
+    from reflex_runtime.sim.recorded import Changes, recorded_report, replay_schedule, side_by_side
     from reflex_runtime.sim.report import columns, doubt
 
     cost, hold, size = args.max_batch_cost_ms, args.batch_timeout_ms, args.max_batch_size

@@ -12,8 +12,7 @@ from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import again, did_you_mean, one_line, option, validate
 from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.report import Report
-from reflex_runtime.sim.run import simulate
-from reflex_runtime.sim.service import Affine, Noisy
+from reflex_runtime.sim.run import Affine, Noisy, simulate
 from reflex_runtime.sim.workload import (
     Around,
     Bursty,

@@ -1,4 +1,4 @@
-"""The discrete-event loop around the real scheduler.
+"""The discrete-event loop around the real scheduler, and its device.
 
 Like a driver it calls `next_batch`, completes batches and honours `wake_at`, on a clock that jumps from one event to
 the next. It calls `next_batch` after every single input, also when several arrive at the same instant."""
@@ -8,19 +8,88 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import inf
+from math import exp, inf
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import Drained, ReflexError, Rejected
+from reflex_runtime.core.errors import ConfigError, Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.sim.service import Service
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
 RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
+
+
+# -- how long the simulated device takes for a batch -------------------------------------------------------------------
+
+
+class Service(Protocol):
+    """A device."""
+
+    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
+        """Seconds the batch takes if it starts now."""
+
+
+def line_through(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """(fixed, slope) of the straight line of least squares through (x, y, weight), neither of them negative."""
+    known = list(points)
+    total = sum(w for _, _, w in known)
+    mx, my = sum(w * x for x, _, w in known) / total, sum(w * y for _, y, w in known) / total
+    spread = sum(w * (x - mx) ** 2 for x, _, w in known)
+    if spread <= 0.0:
+        return my, 0.0
+    slope = max(0.0, sum(w * (x - mx) * (y - my) for x, y, w in known) / spread)
+    if my >= slope * mx:
+        return my - slope * mx, slope
+    return 0.0, sum(w * x * y for x, y, w in known) / sum(w * x * x for x, _, w in known)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """fixed + marginal · n seconds."""
+
+    fixed: float
+    marginal: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("fixed", self.fixed), ("marginal", self.marginal)):
+            if not value >= 0.0:
+                raise ConfigError(f"Affine.{name}={value!r}: must be >= 0 seconds")
+        if not self.fixed + self.marginal > 0.0:
+            raise ConfigError("Affine.fixed=0.0: fixed + marginal must be > 0 seconds")
+
+    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
+        return self.of(len(batch.grants))
+
+    def of(self, n: int) -> float:
+        """Seconds of n requests."""
+        return self.fixed + self.marginal * n
+
+
+@dataclass(frozen=True, slots=True)
+class Noisy:
+    """Multiplies by exp(N(0, sigma)): sigma 0.05 is 5 % noise.
+
+    stalls: share of batches that take `stall` times as long.
+    """
+
+    inner: Service
+    sigma: float
+    stalls: float = 0.0
+    stall: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sigma <= 2.0:
+            raise ConfigError(f"Noisy.sigma={self.sigma!r}: must be in [0, 2]")
+
+    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
+        taken = self.inner.seconds(batch, now, rng) * exp(rng.gauss(0.0, self.sigma))
+        return taken * self.stall if self.stalls and rng.random() < self.stalls else taken
+
+
+# -- what happened -----------------------------------------------------------------------------------------------------
 
 
 class RequestEnd(NamedTuple):
@@ -80,7 +149,6 @@ def simulate(
     sinks: Sequence[Callable[[Event], None]] = (),
     outcome: Callable[[Ticket, float], Outcome] | None = None,
     between: float = 0.0,
-    lead: float | None = None,
 ) -> Run:
     """Run a workload through a scheduler in virtual time. Same arguments, same result, byte for byte.
 
@@ -90,18 +158,15 @@ def simulate(
     outcome: the processor's answer for a ticket and its granted units; by default Done if that was all it wanted, else
     another step of the same stage.
     between: seconds that the device waits before each batch, while its driver completes the last one and forms this.
-    lead: seconds before the predicted end of a batch at which the next one is formed ahead, where it may be: it then
-    starts without that wait. None forms none ahead.
     """
     noise, done = Random(f"{seed}/device"), Run(warmup, duration)
-    loop = _Loop(scheduler, service, done, seed, sinks, outcome or _outcome, between, lead, noise)
+    loop = _Loop(scheduler, service, done, seed, sinks, outcome or _outcome, between, noise)
     return loop.run(workload)
 
 
 @dataclass(slots=True)
 class _Loop:
-    """now: virtual seconds. agenda: (time, number, action). prepared_at: when the last request that came is prepared.
-    running: the batch that started last."""
+    """now: virtual seconds. agenda: (time, number, action). prepared_at: when the last request is prepared."""
 
     scheduler: Scheduler
     service: Service
@@ -110,14 +175,12 @@ class _Loop:
     sinks: Sequence[Callable[[Event], None]]
     outcome: Callable[[Ticket, float], Outcome]
     between: float
-    lead: float | None
     noise: Random
     now: float = 0.0
     entries: int = 0
     agenda: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     prepared_at: float = 0.0
     asked: dict[Ticket, tuple[RequestStream, Arrival]] = field(default_factory=dict)
-    running: Batch | None = None
 
     def run(self, workload: WorkloadPart | Iterable[WorkloadPart]) -> Run:
         sources = workload if isinstance(workload, Iterable) else (workload,)
@@ -129,7 +192,7 @@ class _Loop:
         while True:
             batch = scheduler.next_batch(self.now)
             if batch is not None:
-                self._start(batch, self.between)
+                self._start(batch)
             if self._take_events() or batch is not None:
                 idle_wakes = 0
             wake = scheduler.wake_at()
@@ -173,28 +236,14 @@ class _Loop:
         if not stream.waits:
             self._plan(stream, stream.next(now))
 
-    def _start(self, batch: Batch, wait: float) -> None:
-        now = self.now + wait
+    def _start(self, batch: Batch) -> None:
+        now = self.now + self.between
         taken = self.service.seconds(batch, now, self.noise)
-        self.running = batch
         self._at(now + taken, lambda: self._finish(batch, now, taken))
-        if self.lead is not None:
-            self._at(max(now, now + batch.expected - self.lead), lambda: self._form_ahead(batch))
-
-    def _form_ahead(self, running: Batch) -> None:
-        if running is self.running:
-            self.scheduler.form_ahead(self.now)
 
     def _finish(self, batch: Batch, started: float, taken: float) -> None:
-        now = self.now
         outcomes = [self.outcome(ticket, units) for ticket, units in batch.grants.items()]
-        ahead: Batch | None = None
-        if self.lead is not None:
-            ahead = self.scheduler.start_ahead(now)
-        self.scheduler.complete(batch, outcomes, taken, now)
-        self.running = None if self.running is batch else self.running
-        if ahead is not None:
-            self._start(ahead, 0.0)
+        self.scheduler.complete(batch, outcomes, taken, self.now)
         self.done.batches.append(Ran(started, taken, len(batch), batch.expected, batch.cause.value))
 
     def _take_events(self) -> bool:

@@ -15,8 +15,15 @@ from typing import Final, Literal, NamedTuple
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.sim.recorded import Changes, ObservedLoad, RecordedSteps, flush_of, observe, scheduler_of
-from reflex_runtime.sim.replay import MeasuredDevice
+from reflex_runtime.sim.recorded import (
+    Changes,
+    MeasuredDevice,
+    ObservedLoad,
+    RecordedSteps,
+    flush_of,
+    observe,
+    scheduler_of,
+)
 from reflex_runtime.sim.report import Report, columns, doubt, ms
 from reflex_runtime.sim.run import simulate
 

@@ -150,29 +150,6 @@ class Heavy:
             yield at
 
 
-@dataclass(frozen=True, slots=True)
-class Every:
-    """A camera: one arrival per period, each late by up to `jitter` seconds.
-
-    phase: when the first is due, in seconds; None: drawn from the period.
-    """
-
-    period: float
-    jitter: float = 0.0
-    phase: float | None = None
-
-    def __post_init__(self) -> None:
-        _positive("Every.period", self.period)
-        if not 0.0 <= self.jitter <= self.period:
-            raise ConfigError(f"Every.jitter={self.jitter!r}: must be in [0, period] seconds")
-
-    def times(self, rng: Random) -> Iterator[float]:
-        tick = rng.random() * self.period if self.phase is None else self.phase
-        while True:
-            yield tick + rng.random() * self.jitter
-            tick += self.period
-
-
 # -- how long a caller thinks ------------------------------------------------------------------------------------------
 
 
@@ -295,29 +272,6 @@ class Callers:
             return Arrival(now + after, request, prepared_in=self.prepared_in)
 
         return RequestStream(True, arrival)
-
-
-@dataclass(frozen=True, slots=True)
-class Camera:
-    """A feed with one frame in flight that keeps its newest: of the frames made before the answer, the last is sent
-    next and the others count as overrun. Latency counts from when a frame was made."""
-
-    frames: Arrivals
-    request: Request = field(default_factory=Request)
-
-    def streams(self, seed: str) -> Sequence[RequestStream]:
-        times = self.frames.times(Random(seed))
-        coming = next(times, inf)
-
-        def arrival(now: float) -> Arrival | None:
-            nonlocal coming
-            since, made = inf, 0
-            while coming <= now or made == 0:
-                since, coming = coming, next(times, inf)
-                made += 1
-            return None if since == inf else Arrival(max(since, now), self.request, since, made - 1)
-
-        return (RequestStream(True, arrival),)
 
 
 @dataclass(frozen=True, slots=True)
