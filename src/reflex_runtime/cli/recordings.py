@@ -113,7 +113,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     def make(slot: str) -> tuple[Policy, Processor]:
         provider = PROVIDERS.get(args.provider, args.provider)
         policy = load_policy(spec, slot, device=DeviceOptions(provider, args.threads))
-        return policy, served_by(policy, ActionGuard(spec.embodiment, slot)) if guarded else policy
+        return policy, served_by(policy, ActionGuard(spec.embodiment)) if guarded else policy
 
     replay = replay_model(
         recording,

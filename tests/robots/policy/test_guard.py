@@ -86,7 +86,7 @@ def test_e3_hold_remembers_a_bounded_number_of_episodes() -> None:
 
 
 def test_e3_guards_of_two_slots_know_nothing_of_each_other() -> None:
-    a, b = (ActionGuard(ARM, slot, "hold") for slot in "ab")
+    a, b = (ActionGuard(ARM, "hold") for _ in "ab")
     a.check(chunk([0.25, 0.5]), "e")
     with pytest.raises(NonFiniteResult):
         b.check(chunk([NAN, 0.0]), "e")

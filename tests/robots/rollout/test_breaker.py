@@ -133,8 +133,7 @@ def test_v6_old_crashes_no_longer_weigh() -> None:
     evidence.clean(10_000)
     assert (evidence.crashes, evidence.alarmed) == (0, False)
     assert evidence.log_e == pytest.approx(log(ALPHA))
-    evidence.reset()
-    assert (evidence.crashes, evidence.log_e) == (0, 0.0)
+    assert (CrashEvidence().crashes, CrashEvidence().log_e) == (0, 0.0)
 
 
 def test_v6_the_evidence_is_the_mean_of_floored_likelihood_ratios() -> None:
@@ -165,7 +164,7 @@ def test_v6_the_evidence_is_a_fair_bet_at_the_rate_that_is_put_up_with() -> None
     """Exact, over all histories of 12 calls: its mean grows by no more than the floor's share a call."""
     mean = 0.0
     for history in product((False, True), repeat=12):
-        evidence = CrashEvidence(least=1)
+        evidence = CrashEvidence()
         for crashed in history:
             evidence.crashed() if crashed else evidence.clean()
         mean += prod(RATE if crashed else 1 - RATE for crashed in history) * exp(evidence.log_e)
@@ -207,7 +206,7 @@ def test_v6_false_alarms_are_fewer_than_one_in_a_million_calls(rate: float, most
         calls += gap
         if evidence.alarmed:
             alarms += 1
-            evidence.reset()
+            evidence = CrashEvidence()
             evidence.clean(100_000)
     assert alarms / (calls / 1e6) <= most
 

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.robots.versions.breaker import Breaker
 from reflex_runtime.robots.versions.ramp import Change, Ramp, RampGuard
 from reflex_runtime.robots.versions.rollout import Rollout
@@ -255,10 +256,8 @@ def test_v13_no_exchange_while_a_ramp_runs() -> None:
 
 
 def test_a_shadow_is_none_of_its_business(versions: Versions) -> None:
-    versions.crash("shadow", 100)
-    versions.rollout.computed("shadow", 0.0)
+    versions.rollout(RequestAnswered(0.0, "shadow", "ok", 200, 1.0))
     versions.rollout.exchanged("shadow", 0.0)
-    versions.rollout.answered("shadow", "failed", 1.0)
     assert versions.rollout.breaker.verdict == "ok"
     assert versions.changes == []
 

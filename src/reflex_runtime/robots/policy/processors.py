@@ -48,7 +48,7 @@ def served_by(
     """
     mine = [fault for fault in faults if fault.slot == policy.slot]
     inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy
-    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment, policy.slot))
+    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment))
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -68,28 +68,23 @@ class ActionGuard:
     max_episodes: number of episodes whose last action is kept; the longest unused is forgotten.
     """
 
-    def __init__(
-        self, embodiment: Embodiment, slot: str = "prod", on_bad_action: OnBadAction = "error", max_episodes: int = 4096
-    ) -> None:
-        self.slot, self.on_bad_action = slot, on_bad_action
+    def __init__(self, embodiment: Embodiment, on_bad_action: OnBadAction = "error", max_episodes: int = 4096) -> None:
+        self.on_bad_action = on_bad_action
         self._ranges, self._names = embodiment.action_ranges, embodiment.action_names
-        self._last: Lru[tuple[str, str], NDArray[np.float32]] = Lru(max_episodes)
+        self._last: Lru[str, NDArray[np.float32]] = Lru(max_episodes)
 
     def check(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         """The checked chunk with its report; NonFiniteResult if it must not be sent."""
-        actions = chunk.actions
-        if not np.isfinite(actions).all():
-            return self._hold(chunk, episode_id)
-        report = GuardReport()
+        actions, report = chunk.actions, _CLEAN
+        bad = ~np.isfinite(actions)
+        if bad.any():
+            return self._hold(chunk, episode_id, bad)
         if self._ranges is not None:
             inside = np.clip(actions, self._ranges[:, 0], self._ranges[:, 1])
             changed = inside != actions
             if changed.any():
-                joints = tuple(self._name(int(j)) for j in np.flatnonzero(changed.any(axis=0)))
-                report = GuardReport(int(changed.sum()), joints)
-                actions = inside
-        if self.on_bad_action == "hold" and episode_id:
-            self._last[self.slot, episode_id] = actions[-1].copy()
+                actions, report = inside, self._report(changed)
+        self.keep(actions, episode_id)
         return replace(chunk, actions=actions, guard=report)
 
     def clean(self, chunks: Sequence[ActionChunk]) -> bool:
@@ -101,28 +96,22 @@ class ActionGuard:
         low, high = self._ranges[:, 0], self._ranges[:, 1]
         return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
 
-    def passed(self, chunks: Sequence[ActionChunk], tickets: Iterable[Ticket]) -> None:
-        """Add the guard's report to clean chunks. tickets: theirs."""
-        for chunk in chunks:
-            chunk.guard = _CLEAN
-        if self.on_bad_action == "hold":
-            for chunk, ticket in zip(chunks, tickets, strict=True):
-                if episode_id := _episode(ticket):
-                    self._last[self.slot, episode_id] = chunk.actions[-1].copy()
+    def keep(self, actions: NDArray[np.float32], episode_id: str) -> None:
+        """Keep the episode's last good action, if it may be needed."""
+        if self.on_bad_action == "hold" and episode_id:
+            self._last[episode_id] = actions[-1].copy()
 
-    def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
-        bad = ~np.isfinite(chunk.actions)
-        joints = tuple(self._name(int(j)) for j in np.flatnonzero(bad.any(axis=0)))
-        last = self._last.get((self.slot, episode_id))
+    def _hold(self, chunk: ActionChunk, episode_id: str, bad: NDArray[np.bool_]) -> ActionChunk:
+        report, last = self._report(bad, held=True), self._last.get(episode_id)
         if last is None:
             held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"
-            raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(joints)}){held}")
-        self._last.move_to_end((self.slot, episode_id))
-        actions = np.broadcast_to(last, chunk.actions.shape).copy()
-        return replace(chunk, actions=actions, guard=GuardReport(int(bad.sum()), joints, held=True))
+            raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(report.joints)}){held}")
+        self._last.move_to_end(episode_id)
+        return replace(chunk, actions=np.broadcast_to(last, chunk.actions.shape).copy(), guard=report)
 
-    def _name(self, joint: int) -> str:
-        return str(joint) if self._names is None else self._names[joint]
+    def _report(self, bad: NDArray[np.bool_], held: bool = False) -> GuardReport:
+        joints = np.flatnonzero(bad.any(axis=0)).tolist()
+        return GuardReport(int(bad.sum()), tuple(self._names[j] if self._names else str(j) for j in joints), held)
 
 
 class GuardedProcessor(WrappedProcessor):
@@ -140,10 +129,14 @@ class GuardedProcessor(WrappedProcessor):
         if len(results) != len(batch.grants):
             return results
         chunks = [r.value for r in results if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
-        if chunks and len(chunks) == len(results) and self.guard.clean(chunks):
-            self.guard.passed(chunks, batch.grants)
-            return results
-        return [self._checked(ticket, result, batch) for ticket, result in zip(batch.grants, results, strict=True)]
+        if not (chunks and len(chunks) == len(results) and self.guard.clean(chunks)):
+            return [self._checked(ticket, result, batch) for ticket, result in zip(batch.grants, results, strict=True)]
+        for chunk in chunks:
+            chunk.guard = _CLEAN
+        if self.guard.on_bad_action == "hold":
+            for chunk, ticket in zip(chunks, batch.grants, strict=True):
+                self.guard.keep(chunk.actions, _episode(ticket))
+        return results
 
     def _checked(self, ticket: Ticket, result: Any, batch: Batch) -> Any:
         if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):

@@ -16,12 +16,15 @@ ALPHA: Final = 1e-3
 ALTERNATIVES: Final = (3 * RATE, 0.05, 0.1, 0.2, 0.5, 0.9)
 CHANCE: Final = 1e-9  # of taking a run of bad requests for a crash of the slot
 LEAST: Final = 3  # crashes since the ratios were last at the floor, needed for an alarm
+_GAIN: Final = [log(p / RATE) for p in ALTERNATIVES]
+_PRICE: Final = [log((1.0 - p) / (1.0 - RATE)) for p in ALTERNATIVES]
+_FLOOR: Final = log(ALPHA)
 
 
 class CrashEvidence:
-    """Evidence that calls crash more often than `rate`: a bet that wins at a crash and loses at a clean call.
+    """Evidence that calls crash more often than `RATE`: a bet that wins at a crash and loses at a clean call.
 
-    It is the mean of one likelihood ratio for each rate in `alternatives`. If calls crash at `rate` or less, in any
+    It is the mean of one likelihood ratio for each rate in `ALTERNATIVES`. If calls crash at `RATE` or less, in any
     pattern, each ratio is a supermartingale, so from a fresh start it ever reaches 1/alpha with probability alpha.
 
     Without a floor its logarithm goes to minus infinity on a clean slot, and a fault that begins after 100,000 calls
@@ -31,29 +34,17 @@ class CrashEvidence:
     every pattern; within n calls an alarm is false with probability at most alpha·(1 + alpha·n). A floor at 1 (CUSUM)
     would notice a 20 % rate 16 calls sooner, but guarantees 999 calls only, and at exactly 1 % drains a slot every
     14,000 calls. A fresh start begins at 1, above the floor: a new version is watched more closely.
+
+    crashes: that still weigh: since every ratio was last at the floor.
     """
 
-    def __init__(
-        self,
-        rate: float = RATE,
-        alpha: float = ALPHA,
-        alternatives: Sequence[float] = ALTERNATIVES,
-        least: int = LEAST,
-    ) -> None:
-        self._least = least
-        self._gain = [log(p / rate) for p in alternatives]
-        self._price = [log((1.0 - p) / (1.0 - rate)) for p in alternatives]
-        self._floor, self._limit = log(alpha), -log(alpha)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: a fresh start."""
-        self._log = [0.0] * len(self._gain)
+    def __init__(self) -> None:
+        self._log = [0.0] * len(ALTERNATIVES)
         self._at_floor = False
-        self.crashes = 0  # that still weigh: since every ratio was last at the floor
+        self.crashes = 0
 
     def crashed(self) -> None:
-        self._log = [m + gain for m, gain in zip(self._log, self._gain, strict=True)]
+        self._log = [m + gain for m, gain in zip(self._log, _GAIN, strict=True)]
         self._at_floor = False
         self.crashes += 1
 
@@ -61,9 +52,8 @@ class CrashEvidence:
         """Add calls without a crash."""
         if self._at_floor:
             return
-        floor = self._floor
-        self._log = [max(m + calls * price, floor) for m, price in zip(self._log, self._price, strict=True)]
-        if max(self._log) <= floor:
+        self._log = [max(m + calls * price, _FLOOR) for m, price in zip(self._log, _PRICE, strict=True)]
+        if max(self._log) <= _FLOOR:
             self._at_floor, self.crashes = True, 0
 
     @property
@@ -74,8 +64,8 @@ class CrashEvidence:
 
     @property
     def alarmed(self) -> bool:
-        """Whether the evidence is sufficient now: 1/alpha is reached, with at least `least` crashes."""
-        return self.crashes >= self._least and self.log_e >= self._limit
+        """Whether the evidence is sufficient now: 1/alpha is reached, with at least `LEAST` crashes."""
+        return self.crashes >= LEAST and self.log_e >= -_FLOOR
 
 
 class Poison:
@@ -90,35 +80,36 @@ class Poison:
         self._client: Hashable = None  # whose failed last
 
     def failed(self, client: Hashable) -> None:
-        """A request of the client failed in the model."""
         self._failed += 1
         self._client = client
 
     def answered(self, client: Hashable) -> None:
-        """A request of the client was answered."""
         if self._failed and client != self._client:
             self.share = 1.0 - (1.0 - self.share) * (1.0 - 1.0 / 64.0) ** self._failed
             self._failed = 0
         self.share -= self.share / 64.0
 
 
-class _SlotState:
-    """State of one slot. Closed: in use. Open: drained; `probe` is the routing key that is served as a test."""
+class _Circuit:
+    """State of one slot, fresh and closed.
 
-    __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "why")
+    count: crashes in a row. opened: since when it is drained, None while it is in use. by_rate: the evidence opened it.
+    probe: the routing key that is served as a test.
+    """
 
-    def __init__(self) -> None:
-        self.evidence = CrashEvidence()
-        self.close(0.0)
-
-    def close(self, cooldown: float) -> None:
+    def __init__(self, cooldown: float) -> None:
         self.count = 0
-        self.evidence.reset()
+        self.evidence = CrashEvidence()
         self.opened: float | None = None
         self.by_rate = False
         self.cooldown, self.retry_at = cooldown, 0.0
         self.probe: str | None = None
         self.why = ""
+
+    @property
+    def verdict(self) -> str:
+        """ok, drained, or probing while a probe is out."""
+        return "ok" if self.opened is None else "drained" if self.probe is None else "probing"
 
 
 class Breaker:
@@ -139,10 +130,8 @@ class Breaker:
         self, slots: Sequence[str], max_consecutive: int = 5, cooldown: float = 30.0, longest: float = 480.0
     ) -> None:
         self.max_consecutive, self.cooldown, self.longest = max_consecutive, cooldown, longest
-        self._slots = {name: _SlotState() for name in slots}
+        self._slots = {name: _Circuit(cooldown) for name in slots}
         self._other = dict(zip(slots, reversed(slots), strict=True))
-        for slot in self._slots.values():
-            slot.close(cooldown)
 
     def crashed(self, slot: str, now: float, poison: float = 0.0) -> bool:
         """One call of the slot of which no item succeeded. True when the slot opened by it.
@@ -155,9 +144,7 @@ class Breaker:
         if state.opened is None:
             if poison < RATE:
                 state.evidence.crashed()
-            other = self._slots[self._other[slot]]
-            replaced = other is not state and other.opened is None
-            return self._judge(state, now, ceil(log(CHANCE) / log(poison)) if poison > 0.0 else 0, replaced)
+            return self._opens(slot, now, ceil(log(CHANCE) / log(poison)) if poison > 0.0 else 0)
         if state.probe is not None:
             state.probe = None
             state.cooldown = min(2.0 * state.cooldown, self.longest)
@@ -176,14 +163,14 @@ class Breaker:
             return False
         if state.by_rate and state.probe is None:
             return False
-        state.close(self.cooldown)
+        self.reset(slot)
         return True
 
     def place(self, slot: str, key: str, now: float) -> str | None:
-        """The slot that serves a request with this routing key: `slot`, the other one, or None.
+        """The slot that serves a request with this routing key: `slot`, the other one, or None (degraded).
 
-        None: no slot does (degraded). The probe's key keeps its slot until the probe is decided or replaced. With both
-        open each is probed by its own keys.
+        The probe's key keeps its slot until the probe is decided or replaced. With both open each is probed by its own
+        keys.
         """
         state = self._slots[slot]
         if state.opened is None:
@@ -197,16 +184,20 @@ class Breaker:
         return other if self._slots[other].opened is None else None
 
     def reset(self, slot: str) -> None:
-        """Close the slot, for an operator."""
-        self._slots[slot].close(self.cooldown)
+        """Close the slot and forget its crashes."""
+        self._slots[slot] = _Circuit(self.cooldown)
 
     def count(self, slot: str) -> int:
         """Crashes of the slot in a row."""
         return self._slots[slot].count
 
+    def why(self, slot: str) -> str:
+        """Why the slot is open; "" while it is closed."""
+        return self._slots[slot].why
+
     @property
     def verdict(self) -> str:
-        """ok, drain-a, drain-b (`drain-` and the open slot's name), or degraded: no slot is left to ask."""
+        """ok, drain-a, drain-b (`drain-` and the open slot's name), or degraded: no slot is left."""
         drained = [name for name, state in self._slots.items() if state.opened is not None]
         if not drained:
             return "ok"
@@ -215,10 +206,7 @@ class Breaker:
     @property
     def verdicts(self) -> dict[str, str]:
         """Each slot: ok, drained, or probing while a probe of it is out."""
-        return {
-            name: "ok" if state.opened is None else "drained" if state.probe is None else "probing"
-            for name, state in self._slots.items()
-        }
+        return {name: state.verdict for name, state in self._slots.items()}
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """JSON-safe state of each slot, in seconds as of `now`.
@@ -226,13 +214,12 @@ class Breaker:
         consecutive, log_e; and of an open one why, how long it has been (`open_s`), when the next probe may go
         (`retry_in_s`) and the present cool-down.
         """
-        verdicts = self.verdicts
         return {
             "verdict": self.verdict,
             "max_consecutive": self.max_consecutive,
             "slots": {
                 name: {
-                    "verdict": verdicts[name],
+                    "verdict": state.verdict,
                     "consecutive": state.count,
                     "log_e": round(state.evidence.log_e, 3),
                     "why": state.why or None,
@@ -244,10 +231,12 @@ class Breaker:
             },
         }
 
-    def _judge(self, state: _SlotState, now: float, least: int, replaced: bool) -> bool:
+    def _opens(self, slot: str, now: float, least: int) -> bool:
+        """Open the slot if its crashes suffice. least: crashes in a row that are needed, whatever the setting."""
+        state, other = self._slots[slot], self._slots[self._other[slot]]
+        evidence, replaced = state.evidence, other is not state and other.opened is None
         if self.max_consecutive == 0:
             return False
-        evidence = state.evidence
         if state.count >= max(self.max_consecutive, least):
             state.why = f"{state.count} calls crashed in a row"
         elif replaced and evidence.crashes > state.count and evidence.alarmed:

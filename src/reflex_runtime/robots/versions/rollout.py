@@ -1,8 +1,7 @@
 """Which version answers which episode, and how each does: router, breaker, comparison and ramp together.
 
-There is no HTTP and no clock here: the server passes `now`, asks for the slot of a request, and reports its result. An
-automatic change (a drain, a stage of the ramp, a rollback) is a `Change`, logged with its numbers and kept for the
-diagnostics.
+There is no HTTP and no clock here: the server passes `now`. An automatic change (a drain, a stage of the ramp, a
+rollback) is a `Change`, logged with its numbers and kept for the diagnostics.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any, Final
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
-from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal import episode_key
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.versions.breaker import Breaker, Poison
@@ -33,10 +31,10 @@ CHANGES: Final = 200  # changes kept for the diagnostics
 
 @dataclass(slots=True)
 class SlotRecord:
-    """What is known of the policy in a slot. A new policy begins a new one.
+    """Results of the policy in a slot. A new policy begins a new one.
 
-    number: counts the slot's policies. successes, episodes: of outcomes. watch: the guard's look at a policy that was
-    exchanged, until `until` at least; drained: it was meanwhile.
+    number: counts the slot's policies. successes, episodes: of outcomes. watch: the guard of a policy that was
+    exchanged, until `until` at least; drained: the breaker opened meanwhile.
     """
 
     number: int = 1
@@ -53,8 +51,7 @@ class Rollout:
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
     is ready. guard: for exchanged policies. on_change: called with every change, on the event loop. on_moved: called
-    with the moved episodes. prefix: before the name of each slot in the names of groups; events of other groups are
-    none of its concern.
+    with the moved episodes. prefix: before the name of each slot in the names of groups; other groups do not count.
     """
 
     events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
@@ -107,11 +104,8 @@ class Rollout:
     ) -> Routing:
         """The slot of the request; raises `Degraded` if all are drained."""
         episode = episode_key(robot_id, episode_id)
-        if self.router is None:
-            routing = self._only
-            if self.breaker.place(routing.slot, episode or request_id, now) is None:
-                raise self._degraded()
-        else:
+        routing = self._only
+        if self.router is not None:
             routing = self.router.route(episode_id, request_id, now, robot_id, connection)
             if routing.degraded and not self._warned:
                 self._warned = True
@@ -121,11 +115,15 @@ class Rollout:
                     "stable episode_id or robot_id with every request",
                     request_id,
                 )
-            found = self.breaker.place(routing.slot, routing.entry or routing.key, now)
-            if found is None:
-                if routing.changed:
-                    self.router.untold(routing)
-                raise self._degraded()
+        found = self.breaker.place(routing.slot, routing.entry or routing.key or episode or request_id, now)
+        if found is None:
+            self.untold(routing)
+            raise Degraded(
+                "every policy crashes; a probe is let in from time to time",
+                retry_after=60.0,
+                consecutive_crashes=max(self.breaker.count(slot) for slot in self.slots),
+            )
+        if self.router is not None:
             if found != routing.slot:
                 routing = self.router.move(routing, found)
                 if routing.changed and episode:
@@ -136,13 +134,6 @@ class Rollout:
             self._episodes.use(episode, set).add((routing.slot, self.records[routing.slot].number))
         return routing
 
-    def _degraded(self) -> Degraded:
-        return Degraded(
-            "every policy crashes; a probe is let in from time to time",
-            retry_after=60.0,
-            consecutive_crashes=max(self.breaker.count(slot) for slot in self.slots),
-        )
-
     def untold(self, routing: Routing) -> None:
         """The request failed: the next answer of its episode says that it moved."""
         if self.router is not None and routing.changed:
@@ -150,24 +141,22 @@ class Rollout:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def crashed(self, slot: str, now: float, poison: float = 0.0) -> None:
-        """A batch of the slot crashed. poison: the share of requests that failed while others were answered."""
-        if slot in self.slots and self.breaker.crashed(slot, now, poison):
-            told = self._why(slot, now)
-            why = f"{slot} crashes: {self.breaker.verdict}, {told['breaker']['slots'][slot]['why']}"
-            self.changed(now, "drain", why, told)
+    def crashed(self, slot: str, now: float) -> None:
+        """A batch of the slot crashed."""
+        if self.breaker.crashed(slot, now, self.records[slot].poison.share):
+            self._switched("drain", slot, now, f"{slot} crashes: {self.breaker.verdict}, {self.breaker.why(slot)}")
             self.records[slot].drained = True
             if slot == "b" and self.ramp is not None and self.ramp.state == "running":
                 self.rollback(now, "b was drained during its ramp")
 
     def computed(self, slot: str, now: float) -> None:
         """A batch of the slot gave an answer. Called once per batch: the evidence counts calls, not requests."""
-        if slot in self.slots and self.breaker.answered(slot):
-            self.changed(now, "return", f"{slot} answers again: {self.breaker.verdict}", self._why(slot, now))
+        if self.breaker.answered(slot):
+            self._switched("return", slot, now, f"{slot} answers again: {self.breaker.verdict}")
 
     def answered(self, slot: str, outcome: str, latency: float) -> None:
-        """Count an answer: only `ok` and `failed` say something about the policy."""
-        if outcome not in ("ok", "failed") or slot not in self.records:
+        """Count an answer: only `ok` and `failed` tell of the policy."""
+        if outcome not in ("ok", "failed"):
             return
         if self.ramp is not None and slot == "b":
             self.ramp.observe(outcome == "ok", latency)
@@ -187,9 +176,8 @@ class Rollout:
         by = self._episodes.get(episode)
         if by is None:
             raise NotFound(f"no request with episode_id {episode_id[:100]!r} was answered here lately")
-        mixed = len({slot for slot, _ in by}) > 1
         slot, policy = next(iter(by))
-        record = self.records[slot]
+        record, mixed = self.records[slot], len({slot for slot, _ in by}) > 1
         counted = len(by) == 1 and policy == record.number
         told: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
         if robot := episode.rpartition("\n")[0]:
@@ -213,9 +201,16 @@ class Rollout:
         request that failed while others were answered counts as a bad request; each crash is told with their share.
         """
         if isinstance(event, RequestSettled):
-            slot = self._slot_of.get(event.ticket.request.group)
-            if slot is not None:
-                self._settled(slot, event.ticket, event.at)
+            slot, outcome = self._slot_of.get(event.ticket.request.group), event.ticket.outcome
+            if slot is None:
+                return
+            if isinstance(outcome, Done):
+                self.records[slot].poison.answered(event.ticket.request.client)
+                if slot == self._clean:
+                    self.computed(slot, event.at)
+                    self._clean = ""
+            elif isinstance(outcome.error, ProcessorError):
+                self.records[slot].poison.failed(event.ticket.request.client)
         elif isinstance(event, RequestAnswered):
             slot = self._slot_of.get(event.slot)
             if slot is not None and (event.ticket is not None or event.outcome == "ok"):
@@ -237,17 +232,7 @@ class Rollout:
         slot = self._slot_of.get(event.batch.group)
         self._clean = "" if event.crashed or slot is None else slot
         if event.crashed and slot is not None:
-            self.crashed(slot, event.at, self.records[slot].poison.share)
-
-    def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
-        outcome = ticket.outcome
-        if isinstance(outcome, Done):
-            self.records[slot].poison.answered(ticket.request.client)
-            if slot == self._clean:
-                self.computed(slot, now)
-                self._clean = ""
-        elif isinstance(outcome.error, ProcessorError):
-            self.records[slot].poison.failed(ticket.request.client)
+            self.crashed(slot, event.at)
 
     # -- the operator --------------------------------------------------------------------------------------------------
 
@@ -274,7 +259,7 @@ class Rollout:
             raise NotFound(f"no slot {slot[:20]!r}; the slots are {', '.join(self.slots)}")
         self.breaker.reset(slot)
         self.records[slot].poison = Poison()
-        self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
+        self._switched("return", slot, now, f"{slot} was reset by an operator: {self.breaker.verdict}")
 
     def may_exchange(self) -> None:
         """Raises Conflict while a ramp runs, because its results so far belong to the old policy."""
@@ -282,9 +267,9 @@ class Rollout:
             raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
 
     def exchanged(self, slot: str, now: float, watch_until: float | None = None) -> None:
-        """The slot has a new policy, of which nothing is known. watch_until: its guard looks until then, and until it
-        can decide."""
-        if slot not in self.slots:
+        """The slot has a new policy without results. watch_until: its guard looks until then, and until it can
+        decide."""
+        if slot not in self.slots:  # the shadow
             return
         self.breaker.reset(slot)
         record = self.records[slot] = SlotRecord(self.records[slot].number + 1)
@@ -319,7 +304,7 @@ class Rollout:
                 ended[slot] = why is not None
         return ended
 
-    # -- small things --------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """The whole state, JSON-safe. Takes a millisecond with many episodes."""
@@ -347,8 +332,10 @@ class Rollout:
             raise Conflict("this server has one policy; a split needs --policy-a and --policy-b")
         return self.router
 
-    def _why(self, slot: str, now: float) -> dict[str, Any]:
-        return {"slot": slot, "verdict": self.breaker.verdict, "breaker": self.breaker.snapshot(now)}
+    def _switched(self, kind: str, slot: str, now: float, why: str) -> None:
+        """The breaker opened or closed a slot."""
+        breaker = self.breaker
+        self.changed(now, kind, why, {"slot": slot, "verdict": breaker.verdict, "breaker": breaker.snapshot(now)})
 
     def changed(self, now: float, kind: str, why: str, numbers: dict[str, Any]) -> None:
         """Log a change, keep it, and call `on_change`."""

@@ -33,11 +33,11 @@ def bucket(key: str) -> int:
 class Routing:
     """Where one request goes.
 
-    slot: a or b; of a server with one slot its name, and nothing else. key: the hashed text. degraded: nothing says
-    that the next request has the same key: it names no episode and no robot, and is the first of its connection, or has
-    none. cached: the slot came from the table of running episodes. changed: the other slot served the episode until
-    now; the answer to this request must say so, whatever its status. entry: of the table, "" for none; robots that give
-    one name to an episode have one each. verdict: of the breaker at that time.
+    slot: a or b; of a server with one slot its name, and nothing else. key: the hashed text. degraded: the next request
+    may have another key: this one names no episode and no robot, and is the first of its connection, or has none.
+    cached: the slot came from the table of running episodes. changed: the other slot served the episode until now; the
+    answer to this request must say so, whatever its status. entry: of the table, "" for none; robots that give one name
+    to an episode have one each. verdict: of the breaker at that time.
     """
 
     slot: str
@@ -95,17 +95,16 @@ class Router:
             key = ":".join(map(str, connection)) if isinstance(connection, tuple) else str(connection)
             entry = f"\n{key}"
         else:
-            return Routing(self._slot_of(request_id), request_id, degraded=True, cached=False)
+            return Routing(self._slot_of(request_id), request_id, degraded=True)
         table = self._table_of(entry)
         episode = table.get(entry)
         if episode is None:
-            slot = self._slot_of(key)
-            table[entry] = _Episode(slot, now)
-            return Routing(slot, key, degraded=table is self._connections, cached=False, entry=entry)
+            episode = table[entry] = _Episode(self._slot_of(key), now)
+            return Routing(episode.slot, key, degraded=table is self._connections, entry=entry)
         episode.used = now
         table.move_to_end(entry)
         moved, episode.moved = episode.moved, False
-        return Routing(episode.slot, key, degraded=False, cached=True, changed=moved, entry=entry)
+        return Routing(episode.slot, key, cached=True, changed=moved, entry=entry)
 
     def move(self, routing: Routing, slot: str) -> Routing:
         """Move a request to another slot, and its episode with it.

@@ -103,7 +103,7 @@ class Slot:
         self._made += 1
         faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
         on_bad_action: OnBadAction = "hold" if config.on_bad_action == "hold" else "error"
-        guard = ActionGuard(policy.spec.embodiment, self.name, on_bad_action)
+        guard = ActionGuard(policy.spec.embodiment, on_bad_action)
         return Version(policy, GuardedProcessor(faulty, guard), self._made)
 
     def inject(self, faults: Sequence[Fault]) -> None:
