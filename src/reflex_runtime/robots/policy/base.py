@@ -42,12 +42,11 @@ T = TypeVar("T")
 
 
 class PolicyModel:
-    """What both kinds have in common. `prepare` runs on worker threads, everything else on the device thread.
+    """Common to both kinds. `prepare` runs on worker threads, everything else on the device thread.
 
-    spec: what it expects and gives. provider: the device it runs on. batched: a call with n rows is one call, not n.
-    captured_sizes: batch sizes it pads to (CUDA graphs). half: it computes in 16 bits.
-    warming: the policy warms up; what is made once for a shape is made now, as nobody waits.
-    any_thread: its calls may be made on any thread, one at a time.
+    provider: the device it runs on. batched: a call with n rows is one call, not n. captured_sizes: batch sizes it pads
+    to (CUDA graphs). half: it computes in 16 bits. warming: the policy warms up; what is made once for a shape is made
+    now. any_thread: its calls may be made on any thread, one at a time.
     notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it. A
         model with captured sizes adds `captured`: whether the call ran at one.
     """
@@ -64,19 +63,14 @@ class PolicyModel:
         self.notes: dict[str, Any] = {}
 
     def prepare(self, observation: Observation) -> Any:
-        """What the model wants to know of a request besides the observation, kept as `observation.ready`.
-
-        Slow work of one request belongs here: it runs on worker threads, several at a time, beside the device.
-        InvalidRequest names the field of a request that the model cannot read.
-        """
+        """The model's own part of an observation, kept as `observation.ready`: slow work of one request, on worker
+        threads beside the device. InvalidRequest names the field of a request that the model cannot read."""
         return None
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
-        """Actions in the robot's units, [n, chunk_size, action_dim], of what the model computed, [n, chunk_size, any].
-
-        By default x without the columns beyond action_dim, denormalised, then through the action transforms. Values may
-        be infinite or NaN: the guard looks for them.
-        """
+        """Actions in the robot's units, [n, chunk_size, action_dim], of the model's x, [n, chunk_size, any]: by default
+        its first action_dim columns, denormalised, then through the action transforms. Not finite ones are the guard's
+        business."""
         spec = self.spec
         actions = x[..., : spec.action_dim] if x.shape[-1] > spec.action_dim else x
         actions = actions.astype(np.float32, copy=False)
@@ -89,8 +83,7 @@ class PolicyModel:
             return transformed(actions, spec.action_transforms, np.stack(states)[:, None] if states else None)
 
     def shift(self, moved: Floats) -> Floats | None:
-        """What to add to actions in the model's units, so that they stay where they are although the state that they
-        are changes of moved by `moved` (robot's units): float32 [action_dim]; None where they are no changes of it."""
+        """See `shift_of`: float32 [action_dim], None where actions are no changes of the state."""
         spec = self.spec
         return shift_of(spec.action_norm, spec.action_transforms, moved, spec.action_dim)
 
@@ -98,7 +91,7 @@ class PolicyModel:
         """Called on a new device thread before its first call."""
 
     def describe(self) -> dict[str, Any]:
-        """What /config says of how it runs besides the attributes, JSON-safe."""
+        """For /config, besides the attributes; JSON-safe."""
         return {}
 
 
@@ -136,7 +129,7 @@ class WholeModel(PolicyModel):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PolicySource(PolicySpec):
-    """What a policy says of itself before its model is loaded, and how to load it."""
+    """A policy's description before its model is loaded, and how to load it."""
 
     def check(self) -> None:
         """ConfigError for what can be found wrong with the files before the model is loaded."""
@@ -185,11 +178,10 @@ class Terms(TypedDict, total=False):
 class Policy(BaseProcessor):
     """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
 
-    model: what computes. slot: the scheduler group of its requests; its caches are never shared between slots.
+    slot: the scheduler group of its requests; its caches are never shared between slots.
     rows: of every call of the model, which are filled up with copies of the last one: libraries choose kernels, and so
     the last bits of a result, by the size of a call. 0: a call has as many as there are.
-    stages: the stages of a request, for the cost model. staged: whether it is for staged models.
-    padded_stages: those whose batches are padded to `captured_sizes`.
+    stages: of a request. padded_stages: those whose batches are padded to `captured_sizes`.
     """
 
     stages: ClassVar[tuple[str, ...]]
@@ -232,14 +224,12 @@ class Policy(BaseProcessor):
         """Check and convert the fields of a request. Slow (decoding, resizing): call it on worker threads.
 
         images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
-        Other images are ignored, undecoded: two versions behind one router may use different cameras.
-        At full size one image is held at a time.
+        Others stay undecoded: two versions behind one router may use different cameras. One at a time is at full size.
         state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
-        executed: actions of the episode's last chunk that have been executed; delay: those that will be until the
-        answer arrives. They matter to real-time chunking only. received: when the server had all of the request,
-        seconds on its monotonic clock, now if None; matters to these, and to a policy that sees several observations.
+        executed, delay: as in `ChunkTails.anchor`. received: when the server had all of the request, seconds on its
+        monotonic clock, now if None.
 
-        Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
+        InvalidRequest names a field that this policy needs and that is missing or wrong.
         """
         spec, fields = self.spec, self.fields
         sent = fields.found(images or {}) if spec.images else {}
@@ -262,10 +252,6 @@ class Policy(BaseProcessor):
             observation.instruction = instruction
             observation.doubts = fields.doubts(instruction)
         observation.ready = self.model.prepare(observation)
-        return self._prepared(observation)
-
-    def _prepared(self, observation: Observation) -> Observation:
-        """Hook for subclasses to amend the observation."""
         return observation
 
     # -- event loop ----------------------------------------------------------------------------------------------------
@@ -321,13 +307,11 @@ class Policy(BaseProcessor):
         repeats: int = 3,
         clock: Callable[[], float] = time.perf_counter,
     ) -> WarmUp:
-        """Run real batches of each size through `run_batch`: first one that is not counted, then `repeats` measured.
+        """Run real batches of each size, captured sizes too: first one that is not counted, then `repeats` measured.
 
-        Captured sizes are always included: each is captured in the batch that is not counted.
         A cost model needs two sizes and three repeats to know every stage. Of a size it learns the fastest repeat, as
         often as there were repeats, so one-off work (compiling, allocating) does not count.
-        The observations are random and have no episode, so nothing is cached. Call it on the device thread, before the
-        first batch. A batch that fails raises its error: a policy that fails on noise must not be served.
+        Call it on the device thread, before the first batch. A batch that fails raises its error.
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
@@ -477,7 +461,7 @@ def _shape(spec: PolicySpec) -> str:
 
 
 class MonolithicPolicy(Policy):
-    """Runs a whole model, one call per batch. It caches nothing, so every answer has `cache: off`."""
+    """Runs a whole model, one call per batch."""
 
     stages = ("",)
     staged = False

@@ -80,7 +80,8 @@ class DecomposedPolicy(Policy):
 
     # -- on the way in -------------------------------------------------------------------------------------------------
 
-    def _prepared(self, observation: Observation) -> Observation:
+    def prepare(self, **fields: Any) -> Observation:
+        observation = super().prepare(**fields)
         if self.cache is None or not observation.episode_id:
             return observation
         text = np.frombuffer(observation.instruction.encode("utf-8", "surrogatepass"), np.uint8)

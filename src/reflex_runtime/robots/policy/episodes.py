@@ -59,10 +59,9 @@ MOMENT_OVERHEAD: Final = 1024  # bytes counted per observation beside its arrays
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Glimpse:
-    """What one request saw: one observation, without a history axis. Arrays are read only.
+    """The observation of one request, without a history axis. Arrays are read only.
 
     received: orders the observations of an episode; seconds on a clock that all of them share.
-    present: whether the image was sent, by name.
     """
 
     request_id: str
@@ -169,8 +168,8 @@ Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
 class Rtc:
     """How chunks are joined.
 
-    horizon: actions of the new chunk that the old one may reach, >= 1. schedule: how its weight falls between the
-    frozen ones and the horizon: ZEROS at once, ONES not at all, LINEAR, EXP (faster at first).
+    horizon: actions of the new chunk that the old one may reach, >= 1. schedule: how its weight falls from the frozen
+    ones to the horizon: ZEROS at once, ONES not at all, LINEAR, EXP (faster at first).
     """
 
     schedule: Schedule = "LINEAR"
@@ -266,32 +265,31 @@ class ChunkTails:
     ) -> Anchor | None:
         """The anchor for the episode's next chunk; None if it has no last chunk, or all of it was executed.
 
-        executed: actions of the last chunk that were executed before this observation. If absent, they are those of the
-        time from the last answer until this observation was received (now, if None): as if the robot began a chunk when
-        it was answered and never stood still. delay: actions that are executed until the new chunk arrives. If absent,
-        they are those of the time that the last chunk took. Both need a control rate.
+        executed: actions of the last chunk that were executed before this observation; by default those of the time
+        from the last answer until it was received (now, if None), as if the robot never stood still. delay: actions
+        that are executed until the new chunk arrives; by default those of the time that the last chunk took. Both
+        defaults need a control rate.
         """
         with self._lock:
             tail = self._tails.get(episode)
         if tail is None:
             return None
-        done = executed
-        if done is None:
-            if self.control_hz is None:
+        rate, size = self.control_hz, len(tail.actions)
+        if executed is None:
+            if rate is None:
                 return None
             at = self._clock() if received is None else received
-            done = max(0, int((at - tail.answered) * self.control_hz))
-        size = len(tail.actions)
-        overlap = size - done
+            executed = max(0, int((at - tail.answered) * rate))
+        overlap = size - executed
         if overlap <= 0:
             return None
         if delay is None:
-            delay = max(0, ceil(tail.latency * self.control_hz)) if self.control_hz else 0
+            delay = max(0, ceil(tail.latency * rate)) if rate else 0
         target = np.zeros_like(tail.actions)
-        target[:overlap] = tail.actions[done:]
+        target[:overlap] = tail.actions[executed:]
         weights = self.rtc.weights(delay, overlap, size)
         report = {
-            "executed": done,
+            "executed": executed,
             "overlap": overlap,
             "frozen": int((weights == 1.0).sum()) if self.rtc.schedule != "ONES" else min(delay, overlap),
             "delay": delay,
@@ -313,10 +311,8 @@ ENTRY_OVERHEAD: Final = 1024  # bytes counted per entry beside its prefix, so th
 
 
 class PrefixKey(NamedTuple):
-    """The key of a prefix. Slot and episode keep versions and robots apart.
-
-    instruction, content: digests of the text and of all other inputs of the prefix.
-    """
+    """Slot and episode keep versions and robots apart. instruction, content: digests of the text and of all other
+    inputs of the prefix."""
 
     slot: str
     episode: str
@@ -325,10 +321,7 @@ class PrefixKey(NamedTuple):
 
 
 class Prefix(Protocol):
-    """What a model's prefix stage made of one request: opaque, read only (requests share it), where the model keeps it.
-
-    nbytes: memory it takes there.
-    """
+    """The result of a model's prefix stage: opaque, read only (requests share it), where the model keeps it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -355,9 +348,8 @@ class _Entry:
 class PrefixCache:
     """Least recently used, bounded in bytes. Looked up on the event loop, filled on the device thread.
 
-    max_bytes: limit for prefixes, plus 1 KiB an entry; a larger entry is not kept. A request that has found an
-        entry keeps it after its eviction.
-    max_age_chunks: number of chunks for which an entry may serve *other* pictures of the same episode and instruction
+    max_bytes: of prefixes, plus 1 KiB an entry; a larger entry is not kept. A request keeps an entry that it found.
+    max_age_chunks: chunks for which an entry may serve *other* pictures of the same episode and instruction
         ("hit_stale"); 0 allows none. The policy does not see the pictures of those chunks.
     """
 
@@ -370,11 +362,7 @@ class PrefixCache:
         self.hits = self.stale_hits = self.misses = self.evictions = 0
 
     def lookup(self, key: PrefixKey) -> tuple[Literal["hit", "hit_stale", "miss"], Prefix | None]:
-        """The cache's result and the entry.
-
-        Every look-up counts, also for a request that is refused afterwards. A stale hit uses one chunk of the entry's
-        allowance.
-        """
+        """The cache's result and the entry. Every look-up counts, also of a request that is refused afterwards."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:

@@ -24,9 +24,8 @@ Size = tuple[int, int]  # height, width in pixels
 class DeviceOptions:
     """How a model is loaded onto the device.
 
-    provider: the execution provider, by ONNX Runtime's name; other kinds of models take the same device.
-    threads: of the CPU. captured_sizes: batch sizes to capture as CUDA graphs, ascending.
-    dtype: "stored" as the model is, "float32", "bfloat16" or "float16". compile: by torch.compile.
+    provider: by ONNX Runtime's name; other kinds of models take the same device. threads: of the CPU.
+    captured_sizes: batch sizes to capture as CUDA graphs, ascending. compile: by torch.compile.
     """
 
     provider: str = CPU
@@ -58,13 +57,11 @@ class Embodiment:
 
 @dataclass(frozen=True, slots=True)
 class WireMap:
-    """What the observations of one wire mean.
+    """The names of a policy's inputs in the observations of one wire; what is not named has its own name.
 
-    images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
-    order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
-    announces beside what it knows by itself. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
-    handed out before the policy is asked again; 0 is all of them. Of wires with groups: how many
-    numbers each of `state` has, and the groups of an action, in this order.
+    images: by camera. state: the names whose values make the state, in this order. prompt: of the instruction.
+    metadata: announced by the wire beside its own. dialect: of openpi. execute: of vla-eval, how many actions of a
+    chunk are used; 0 is all. Of wires with groups: how many numbers each of `state` has, and the groups of an action.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -80,8 +77,8 @@ class WireMap:
 class Wire(NamedTuple):
     """A protocol that requests come on, and its modules in `robots/wires`.
 
-    routes: has `routes(handler)`. listener: has `listener(app, handler)`, for a port of its own whose address the
-    setting `setting` is; clients: who come there, for the log. described: an export may say what its observations mean.
+    routes: has `routes(handler)`. listener: has `listener(app, handler)`, for a port of its own whose address is the
+    setting `setting`; clients: for the log. described: `wires` of an export may name its observations.
     """
 
     routes: str = ""
@@ -121,29 +118,21 @@ class PolicySpec:
     """What a policy expects, gives and is.
 
     source: as errors and /health name it: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
-        Whoever reads it sets it.
     staged: it has a prefix and denoise steps as calls of their own ("decomposed" on the wire, else "monolithic").
-    config: its configuration as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in
-        where they are empty. model_bytes: size of its weights.
+    config: as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in where empty.
 
-    images: (height, width) by image name, uint8 [height, width, 3] unless `resize` is `FLOAT_LEVELS`. resize: how
-        pictures of another size are fitted: stretched, or padded with black; "none" leaves them as they came, for a
-        model that fits them itself.
-    other_names: by image, another name that a request may give it.
+    images: (height, width) by name, uint8 [height, width, 3] unless `resize` is `FLOAT_LEVELS`. resize: how pictures of
+        another size are fitted; "none" leaves that to the model. other_names: by image, another name in requests.
     optional_images: those that a request may leave out, but one at least must come: the model gets black pictures and
         `Observation.present`.
-    observation_steps: observations of an episode that the model sees together, the newest last. Images and state have
-        an axis of that length in front if it is above 1. See `ObservationHistory`.
-    takes_state, state_dim, state_norm: the robot's state, normalised before the model sees it if there is a state_norm.
-    state_transforms: applied to the state before that. action_transforms: applied to the denormalised actions.
-    takes_text: an instruction is needed. default_prompt: that of requests that have none. tokenizer, max_tokens: how
-        it becomes tokens; None if the model does that.
-    prompt: the text that is tokenized; None for the instruction as it is.
-    takes_noise: the request's noise decides the answer. x_dim: width of the noise and of what is denoised;
-        0 is action_dim. horizon: its rows, 0 is chunk_size; only whole models have others.
-    prefix_takes_state: the state is an input of the prefix, so that a new state needs a new prefix.
-    chunk_size, action_dim, action_norm: the answer, [chunk_size, action_dim], denormalised.
-    wires: what the observations of other protocols mean, by wire.
+    observation_steps: observations of an episode that the model sees together, the newest last (`ObservationHistory`).
+        Images and state have an axis of that length in front if it is above 1.
+    state_transforms: applied to the state before `state_norm`. action_transforms: applied to the denormalised actions.
+    takes_text: an instruction is needed. default_prompt: of requests that have none. tokenizer, max_tokens: how it
+        becomes tokens; None if the model does that. prompt: the tokenized text; None for the instruction as it is.
+    takes_noise: the request's noise decides the answer. x_dim: width of what is denoised, 0 is action_dim. horizon: its
+        rows, 0 is chunk_size; only whole models have others.
+    prefix_takes_state: a new state needs a new prefix.
     """
 
     model_id: str

@@ -27,7 +27,7 @@ from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import WEIGHTS
-from reflex_runtime.robots.sources.torch_models import taken, torch_device
+from reflex_runtime.robots.sources.torch_models import is_half, taken, torch_device
 
 Batch = dict[str, Any]
 States = Sequence[tuple[str, int]]  # the features that make the state, in order, with their sizes
@@ -40,19 +40,7 @@ class Prepared(NamedTuple):
     anchor: Any
 
 
-class LoadedModule:
-    """A policy of LeRobot on its device."""
-
-    def __init__(self, device: str, policy: Any) -> None:
-        self.device, self.policy, self.config = device, policy, policy.config
-
-    @property
-    def half(self) -> bool:
-        """Whether it computes in 16 bits."""
-        return bool({p.dtype for p in self.policy.parameters()} & {torch.float16, torch.bfloat16})
-
-
-class LoadedPolicy(LoadedModule):
+class LoadedPolicy:
     """A policy of LeRobot on its device, with its processors.
 
     Processors keep what they work on between their steps, and the postprocessor reads a state that the preprocessor
@@ -68,7 +56,7 @@ class LoadedPolicy(LoadedModule):
         with loading(spec, partial(_hub_hint, path, spec)):
             policy, self.pre, self.post = _opened(path, device, name)
         check_loaded(spec.source, path / WEIGHTS, policy)
-        super().__init__(name, policy)
+        self.device, self.policy, self.config = name, policy, policy.config
         self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._copying = threading.Lock()
         self._beginning, self._tokenized = threading.Lock(), False
@@ -296,7 +284,7 @@ class LeRobotWhole(WholeModel):
     ) -> None:  # fmt: skip
         super().__init__(spec)
         self.loaded, self._seeded = LoadedPolicy(spec, path, cameras, states, device), seeded
-        self.provider, self.half = device.provider, self.loaded.half
+        self.provider, self.half = device.provider, is_half(self.loaded.policy)
         self.batched = not seeded
 
     def prepare(self, observation: Observation) -> Prepared:

@@ -22,15 +22,8 @@ from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import WEIGHTS
-from reflex_runtime.robots.sources.lerobot_policy import (
-    LoadedModule,
-    LoadedPolicy,
-    States,
-    check_loaded,
-    loading,
-    padded,
-)
-from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, taken, torch_device
+from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy, States, check_loaded, loading, padded
+from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, is_half, taken, torch_device
 
 
 class ReadyVla(NamedTuple):
@@ -73,11 +66,11 @@ class VlaPrefix:
 class StagedVla(GraphedStaged):
     """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`."""
 
-    def __init__(self, spec: PolicySpec, loaded: LoadedModule, device: DeviceOptions) -> None:
+    def __init__(self, spec: PolicySpec, policy: Any, name: str, device: DeviceOptions) -> None:
+        """name: the device of the policy."""
         super().__init__(spec)
-        self._device = loaded.device
-        self.provider, self.half = device.provider, loaded.half
-        self._policy, self._model = loaded.policy, loaded.policy.model
+        self._device, self._policy, self._model = name, policy, policy.model
+        self.provider, self.half = device.provider, is_half(policy)
         self._masks = sys.modules[type(self._model).__module__].make_att_2d_masks
         self._smolvla = spec.model_type == "smolvla"
         if device.captured_sizes:
@@ -161,7 +154,7 @@ class StagedVla(GraphedStaged):
         with torch.inference_mode():
             time = torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32)
             moving = {"x": self._put(torch.from_numpy(x)), "time": self._put(time)}
-            if self._captured is None:
+            if self._captured is None:  # the views stay: their masks are made once
                 return taken(self._moved(packed, moving, n))
             return self.run_step(packed.tensors, moving, n)
 
@@ -210,7 +203,7 @@ class LeRobotStaged(StagedVla):
         self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions
     ) -> None:
         self.loaded = LoadedPolicy(spec, path, cameras, states, device)
-        super().__init__(spec, self.loaded, device)
+        super().__init__(spec, self.loaded.policy, self.loaded.device, device)
 
     def prepare(self, observation: Observation) -> ReadyVla:
         batch, anchor = self.loaded.prepare(observation)
@@ -295,7 +288,7 @@ class OpenpiStaged(StagedVla):
         with loading(spec):
             policy = _opened(spec, path, variants, name, "float32" if device.dtype == "float32" else "bfloat16")
         check_loaded(spec.source, path / WEIGHTS, policy)
-        super().__init__(spec, LoadedModule(name, policy), device)
+        super().__init__(spec, policy, name, device)
 
     def prepare(self, observation: Observation) -> ReadyVla:
         images, masks = [], []

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy, PolicySource, StagedModel, WholeModel
@@ -27,12 +26,11 @@ from reflex_runtime.run.processor import kind_of
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
-    """Read and check what a source says of its policy; the model itself is loaded by its `open`.
+    """Read and check a policy's description; its model is loaded by `open`. ConfigError for what is wrong with it.
 
-    source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint),
-        `openpi:DIR`, or `python:module:make`.
-    device: what a factory in Python is called with.
-    ConfigError says what is wrong with it and what to do.
+    source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint), `openpi:DIR`, or
+        `python:module:make`.
+    device: of a factory in Python.
     """
     text = str(source)
     if text.startswith(PYTHON):
@@ -75,13 +73,10 @@ def load_policy(
     adaptive: bool = False,
     rows: int = 0,
 ) -> Policy:
-    """The policy of a source, of the kind it is. source: as in `read_source`.
+    """The policy of a source, as in `read_source`. ConfigError if files or model are wrong, or do not match.
 
-    device: how the model is loaded. rows: as in `Policy`. cache_bytes, max_age_chunks, rtc, adaptive: as in
-    `DecomposedPolicy`. A whole model has no prefix and denoises inside its call, so it has no cache and refuses the
-    other two.
-
-    ConfigError if the files or the model are wrong, or if they do not match.
+    rows: as in `Policy`. cache_bytes, max_age_chunks, rtc, adaptive: as in `DecomposedPolicy`; a whole model has no
+    prefix and denoises inside its call, so it has no cache and refuses the other two.
     """
     spec = source if isinstance(source, PolicySource) else read_source(source)
     if not spec.staged:
@@ -106,20 +101,15 @@ Factory = Callable[..., StagedModel | WholeModel]  # of a device, or of nothing
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PythonSource(PolicySource):
-    """What a factory made says of itself.
-
-    factory: makes it. made: the model it made, for `device`; taken by the first `open` on that device.
-    """
+    """made: the model that the factory made for `device`; taken by the first `open` on that device."""
 
     factory: Factory
     device: DeviceOptions
     made: list[StagedModel | WholeModel]
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
-        if device == self.device and self.made:
-            model = self.made.pop()
-        else:
-            model = _made(self.source, self.factory, device)
+        mine = device == self.device and self.made
+        model = self.made.pop() if mine else _made(self.source, self.factory, device)
         model.spec = self
         return model
 
@@ -128,30 +118,32 @@ class PythonSource(PolicySource):
 
 
 def read_python(source: str, device: DeviceOptions) -> PythonSource:
-    """Import the module, call its factory, and check what it made. ConfigError says what is wrong with it.
+    """Import the module, call its factory, and check what it made. ConfigError for what is wrong with it.
 
     source: `python:package.module:make`. The module is looked for in the current directory first.
     """
-    factory = _factory(source)
-    model = _made(source, factory, device)
-    spec = model.spec
-    own = {field.name: getattr(spec, field.name) for field in fields(PolicySpec)}
-    own |= {"source": source, "model_hash": spec.model_hash or _file_hash(factory)}
-    own["config_hash"] = spec.config_hash or _config_hash(spec)
-    return PythonSource(**own, factory=factory, device=device, made=[model])
-
-
-def _factory(source: str) -> Factory:
-    found = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
-    if not callable(found):
+    factory = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
+    if not callable(factory):
         name = source.rpartition(":")[2]
         raise ConfigError(f"{source}: {name!r} is no function; define `def {name}(device): …` there")
-    factory: Factory = found
-    return factory
+    model = _made(source, factory, device)
+    values = {field.name: getattr(model.spec, field.name) for field in fields(PolicySpec)}
+    if not values["config_hash"]:  # of plain values; objects (a tokenizer, a robot) have no text of their own
+        plain = {name: value for name, value in values.items() if name not in ("source", "model_hash")}
+        text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
+        values["config_hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not values["model_hash"]:  # it has no weights to hash: its file's
+        file = getattr(sys.modules.get(getattr(factory, "__module__", "")), "__file__", None)
+        values["model_hash"] = hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
+    return PythonSource(**{**values, "source": source}, factory=factory, device=device, made=[model])
 
 
 def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel | WholeModel:
-    model = made(partial(factory, device) if _takes_device(factory) else factory, source, "the factory")
+    try:
+        takes_device = bool(inspect.signature(factory).parameters)
+    except ValueError:  # some built-in functions have no signature
+        takes_device = True
+    model = made(partial(factory, device) if takes_device else factory, source, "the factory")
     if not isinstance(model, StagedModel | WholeModel):
         raise ConfigError(f"{source}: made {kind_of(model)}, expected a StagedModel or a WholeModel")
     if not isinstance(getattr(model, "spec", None), PolicySpec):
@@ -162,25 +154,3 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
         kind = "StagedModel" if isinstance(model, StagedModel) else "WholeModel"
         raise ConfigError(f"{source}: spec.staged is {model.spec.staged}, but it made a {kind}")
     return model
-
-
-def _takes_device(factory: Callable[..., Any]) -> bool:
-    """A factory takes a device, or nothing."""
-    try:
-        return bool(inspect.signature(factory).parameters)
-    except ValueError:  # some built-in functions have no signature
-        return True
-
-
-def _file_hash(factory: Any) -> str:
-    """The version of a model that has no weights to hash: its file's."""
-    module = sys.modules.get(getattr(factory, "__module__", ""))
-    file = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
-
-
-def _config_hash(spec: PolicySpec) -> str:
-    """Of what it says of itself in plain values; objects (a tokenizer, a robot) have no text of their own."""
-    plain = {f.name: getattr(spec, f.name) for f in fields(PolicySpec) if f.name not in ("source", "model_hash")}
-    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -47,7 +47,6 @@ class Room:
 
     @property
     def needed(self) -> int:
-        """All of the models together."""
         return self.policies * self.model_bytes + self.beside
 
     @property
@@ -56,14 +55,12 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """Whether they may be loaded."""
         return self.needed <= self.available
 
     def refusal(self, provider: str = CPU) -> str:
-        """What to say when they do not fit: the sizes, and the three ways out."""
+        """The sizes, and the three ways out."""
         what, where = ("VRAM", "GPU") if provider == CUDA else ("of memory", "machine")
-        mode = f"{self.policies}-policy mode requires {in_gb(self.needed)} {what}"
-        fewer = "drop to single-policy mode"
+        mode, fewer = f"{self.policies}-policy mode requires {in_gb(self.needed)} {what}", "drop to single-policy mode"
         if self.beside:
             mode = f"all policies together require {in_gb(self.needed)} {what}, {in_gb(self.beside)} beside this one,"
             fewer = "serve fewer policies"
@@ -81,22 +78,16 @@ def check_two_policies(
     policies: int = 2,
     beside: int = 0,
 ) -> None:
-    """ConfigError when two policies of the larger export's size do not fit; to be called before either is loaded.
+    """ConfigError when policies of the largest export's size do not fit; to be called before any is loaded.
 
-    exports: the two (or more) that would be loaded; a `Weight` says what it takes before anything of it is read.
     policies: how many are in memory at a time, more than two while one is exchanged. beside: bytes of the server's
-    other policies. environ: where REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total:
-    bytes of memory by provider, default `total_memory`; where that cannot tell, its ConfigError says what is missing.
+    other policies. environ: REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes
+    of memory by provider, default `total_memory`.
     """
     larger = max(exports, key=lambda export: export.model_bytes)
     if environ.get(SKIP) == "1":
-        log.warning(
-            "%s=1: it was not checked that %d policies of %s (%s) fit the memory",
-            SKIP,
-            policies,
-            in_gb(larger.model_bytes),
-            larger.source,
-        )
+        size = in_gb(larger.model_bytes)
+        log.warning("%s=1: no check that %d policies of %s (%s) fit the memory", SKIP, policies, size, larger.source)
         return
     room = Room(larger.model_bytes, (total or total_memory)(provider), policies, beside)
     if not room.fits:

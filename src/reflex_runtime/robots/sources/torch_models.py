@@ -120,7 +120,7 @@ class TorchStaged(GraphedStaged):
         device = device or DeviceOptions()
         super().__init__(_identified(spec, module))
         self._placed = _Placed(module, device, bool(spec.optional_images))
-        self.provider, self.half = device.provider, _is_half(module)
+        self.provider, self.half = device.provider, is_half(module)
         self._step = torch.compile(module.step, dynamic=True) if device.compile else module.step
         if device.captured_sizes:
             self.capture(device.captured_sizes)
@@ -162,7 +162,7 @@ class TorchWhole(WholeModel):
             )
         super().__init__(_identified(spec, module))
         self._placed = _Placed(module, device, bool(spec.optional_images))
-        self.provider, self.half = device.provider, _is_half(module)
+        self.provider, self.half = device.provider, is_half(module)
         self._call = torch.compile(module, dynamic=True) if device.compile else module
 
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
@@ -219,7 +219,8 @@ def _identified(spec: PolicySpec, module: Any) -> PolicySpec:
     return replace(spec, model_hash=found, model_bytes=spec.model_bytes or size)
 
 
-def _is_half(module: Any) -> bool:
+def is_half(module: Any) -> bool:
+    """Whether it computes in 16 bits."""
     kinds = {p.dtype for p in module.parameters()} if isinstance(module, torch.nn.Module) else set()
     return bool(kinds & {torch.float16, torch.bfloat16})
 
