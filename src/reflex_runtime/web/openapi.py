@@ -31,11 +31,6 @@ def closed(fields: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
 
 
-def maybe(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """It, or null."""
-    return {"anyOf": [dict(schema), NULL]}
-
-
 def within(low: int, high: int) -> dict[str, Any]:
     """A whole number in these bounds."""
     return {"type": "integer", "minimum": low, "maximum": high}

@@ -15,7 +15,6 @@ from reflex_runtime.settings.read import environment
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MOST: Final = 64
-_EVERYWHERE: Final = frozenset({"*", "0.0.0.0", "::"})  # hosts that mean all addresses
 _LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
 
 
@@ -40,28 +39,11 @@ def devices_of(config: ServeConfig | FunctionsConfig, places: Places) -> list[st
         if "provider" in places:
             told = places["provider"]
             raise ConfigError(f"{where} {told}: --devices says it already; leave one out", field="devices")
-    if len(devices) > 1:
-        if not config.supervise:
-            raise ConfigError("--no-supervise: several replicas need the supervisor to start them", field="supervise")
-        _check_ports(config, len(devices))
+    if len(devices) > 1 and not config.supervise:
+        raise ConfigError("--no-supervise: several replicas need the supervisor to start them", field="supervise")
+    for number in range(len(devices)):
+        _listeners_of(config, number)
     return devices
-
-
-def _check_ports(config: ServeConfig | FunctionsConfig, replicas: int) -> None:
-    """ConfigError if two listeners would have one port."""
-    taken = [(config.host, config.port, "the server")]
-    for number in range(replicas):
-        for name, address in _listeners_of(config, number).items():
-            place, _, text = address.removeprefix("tcp://").rpartition(":")
-            host, port, own = place.strip("[]"), int(text), f"{flag(name)} of replica {number}"
-            for other, number_of_other, owner in taken:
-                if port == number_of_other and (host == other or not _EVERYWHERE.isdisjoint((host, other))):
-                    raise ConfigError(
-                        f"{flag(name)}={one_line(getattr(config, name))}: with {replicas} replicas port {port} would "
-                        f"be that of {owner} and of {own}; leave {replicas} ports from each number on",
-                        field=name,
-                    )
-            taken.append((host, port, own))
 
 
 def _listeners_of(config: ServeConfig | FunctionsConfig, number: int) -> dict[str, str]:
