@@ -107,7 +107,7 @@ class Stepped:
 
     def step(self, seconds: float, coordinator: BatchCoordinator) -> None:
         self.now += seconds
-        coordinator._bell.set()
+        coordinator._bell.put(False)
         coordinator.device.input(lambda scheduler, now: None)
 
 

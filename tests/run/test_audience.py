@@ -17,9 +17,9 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.audience import TOGETHER, TURN, Audience
+from reflex_runtime.run.audience import TURN, Audience
 from reflex_runtime.run.thread_driver import Delivery
 from run.helpers import PATIENCE
 
@@ -176,34 +176,3 @@ def test_events_that_no_sink_takes_are_not_made_and_a_sink_that_comes_later_gets
     assert ask(2.0) == [RequestSettled]
     audience.add(lambda event: None)
     assert ask(3.0) == [RequestQueued, BatchScheduled, BatchFinished, RequestSettled]
-
-
-def settled(waiter: Callable[[Ticket], None]) -> Event:
-    ticket = Ticket(Request(None), 0, 0.0)
-    ticket.outcome, ticket.waiter = Done(), waiter
-    return RequestSettled(0.0, ticket)
-
-
-def test_answers_that_are_given_together_are_few_and_in_the_same_turn(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reflex_runtime.run.audience.TURN", 60.0)  # also if writing the log takes a while
-    audience, waiting, groups = Audience(), list[Ticket](), list[int]()
-
-    def answer() -> None:
-        groups.append(len(waiting))
-        waiting.clear()
-
-    def wait(ticket: Ticket) -> None:
-        if not waiting:
-            audience.then(answer)
-        waiting.append(ticket)
-
-    def breaks(ticket: Ticket) -> None:
-        audience.then(lambda: [][0])
-
-    assert not audience.tell([settled(breaks), *[settled(wait) for _ in range(2 * TOGETHER + 3)], rejected(1.0)])
-    assert groups == [TOGETHER - 1, TOGETHER, 4]
-    assert "answers could not be delivered" in caplog.text
-    assert not audience.tell([])
-    assert len(groups) == 3

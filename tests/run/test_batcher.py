@@ -55,32 +55,6 @@ async def asleep(batcher: Batcher) -> None:
 # -- submitting --------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_to_be_called_soon_submits_for_the_batch_of_that_turn_and_may_fail(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def main() -> None:
-        sizes: list[int] = []
-        processor = FunctionProcessor(lambda payloads: sizes.append(len(payloads)) or payloads)
-        async with Batcher({"default": processor}, BY_COUNT) as batcher:
-            await asleep(batcher)
-            later: list[Ticket] = []
-            first = batcher.submit(Request("a"))
-            batcher.soon(lambda: later.extend(batcher.submit(Request(i)) for i in range(3)))
-            assert not later
-            assert await first.waiter == "a"
-            assert [await ticket.waiter for ticket in later] == [0, 1, 2]
-            assert sizes == [4]
-            batcher.soon(lambda: [][0])
-            assert await batcher.run(Request("b")) == "b"
-            called = asyncio.Event()
-            batcher.soon(lambda: batcher.soon(called.set))  # of itself, with nothing else to do
-            async with asyncio.timeout(PATIENCE):
-                await called.wait()
-
-    run(main())
-    assert "IndexError" in caplog.text
-
-
 def test_requests_of_one_turn_of_the_loop_share_a_batch() -> None:
     async def main() -> None:
         gate = Gate(is_open=True)

@@ -886,32 +886,6 @@ def test_f11_idle_and_never_started_coordinators_stop_too() -> None:
         never.submit("cam", 1)
 
 
-def test_f11_stop_ends_the_timekeeper_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop rings just as the timekeeper clears its bell: it must not sleep through it."""
-    for before in (True, False):
-        coordinator = Coordinator(Detector())
-
-        class Bell(threading.Event):
-            def clear(self) -> None:
-                if before:  # noqa: B023 -- used up within the turn
-                    self.ring()
-                super().clear()
-                if not before:  # noqa: B023
-                    self.ring()
-
-            def ring(self) -> None:
-                coordinator._over = True  # noqa: B023
-                self.set()
-
-        monkeypatch.setattr(coordinator, "_bell", Bell())
-        coordinator.start()
-        keeper = next((t for t in threading.enumerate() if t.name == "reflex-detector-timekeeper"), None)
-        if keeper is not None:
-            keeper.join(PATIENCE)
-            assert not keeper.is_alive()
-        assert coordinator.stop()
-
-
 def test_f11_with_returns_what_the_body_raised() -> None:
     detector = Detector()
     with pytest.raises(ZeroDivisionError):

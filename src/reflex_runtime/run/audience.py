@@ -118,8 +118,6 @@ class Idle:
 
 log = logging.getLogger("reflex.batcher")
 
-TOGETHER: Final = 16  # answers after which `then` is called: what one turn of the loop takes is checked in between
-
 Sink = Callable[[Event], None]
 
 
@@ -139,7 +137,6 @@ class Audience:
         self.unheard: set[type[Any]] = set()
         self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._untold: deque[Event] = deque()
-        self._then: list[Callable[[], None]] = []
         self._prefix = f"{name}: " if name else ""
         self._clock = clock
         self._changed()
@@ -187,28 +184,9 @@ class Audience:
                 self.publish(event)
             elif isinstance(event, RequestSettled):
                 resolve(event.ticket)
-            if kind is RequestSettled:
-                answers += 1
-                if answers % TOGETHER == 0:
-                    self._finish()
+            answers += kind is RequestSettled
             if not untold or answers == SLICE or clock() >= end:
                 break
-        self._finish()
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Call it once, soon after the event that is told now: at most `TOGETHER` answers later.
-
-        For a `waiter` that answers its callers together.
-        """
-        self._then.append(action)
-
-    def _finish(self) -> None:
-        then, self._then = self._then, []
-        for action in then:
-            try:
-                action()
-            except Exception:
-                log.exception("%sanswers could not be delivered", self._prefix)
 
     def publish(self, event: Event) -> None:
         """Call the sinks with one event now, before those that wait in `tell`. For servers; not from a sink."""

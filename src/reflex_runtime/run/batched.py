@@ -32,7 +32,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from math import inf
-from queue import SimpleQueue
 from random import random
 from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, overload
 
@@ -86,9 +85,6 @@ class Handle:
         handle = object.__new__(type(self))
         handle.__dict__.update(self.__dict__, _owner=owner)
         return handle
-
-    def expect_deletion(self) -> None:
-        """Get ready for `owner_deleted`."""
 
     def owner_deleted(self) -> None:
         """The owner was deleted, so there are no callers. Called by the garbage collector: takes no lock."""
@@ -343,11 +339,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
         return self._driver.stop_threads(timeout)
 
-    def expect_deletion(self) -> None:
-        _ownerless.begin()
-
     def owner_deleted(self) -> None:
-        _ownerless.drivers.put(self._driver)
+        self._driver.release()
 
 
 class _Driver(ThreadDriver):
@@ -426,34 +419,6 @@ class _Inbox:
             resolve(self._come.popleft())
 
 
-class _Ownerless:
-    """Stops the threads of objects that were deleted.
-
-    Stopping a device takes its lock, which the thread that collects garbage may hold. So the collector only appends
-    the drivers here, without a lock, and another thread stops them.
-    """
-
-    def __init__(self) -> None:
-        self.drivers: SimpleQueue[_Driver] = SimpleQueue()
-        self._begun = threading.Lock()  # held from when the thread is there
-        tell_of_forks(self)
-
-    def forked(self) -> None:
-        self.__init__()  # type: ignore[misc]
-
-    def begin(self) -> None:
-        """Have the thread that stops them."""
-        if self._begun.acquire(blocking=False):
-            threading.Thread(target=self._stop, name="reflex-ownerless", daemon=True).start()
-
-    def _stop(self) -> None:
-        while True:
-            self.drivers.get().stop_threads(0.0)
-
-
-_ownerless = _Ownerless()
-
-
 def _loop_runs() -> bool:
     """Whether this thread is inside a running event loop."""
     try:
@@ -518,7 +483,6 @@ class BatchedMethod(Generic[Bound]):
         with self._binding:
             if (found := self._bound.get(id(owner))) is None:
                 found = self._bound[id(owner)] = self._make(_of_owner(self._function, owner_of))
-                found.expect_deletion()
                 weakref.finalize(owner, self._gone, id(owner)).atexit = False
         return found
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, Self
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
 from reflex_runtime.core.group import GroupConfig
@@ -39,10 +38,82 @@ else:
     V = TypeVar("V")
 
 
-log = logging.getLogger("reflex.batcher")
+_TICK: Final = 0.00051  # s; uvloop counts whole milliseconds, and half of one would be now, again and again
 
 
-class Batcher(Generic[V]):
+class LoopDriver(Generic[V]):
+    """What the drivers on an event loop share: sinks, cancels and one timer. V is the type of values.
+
+    input: calls an action with the scheduler and the time.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        sinks: Iterable[Sink] | Audience,
+        clock: Clock,
+        input: Callable[[Callable[[Scheduler, float], Any]], Any],
+    ) -> None:
+        self.scheduler, self._clock = scheduler, clock
+        self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
+        scheduler.unheard = self._audience.unheard
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shortest = 0.0
+        self._pump_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+        self._cancels = Cancels(input)
+        self._idle = Idle(lambda: scheduler.idle)
+
+    def _bind(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._shortest = _TICK if type(self._loop).__module__.startswith("uvloop") else 0.0
+
+    def add_sink(self, sink: Sink) -> None:
+        """One more sink, for the events from now on."""
+        self._audience.add(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events. ValueError if it is none of the sinks."""
+        self._audience.remove(sink)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request. Its future ends with `Cancelled` unless it is already done. Only on the loop.
+
+        At once; if many are cancelled together, in one of the loop's next turns, so that other work gets its turn.
+        """
+        assert self._loop is not None
+        self._cancels.add(ticket, self._loop)
+
+    def _pump_soon(self) -> None:
+        if not self._pump_due and self._loop is not None:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self, all: bool = False) -> None:
+        """Call the sinks and resolve the futures; with very many events, in several turns."""
+        raise NotImplementedError
+
+    def _arm(self, at: float) -> None:
+        """Set the timer to `at`, unless it is set to an earlier time. An early one does no harm: it is set anew."""
+        if at >= self._timer_at:
+            return
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(self._shortest, at - self._clock()), self._on_timer)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, inf
+
+    def _on_timer(self) -> None:
+        raise NotImplementedError
+
+
+class Batcher(LoopDriver[V]):
     """Batches requests of one event loop on one device; V is the type of the processors' values.
 
         async with Batcher({"default": processor}) as batcher:
@@ -74,24 +145,16 @@ class Batcher(Generic[V]):
     ) -> None:
         configs = list(groups)
         _check(processors, [config.name for config in configs])
-        self.scheduler = Scheduler(configs)
+        scheduler = Scheduler(configs)
         self._replaces = any(config.latest_only for config in configs)
         self.device = LoopDevice(
-            self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
+            scheduler, processors, self._notified, clock, self._fatal_from_thread,
             expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck, look_every=watchdog or inf,
         )  # fmt: skip
-        self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
-        self.scheduler.unheard = self._audience.unheard
+        super().__init__(scheduler, sinks, clock, self.device.input)
         self._watchdog = watchdog or inf
-        self._clock = clock
         self._on_fatal = on_fatal
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake_due = self._pump_due = False
-        self._first: list[Callable[[], None]] = []
-        self._cancels = Cancels(self.device.input)
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = inf
-        self._idle = Idle(lambda: self.scheduler.idle)
+        self._wake_due = False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -108,7 +171,7 @@ class Batcher(Generic[V]):
         prepare: called on that thread first, for example a warm-up that must run on the device thread. `start` waits
         for it and raises its error; close the batcher then.
         """
-        self._loop = asyncio.get_running_loop()
+        self._bind()
         if prepare is None:
             self.device.start()
             return
@@ -124,14 +187,6 @@ class Batcher(Generic[V]):
 
         self.device.start(run)
         await asyncio.wrap_future(prepared)
-
-    def add_sink(self, sink: Sink) -> None:
-        """One more sink, for the events from now on."""
-        self._audience.add(sink)
-
-    def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events. ValueError if it is none of the sinks."""
-        self._audience.remove(sink)
 
     def submit(
         self,
@@ -162,15 +217,6 @@ class Batcher(Generic[V]):
             self._arm(ticket.deadline)
         return ticket
 
-    def soon(self, action: Callable[[], None]) -> None:
-        """Call it in the loop's next turn, before a batch is formed there. Only on the loop.
-
-        For one who submits what comes in a turn together.
-        """
-        assert self._loop is not None
-        self._first.append(action)
-        self._wake_soon(self._loop)
-
     def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
         """Make a ticket ready with the request `made`, or end it with that error. Only on the loop."""
         assert self._loop is not None
@@ -193,14 +239,6 @@ class Batcher(Generic[V]):
             self.cancel(ticket)
             raise
         return value
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request. Its future ends with `Cancelled` unless it is already done. Only on the loop.
-
-        At once; if many are cancelled together, in one of the loop's next turns, so that other work gets its turn.
-        """
-        assert self._loop is not None
-        self._cancels.add(ticket, self._loop)
 
     def flush(self) -> None:
         """Call the sinks with the events so far, as many as fit in a turn of the loop. Without it, events without an
@@ -229,9 +267,7 @@ class Batcher(Generic[V]):
             raise
         finally:
             self._pump(all=True)
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer, self._timer_at = None, inf
+            self._disarm()
         return ended
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -242,16 +278,7 @@ class Batcher(Generic[V]):
             loop.call_soon(self._wake)
 
     def _wake(self) -> None:
-        first, self._first = self._first, []
-        for action in first:
-            try:
-                action()
-            except Exception:
-                log.exception("what was to be called before the next batch failed")
         self._wake_due = False
-        if self._first:  # what was called has asked for more
-            assert self._loop is not None
-            self._wake_soon(self._loop)
         if self.device.turn():
             self._pump()
             if not self.scheduler.idle:  # what is left, after the loop had its turn
@@ -267,32 +294,13 @@ class Batcher(Generic[V]):
         self._pump_due = True
         self._from_thread(self._pump)
 
-    def _pump_soon(self) -> None:
-        assert self._loop is not None
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
-
     def _pump(self, all: bool = False) -> None:
-        """Call the sinks, resolve the futures, keep the timer right; with very many events, in several turns."""
-        self._pump_due = False  # first, so that later events ask for another turn
+        self._pump_due = False  # first, so that later events cause another turn
         if self._audience.tell(self.device.take_events(), all):
             self._pump_soon()
         self._idle.look()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
             self._arm(self.device.look_at(self._watchdog))
-
-    # -- the timer -----------------------------------------------------------------------------------------------------
-
-    def _arm(self, at: float) -> None:
-        """Set the timer to `at`, unless it is set to an earlier time. An early one does no harm: it is set anew."""
-        if at >= self._timer_at:
-            return
-        assert self._loop is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = self._loop.call_later(max(0.0, at - self._clock()), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at = None, inf

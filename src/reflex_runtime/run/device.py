@@ -430,12 +430,6 @@ class Device:
         if self._thread is not None and not self.current:
             self._thread.join(timeout)
 
-    def give_up(self, error: ProcessorError) -> None:
-        """Fail the batch that runs: for a stop that cannot wait for it."""
-        with self._lock:
-            self._cut_short(error)
-        self._notify()
-
     # -- device thread -------------------------------------------------------------------------------------------------
 
     def _spawn(self, prepare: Callable[[], None] | None = None) -> None:

@@ -22,25 +22,24 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 from math import inf
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
-from reflex_runtime.core.errors import Cancelled, CutShort, ProcessorError, ReflexError, Rejected, ResultCountMismatch
+from reflex_runtime.core.errors import Cancelled, CutShort, ProcessorError, ReflexError, ResultCountMismatch
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.audience import Audience, Cancels, Idle, Sink
+from reflex_runtime.run.audience import Sink
+from reflex_runtime.run.batcher import LoopDriver
 from reflex_runtime.run.device import Clock, complete
 from reflex_runtime.run.processor import Processor, run_batch, wrapped
 
 T = TypeVar("T")
 Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
 
-_TICK = 0.00051  # s; uvloop counts whole milliseconds, and half of one would be now, again and again
 
-
-class Dispatcher:
+class Dispatcher(LoopDriver[Any]):
     """Batches requests of one event loop into calls that are answered elsewhere.
 
         dispatcher = Dispatcher(groups, send)
@@ -51,6 +50,8 @@ class Dispatcher:
         outcome per ticket, in the order of the batch's grants. What it raises fails the whole batch: a `ReflexError` as
         it is, anything else as a `ProcessorError`. Cancelled when the dispatcher closes before the answer.
     sinks: see `Audience`. max_batches: calls out at a time.
+
+    A cancelled request that waits is not sent. If its call is out, the answer is awaited and dropped.
     """
 
     def __init__(
@@ -61,34 +62,14 @@ class Dispatcher:
         max_batches: int = 64,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.scheduler = Scheduler(groups, max_batches)
+        scheduler = Scheduler(groups, max_batches)
+        super().__init__(scheduler, sinks, clock, self.input)
         self._send = send
-        self._audience = Audience(sinks)
-        self.scheduler.unheard = self._audience.unheard
-        self._cancels = Cancels(self.input)
-        self._clock = clock
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._shortest = 0.0
-        self._turn_due = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = inf
         self._out: dict[Batch, asyncio.Future[Sequence[Outcome]]] = {}
-        self._idle = Idle(lambda: self.scheduler.idle)
 
     def start(self) -> None:
         """Bind to the running loop."""
-        self._loop = asyncio.get_running_loop()
-        self._shortest = _TICK if type(self._loop).__module__.startswith("uvloop") else 0.0
-
-    def add_sink(self, sink: Sink) -> None:
-        """One more sink, for the events from now on."""
-        self._audience.add(sink)
-
-    def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events. ValueError if it is none of the sinks."""
-        self._audience.remove(sink)
-
-    # -- inputs --------------------------------------------------------------------------------------------------------
+        self._bind()
 
     def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`.
@@ -98,24 +79,15 @@ class Dispatcher:
         assert self._loop is not None, "Dispatcher.start was not called"
         try:
             ticket = self.scheduler.submit(request, self._clock())
-        except Rejected:
-            self._turn_soon()  # the refusal is an event
-            raise
+        finally:
+            self._pump_soon()  # a refusal is an event
         ticket.waiter = settled or self._loop.create_future()
-        self._turn_soon()
         return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request. A waiting one is not sent; its future ends with `Cancelled` at once, or in one of the
-        loop's next turns if many are cancelled together, so that other work gets its turn. If its call is out, the
-        answer is awaited and dropped."""
-        assert self._loop is not None, "Dispatcher.start was not called"
-        self._cancels.add(ticket, self._loop)
 
     def input(self, action: Callable[[Scheduler, float], T]) -> T:
         """Any other input, such as a pause: action gets the scheduler and the time. It takes effect in this turn."""
         result = action(self.scheduler, self._clock())
-        self._turn_soon()
+        self._pump_soon()
         return result
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
@@ -136,44 +108,28 @@ class Dispatcher:
                 else:
                     self._complete(batch, CutShort("its call was still out when the time to shut down was over"))
                     call.cancel()
-            self._turn(all=True)
-            self._wake_at(inf)
+            self._pump(all=True)
+            self._disarm()
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def _turn_soon(self) -> None:
-        if not self._turn_due and self._loop is not None:
-            self._turn_due = True
-            self._loop.call_soon(self._turn)
-
-    def _turn(self, all: bool = False) -> None:
+    def _pump(self, all: bool = False) -> None:
         """Form batches, send them, publish events; with very many events, in several turns."""
-        self._turn_due = False  # first, so that later events ask for another turn
-        scheduler, now = self.scheduler, self._clock()
+        self._pump_due = False  # first, so that later events cause another turn
+        now = self._clock()
         # a batch that was formed now could hold a request that is about to be cancelled
-        while not self._cancels.pending and (batch := scheduler.next_batch(now)) is not None:
+        while not self._cancels.pending and (batch := self.scheduler.next_batch(now)) is not None:
             self._begin(batch)
-        if self._audience.tell(scheduler.take_events(), all):
-            self._turn_soon()
+        if self._audience.tell(self.scheduler.take_events(), all):
+            self._pump_soon()
         self._idle.look()
-        if not self._turn_due:
-            self._wake_at(scheduler.wake_at())
-
-    def _wake_at(self, at: float) -> None:
-        """Let the next turn begin at that time, if nothing comes before."""
-        if self._timer is not None:
-            if at == self._timer_at:
-                return
-            self._timer.cancel()
-            self._timer = None
-        self._timer_at = at
-        if at < inf:
-            assert self._loop is not None
-            self._timer = self._loop.call_later(max(self._shortest, at - self._clock()), self._on_timer)
+        if not self._pump_due and (at := self.scheduler.wake_at()) != self._timer_at:
+            self._disarm()
+            self._arm(at)
 
     def _on_timer(self) -> None:
-        self._timer = None
-        self._turn()
+        self._timer, self._timer_at = None, inf
+        self._pump()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +162,7 @@ class Dispatcher:
             result = ResultCountMismatch(f"the call returned {len(result)} outcomes for {len(batch)} requests")
         outcomes = [Failed(result)] * len(batch) if isinstance(result, ReflexError) else result
         complete(self.scheduler, batch, outcomes, now - (batch.scheduled_at if began is None else began), now)
-        self._turn_soon()
+        self._pump_soon()
 
 
 def _known(error: BaseException) -> ReflexError:

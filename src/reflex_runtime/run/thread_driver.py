@@ -12,7 +12,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import inf
+from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
 from reflex_runtime.core.batch import Done
@@ -228,8 +230,7 @@ class ThreadDriver:
         self._setting = threading.Lock()  # of what follows
         self._started = False
         self._alarm = inf  # when the timekeeper looks next
-        self._bell = threading.Event()
-        self._over = False
+        self._bell = SimpleQueue[bool]()  # for the timekeeper: False, an earlier alarm; True, the end
 
     def admit(self, request: Request, settled: Callable[[Ticket], None], wake: bool = True) -> Ticket:
         """Admit a request, or raise the `Rejected` that says why not. Requests of threads that were answered together
@@ -306,9 +307,13 @@ class ThreadDriver:
     def stop_threads(self, timeout: float) -> bool:
         """Stop the device, see there, and the timekeeper. Returns whether the device's thread ended in `timeout`."""
         ended = self.device.stop(timeout)
-        self._over = True
-        self._bell.set()
+        self.release()
         return ended
+
+    def release(self) -> None:
+        """Let the timekeeper stop both threads: there are no callers. Takes no lock, so the garbage collector may call
+        it while any is held."""
+        self._bell.put(True)
 
     def _events(self) -> list[Event]:
         return self.device.take_events()
@@ -328,17 +333,16 @@ class ThreadDriver:
         with self._setting:
             if at < self._alarm:
                 self._alarm = at
-                self._bell.set()
+                self._bell.put(False)
 
     def _keep_time(self) -> None:
         """Wake at the next deadline, or when a running batch has taken too long; sleep while nothing is in flight."""
         while True:
-            self._bell.clear()
-            if self._over:  # checked after the bell, which may have rung for it just before
-                return
-            delay = self._alarm - self.clock()
-            if delay > 0.0 and self._bell.wait(None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
-                continue  # an earlier alarm, or the end
+            delay = max(0.0, self._alarm - self.clock())
+            with suppress(Empty):
+                if self._bell.get(timeout=None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
+                    break
+                continue
             with self._setting:
                 self._alarm = inf  # first, so that later inputs set it again
             at = self.clock() + self.watchdog
@@ -347,3 +351,4 @@ class ThreadDriver:
             except Exception:  # it must go on: batches and deadlines depend on it
                 log.exception("%s: the timekeeper failed", self._name)
             self._set_alarm(at)
+        self.device.stop(0.0)
