@@ -28,7 +28,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.run.audience import SLICE
-from reflex_runtime.run.dispatcher import Dispatcher
+from reflex_runtime.run.batcher import Dispatcher
 from run.helpers import Log, cannot_learn, run
 
 HOLD = 0.005

@@ -19,8 +19,7 @@ from reflex_runtime.run.batch_processor import NewestFrame
 from reflex_runtime.run.batched import batched
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.coordinator import BatchCoordinator
-from reflex_runtime.run.processor import BaseProcessor
-from reflex_runtime.run.wall import ASYNC_WALL, WALL, Panic, Wall
+from reflex_runtime.run.processor import ASYNC_WALL, WALL, BaseProcessor, Panic, Wall
 from run.helpers import PATIENCE, run
 
 

@@ -21,8 +21,7 @@ from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, OnnxSession
-from reflex_runtime.run.processor import BaseProcessor, checked_results, name_of, payloads_of, wrapped
-from reflex_runtime.run.wall import Wall
+from reflex_runtime.run.processor import BaseProcessor, Wall, checked_results, name_of, payloads_of, wrapped
 
 log = logging.getLogger("reflex.server")
 

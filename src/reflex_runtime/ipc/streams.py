@@ -14,11 +14,12 @@ a prompt is sent before, a part in each turn of the loop, so that it delays no o
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.ipc import messages as wire
@@ -33,7 +34,6 @@ from reflex_runtime.ipc.frames import (
 )
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.run.audience import Idle
-from reflex_runtime.run.dispatcher import Stream
 
 log = logging.getLogger("reflex.ipc")
 
@@ -42,21 +42,123 @@ MOST_STREAMS = 10_000  # live at a time in a runtime process
 SCORES_A_TURN = 4096  # numbers that are told of prompts in one turn of the loop: some 60 KB
 
 
-class OutputStream(Stream[wire.TokenOutput]):
-    """One request's tokens, made in this process or in another.
+_CLOSED = "closed before all of it was read"
+
+
+class OutputStream:
+    """One request's tokens, made in this process or in another: an async iterator for one reader. Producers push on the
+    event loop and never wait. A subclass bounds the memory: its hooks are called when outputs were pushed and when they
+    were taken, and it holds the producer of this stream alone.
+
+    One that ends with an error raises it here, after what had come until then. A reader that stops before the end calls
+    `close`. bell: set whenever there is something to read, for a reader of several streams. ended: whether no more will
+    come; what came may still be unread.
 
     prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
     prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
     before there is output. completion_tokens: so far. held: whether its engine makes no more until some are taken.
     """
 
-    __slots__ = ("cached_tokens", "completion_tokens", "held", "prompt_scores", "prompt_tokens")
+    __slots__ = (
+        "_bell", "_closed", "_error", "_outputs", "cached_tokens", "completion_tokens", "ended", "held",
+        "prompt_scores", "prompt_tokens",
+    )  # fmt: skip
 
     def __init__(self, bell: asyncio.Event | None, prompt_tokens: int = 0) -> None:
-        super().__init__(bell)
+        self._bell = bell or asyncio.Event()
+        self._outputs: deque[wire.TokenOutput] = deque()
+        self._error: ReflexError | None = None
+        self._closed = self.ended = False
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
         self.prompt_scores: list[wire.ScoredToken] = []
         self.held = False
+
+    # -- for the reader ------------------------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> int:
+        """Outputs that wait for the reader."""
+        return len(self._outputs)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> wire.TokenOutput:
+        if not self._outputs and not await self._more():
+            raise StopAsyncIteration
+        output = self._outputs.popleft()
+        self._taken(1)
+        return output
+
+    async def read(self) -> list[wire.TokenOutput]:
+        """Everything that has come, at least one output; empty at the end."""
+        return self.take() if self._outputs or await self._more() else []
+
+    def take(self, most: int | None = None) -> list[wire.TokenOutput]:
+        """What has come, at most so many, without waiting. Raises the error of a stream that ended with one and is
+        read."""
+        if not self._outputs and self._error is not None:
+            raise copy.copy(self._error)  # the traceback of a raised error holds this stream: avoid a reference cycle
+        if most is None or most >= len(self._outputs):
+            outputs = list(self._outputs)
+            self._outputs.clear()
+        else:
+            outputs = [self._outputs.popleft() for _ in range(most)]
+        if outputs:
+            self._taken(len(outputs))
+        return outputs
+
+    def close(self) -> None:
+        """Take the request back unless it has ended. Reading afterwards raises `Cancelled`, so a truncated answer does
+        not pass for a complete one."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._error is None and (self._outputs or not self.ended):
+            self._error = Cancelled(_CLOSED)
+        self._outputs.clear()
+        if not self.ended:
+            self._left()
+        self._bell.set()
+
+    async def _more(self) -> bool:
+        """Wait for an output; False at the end."""
+        while not self._outputs:
+            if self._error is not None:
+                raise copy.copy(self._error)
+            if self.ended:
+                return False
+            self._bell.clear()
+            await self._bell.wait()
+        return True
+
+    # -- for the producer ----------------------------------------------------------------------------------------------
+
+    def push(self, outputs: list[wire.TokenOutput]) -> None:
+        """Outputs came. Dropped after `close`."""
+        if not self._closed:
+            self._outputs += outputs
+            self._bell.set()
+            self._pushed(len(outputs))
+
+    def end(self, error: ReflexError | None = None) -> None:
+        """It has ended; called exactly once."""
+        assert not self.ended
+        self.ended = True
+        if error is not None and self._error is None:
+            self._error = error
+        self._bell.set()
+
+    # -- hooks of a subclass that bounds it ----------------------------------------------------------------------------
+
+    def _pushed(self, n: int) -> None:
+        """So many outputs came."""
+
+    def _taken(self, n: int) -> None:
+        """So many outputs were read."""
+
+    def _left(self) -> None:
+        """The reader closed it before its end."""
 
 
 async def merged(
@@ -82,7 +184,7 @@ async def merged(
 
 
 class StreamHandle(OutputStream):
-    """One stream, for its one reader. See `Stream`; made by `StreamRegistry.register`.
+    """One stream, for its one reader. See `OutputStream`; made by `StreamRegistry.register`.
 
     ttft_ms: final, as what `OutputStream` has, once it has ended. scores_left: numbers that may still come of
     `prompt_scores`, 0 where nothing was asked for. reserved: whether

@@ -24,7 +24,7 @@ from reflex_runtime.ipc import frames
 from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.streams import Outlet, Outlets, OutputStream
-from reflex_runtime.run.wall import ASYNC_WALL
+from reflex_runtime.run.processor import ASYNC_WALL
 from reflex_runtime.version import __version__
 
 log = logging.getLogger("reflex.ipc")

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final
 
 from reflex_runtime.core.batch import Done
@@ -21,29 +20,6 @@ from reflex_runtime.core.scheduler import Scheduler
 
 TURN: Final = 0.004  # seconds after which the rest of the events is for the next turn of the loop
 SLICE: Final = 64  # requests queued or cancelled, and answers delivered, in one turn of the loop: a few milliseconds
-
-
-class Slices:
-    """Of one caller that makes or queues its requests one after the other."""
-
-    def __init__(self) -> None:
-        self._done = 0  # in this turn of the loop
-
-    async def next(self, count: int = 1) -> bool:
-        """So many requests are next: in this turn of the loop, or in the next one where it has a slice of them. Whether
-        others had their turn."""
-        full = self._done > 0 and self._done + count > SLICE
-        if full:
-            self._done = 0
-            await asyncio.sleep(0)
-        self._done += count
-        return full
-
-
-def in_order(lock: asyncio.Lock, count: int) -> AbstractAsyncContextManager[None]:
-    """While it is open, so many requests are queued. Of those with more than a slice one goes after the other, or two
-    that do not fit together would both be refused. lock: of the queue."""
-    return lock if count > SLICE else nullcontext()
 
 
 class Cancels:

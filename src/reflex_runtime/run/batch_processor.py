@@ -24,8 +24,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError,
 from reflex_runtime.core.flush import Affine, Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.run.processor import BaseProcessor, kind_of, wrapped
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.processor import WALL, BaseProcessor, kind_of, wrapped
 from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.coordinator")

@@ -41,10 +41,11 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
 from reflex_runtime.run.audience import Cancels, Sink, resolve
+from reflex_runtime.run.batcher import Dispatcher
 from reflex_runtime.run.device import Device
-from reflex_runtime.run.dispatcher import Dispatcher
 from reflex_runtime.run.process import tell_of_forks
 from reflex_runtime.run.processor import (
+    ASYNC_WALL,
     FunctionProcessor,
     check_function,
     checked_results,
@@ -57,7 +58,6 @@ from reflex_runtime.run.processor import (
     payloads_of,
 )
 from reflex_runtime.run.thread_driver import ThreadDriver
-from reflex_runtime.run.wall import ASYNC_WALL
 
 MOST_ITEMS: Final = 1_000_000
 MOST_LATENCY: Final = 60.0  # seconds

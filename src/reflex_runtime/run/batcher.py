@@ -4,6 +4,10 @@ Futures are resolved and sinks are called on the loop, once per batch. Batches t
 too: one after each turn of the loop, of what was submitted in it. While the device is busy, one loop timer handles
 expiry and the watchdog; while it is free, its thread sleeps until the next deadline. The loop never waits for the
 device thread.
+
+`Dispatcher` drives calls that are awaited, not run. Everything happens on the loop, without a lock. What comes in one
+turn of the loop is decided on at the end of that turn, so that what came together leaves together. In between one timer
+waits for `wake_at`; nothing is polled.
 """
 
 from __future__ import annotations
@@ -11,30 +15,35 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import Context
+from functools import partial
 from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self
 
-from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
+from reflex_runtime.core.batch import Batch, Failed, Outcome
+from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ReflexError, Rejected, ResultCountMismatch
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle
 from reflex_runtime.run.audience import Sink as Sink
-from reflex_runtime.run.device import Clock
+from reflex_runtime.run.device import Clock, complete
 from reflex_runtime.run.inline_batches import BRIEF, LoopDevice
-from reflex_runtime.run.processor import Processor, kind_of
+from reflex_runtime.run.processor import Processor, kind_of, wrapped
 
 if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
     from typing_extensions import TypeVar
 
+    T = TypeVar("T")
     V = TypeVar("V", default=Any)
 else:
     from typing import TypeVar
 
+    T = TypeVar("T")
     V = TypeVar("V")
 
 
@@ -332,3 +341,141 @@ def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None
             raise TypeError(f"Batcher: processors[{name!r}] is no Processor, it is {kind_of(processor)}{hint}")
     if set(processors) != set(groups):
         raise ConfigError(f"Batcher: processors for {sorted(processors)}, but the groups are {sorted(groups)}")
+
+
+# -- calls that are answered elsewhere ---------------------------------------------------------------------------------
+
+
+Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
+
+
+class Dispatcher(LoopDriver[Any]):
+    """Batches requests of one event loop into calls that are answered elsewhere.
+
+        dispatcher = Dispatcher(groups, send)
+        dispatcher.start()
+        value = await dispatcher.submit(Request(payload)).waiter
+
+    send: called on the loop with a batch, which it puts on its way before it returns; what it returns is awaited: one
+        outcome per ticket, in the order of the batch's grants. What it raises fails the whole batch: a `ReflexError` as
+        it is, anything else as a `ProcessorError`. Cancelled when the dispatcher closes before the answer.
+    sinks: see `Audience`. max_batches: calls out at a time.
+
+    A cancelled request that waits is not sent. If its call is out, the answer is awaited and dropped.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[GroupConfig],
+        send: Send,
+        sinks: Iterable[Sink] = (),
+        max_batches: int = 64,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        scheduler = Scheduler(groups, max_batches)
+        super().__init__(scheduler, sinks, clock, self.input)
+        self._send = send
+        self._out: dict[Batch, asyncio.Future[Sequence[Outcome]]] = {}
+
+    def start(self) -> None:
+        """Bind to the running loop."""
+        self._bind()
+
+    def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
+        """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`.
+
+        settled: called with the settled ticket, in place of the future, where no coroutine waits.
+        """
+        assert self._loop is not None, "Dispatcher.start was not called"
+        try:
+            ticket = self.scheduler.submit(request, self._clock())
+        finally:
+            self._pump_soon()  # a refusal is an event
+        ticket.waiter = settled or self._loop.create_future()
+        return ticket
+
+    def input(self, action: Callable[[Scheduler, float], T]) -> T:
+        """Any other input, such as a pause: action gets the scheduler and the time. It takes effect in this turn."""
+        result = action(self.scheduler, self._clock())
+        self._pump_soon()
+        return result
+
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
+        """Admit nothing more; with `drain` let what waits and what is out be answered within `timeout` seconds. Calls
+        that are still out then are cut short. Every ticket has settled when it returns."""
+        if self._loop is None:
+            return
+        self.input(lambda scheduler, now: scheduler.close(now, drain))
+        try:
+            if drain:
+                await self._idle.wait(timeout)
+        finally:  # also when the close is cancelled: every request is settled
+            while self.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+                pass
+            for batch, call in list(self._out.items()):
+                if call.done():
+                    self._returned(batch, batch.scheduled_at, call)
+                else:
+                    self._complete(batch, CutShort("its call was still out when the time to shut down was over"))
+                    call.cancel()
+            self._pump(all=True)
+            self._disarm()
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _pump(self, all: bool = False) -> None:
+        """Form batches, send them, publish events; with very many events, in several turns."""
+        self._pump_due = False  # first, so that later events cause another turn
+        now = self._clock()
+        # a batch that was formed now could hold a request that is about to be cancelled
+        while not self._cancels.pending and (batch := self.scheduler.next_batch(now)) is not None:
+            self._begin(batch)
+        if self._audience.tell(self.scheduler.take_events(), all):
+            self._pump_soon()
+        self._idle.look()
+        if not self._pump_due and (at := self.scheduler.wake_at()) != self._timer_at:
+            self._disarm()
+            self._arm(at)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, inf
+        self._pump()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Batch) -> None:
+        began = self._clock()
+        assert self._loop is not None
+        call: asyncio.Future[Sequence[Outcome]]
+        try:
+            call = Context().run(lambda: asyncio.ensure_future(self._send(batch)))  # a batch has no caller's variables
+        except Exception as error:
+            call = self._loop.create_future()
+            call.set_exception(_known(error))
+        self._out[batch] = call
+        call.add_done_callback(partial(self._returned, batch, began))
+
+    def _returned(self, batch: Batch, began: float, call: asyncio.Future[Sequence[Outcome]]) -> None:
+        if call.cancelled():
+            self._complete(batch, ProcessorError("its call was cancelled"), began)
+        elif (error := call.exception()) is not None:
+            self._complete(batch, _known(error), began)
+        else:
+            self._complete(batch, call.result(), began)
+
+    def _complete(self, batch: Batch, result: Sequence[Outcome] | ReflexError, began: float | None = None) -> None:
+        """Settle a batch, the first time that something is known of it."""
+        if self._out.pop(batch, None) is None:
+            return  # it was cut short
+        now = self._clock()
+        if not isinstance(result, ReflexError) and len(result) != len(batch):
+            result = ResultCountMismatch(f"the call returned {len(result)} outcomes for {len(batch)} requests")
+        outcomes = [Failed(result)] * len(batch) if isinstance(result, ReflexError) else result
+        complete(self.scheduler, batch, outcomes, now - (batch.scheduled_at if began is None else began), now)
+        self._pump_soon()
+
+
+def _known(error: BaseException) -> ReflexError:
+    if isinstance(error, ReflexError):
+        return error.with_traceback(None)  # otherwise error, batch and tickets are a reference cycle
+    return wrapped(error)

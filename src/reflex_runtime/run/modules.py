@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.run.wall import place_of
+from reflex_runtime.run.processor import place_of
 from reflex_runtime.settings.declare import did_you_mean
 
 _FORM: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")

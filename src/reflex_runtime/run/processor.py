@@ -3,21 +3,23 @@
 A processor belongs to one device thread and needs no lock. Whatever it does (raise, return too few results, return
 exceptions), `run_batch` turns it into exactly one outcome per ticket.
 
-Beside the protocol: tickets run without a scheduler, for warming up, trials and replays; a plain function as a
-processor; and what PyTorch on CUDA needs.
+Beside the protocol: what is an item's fault; a plain function as a processor; and what PyTorch on CUDA needs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import os
 import sys
-import time
+import sysconfig
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
-from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
     GpuLost,
     ProcessorError,
@@ -26,7 +28,6 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
 )
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.run.wall import WALL, Panic, place_of
 
 if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
     from typing_extensions import TypeVar as DefaultTypeVar
@@ -34,6 +35,67 @@ if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any val
     V_co = DefaultTypeVar("V_co", covariant=True, default=Any)
 else:
     V_co = TypeVar("V_co", covariant=True)
+
+
+# -- what is an item's fault -------------------------------------------------------------------------------------------
+
+# Everything that it raises but an interrupt. Some libraries raise classes that are no `Exception` (Rust's
+# `PanicException`, for one odd input). They are faults like any other, but pass every `except Exception` and end the
+# thread, the loop or the server that runs the item.
+
+
+class Panic(Exception):
+    """What was raised is no `Exception`: its class and text. `__cause__` is it."""
+
+
+_PASSED: Final = (str(Path(__file__).parents[1]) + os.sep, "<")  # ours, and frozen modules
+_LIBRARIES: Final = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception was raised, `good.py, line 3`: the innermost call in code of the user's own, else in that of
+    an installed package. "" where it was raised in neither."""
+    found, trace = "", error.__traceback__
+    own = False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        installed = "site-packages" in file or "dist-packages" in file
+        if not file.startswith(_PASSED) and (installed or not file.startswith(_LIBRARIES)):
+            if not (own and installed):
+                found = f"{os.path.basename(file)}, line {trace.tb_lineno}"
+            own = own or not installed
+        trace = trace.tb_next
+    return found
+
+
+class Wall:
+    """Around a call of a user's or a library's code: `with WALL:`. Out of it comes an Exception, or an interrupt.
+
+    Any other class becomes a `Panic`. interrupts: what is not the item's fault, and ends whatever runs it.
+    """
+
+    def __init__(self, *interrupts: type[BaseException]) -> None:
+        self._passes: tuple[type[BaseException], ...] = (Exception, *interrupts)
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, self._passes):
+            return
+        traceback.clear_frames(trace)  # they hold the items of the call
+        raise Panic(f"{type(error).__name__}: {error}") from error
+
+
+WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Around a plain function: nobody can cancel it, so a CancelledError is its own."""
+ASYNC_WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""Around an `await`."""
+
+
+# -- a processor and its batches ---------------------------------------------------------------------------------------
 
 
 class Processor(Protocol[V_co]):
@@ -148,94 +210,6 @@ class BaseProcessor:
 
     def stop(self) -> None:
         return
-
-
-class WrappedProcessor:
-    """A processor around another one; a subclass says what it adds in `run`."""
-
-    def __init__(self, inner: Processor) -> None:
-        self._inner, self.repeatable = inner, inner.repeatable
-
-    @property
-    def any_thread(self) -> bool:
-        return may_run_anywhere(self._inner)
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        self._inner.drop(tickets)
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-
-# -- tickets without a scheduler ---------------------------------------------------------------------------------------
-
-
-class TimedBatch(NamedTuple):
-    """A batch and the seconds of its call."""
-
-    batch: Batch
-    seconds: float
-
-
-def run_through(
-    processor: Processor,
-    tickets: Sequence[Ticket],
-    stages: Sequence[str] = ("",),
-    starts: Sequence[int] = (),
-    *,
-    group: str = "default",
-    shape: Hashable = "",
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[TimedBatch]:
-    """Run tickets to their end, in batches of all that are at the same stage. `ticket.outcome` is its `Done`.
-
-    stages: those of the processor, in order. starts: the round in which each ticket enters, 0 by default; a round is
-    one batch per stage, so a ticket that enters in round k is k steps behind one of round 0.
-
-    The first error is raised as callers get it, after the tickets that have not ended are dropped.
-    """
-    left = dict(zip(tickets, starts or [0] * len(tickets), strict=True))
-    ran: list[TimedBatch] = []
-    try:
-        for at in count():
-            for stage in stages:
-                members = [ticket for ticket, start in left.items() if start <= at and ticket.stage == stage]
-                if members:
-                    ran.append(_run(processor, group, shape, stage, members, clock))
-                    left = {ticket: start for ticket, start in left.items() if ticket.outcome is None}
-            if not left:
-                break
-    except BaseException:
-        processor.drop(list(left))
-        raise
-    return ran
-
-
-def _run(
-    processor: Processor, group: str, shape: Hashable, stage: str, members: Sequence[Ticket], clock: Callable[[], float]
-) -> TimedBatch:
-    batch = Batch(0, group, shape, stage, Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(members, 1.0))
-    began = clock()
-    outcomes = run_batch(processor, batch)
-    ran = TimedBatch(batch, clock() - began)
-    for ticket, outcome in zip(members, outcomes, strict=True):
-        if isinstance(outcome, Failed | Apart):
-            raise outcome.error
-        if isinstance(outcome, More):
-            advance(ticket, outcome)
-        else:
-            assert isinstance(outcome, Done)
-            ticket.outcome = outcome
-    return ran
-
-
-def advance(ticket: Ticket, more: More) -> None:
-    """Move a ticket to its next stage."""
-    ticket.wants = more.wants
-    ticket.stage = ticket.stage if more.stage is None else more.stage
 
 
 # -- a function as a processor -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.run.wall import ASYNC_WALL
+from reflex_runtime.run.processor import ASYNC_WALL
 from reflex_runtime.settings import ServerConfig
 from reflex_runtime.web.access import (
     AddressShares,

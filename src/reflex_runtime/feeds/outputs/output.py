@@ -19,7 +19,7 @@ from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.device import Clock
 from reflex_runtime.run.modules import in_one_line
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.processor import WALL
 from reflex_runtime.settings.declare import one_line
 
 log = logging.getLogger("reflex.feeds.outputs")

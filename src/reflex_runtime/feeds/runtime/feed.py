@@ -66,7 +66,7 @@ from reflex_runtime.pacing import Throttle, doubled
 from reflex_runtime.run.batch_processor import NewestFrame
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.device import Clock
-from reflex_runtime.run.wall import WALL, place_of
+from reflex_runtime.run.processor import WALL, place_of
 from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.feeds")

@@ -20,9 +20,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.runtime.pipeline import Picture, Source, SourceError
 from reflex_runtime.feeds.sources.shapes import shapes_source
 from reflex_runtime.feeds.sources.video import NETWORK, VideoSource, without_secrets
-from reflex_runtime.run.pictures import upright
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.processor import WALL
 from reflex_runtime.settings.declare import one_line
+from reflex_runtime.web.pictures import upright
 
 # Sources that draw their own pictures, by the word before the colon. Each gets the whole text. A program may add some.
 DRAWN: Final[dict[str, Callable[[str], Source]]] = {"shapes": shapes_source}
@@ -73,7 +73,7 @@ class PictureFolder:
     """The pictures in a directory, as a `Source`: files whose names end in one of `ENDINGS`, in natural order, without
     hidden ones and without those in directories below it.
 
-    Pictures mean what they mean to `/act` (see `run.pictures`). Of an animation the first picture is taken. A file that
+    Pictures mean what they mean to `/act` (see `web.pictures`). Of an animation the first picture is taken. A file that
     cannot be decoded is passed over, and counted by `corrupt`. file: the name of the one that was read last.
     """
 

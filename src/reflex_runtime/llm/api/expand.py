@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -23,12 +23,35 @@ from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser
 from reflex_runtime.llm.engine.tokenizer import Tokenizer, in_thought
 from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.observe.spans import RequestSpan
-from reflex_runtime.run.audience import Slices, in_order
+from reflex_runtime.run.audience import SLICE
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.request import HttpRequest
 
 FEW: Final = 1000  # tokens; the texts of more are made beside the loop
 _LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
+
+
+class Slices:
+    """Of one caller that makes or queues its requests one after the other."""
+
+    def __init__(self) -> None:
+        self._done = 0  # in this turn of the loop
+
+    async def next(self, count: int = 1) -> bool:
+        """So many requests are next: in this turn of the loop, or in the next one where it has a slice of them. Whether
+        others had their turn."""
+        full = self._done > 0 and self._done + count > SLICE
+        if full:
+            self._done = 0
+            await asyncio.sleep(0)
+        self._done += count
+        return full
+
+
+def in_order(lock: asyncio.Lock, count: int) -> AbstractAsyncContextManager[None]:
+    """While it is open, so many requests are queued. Of those with more than a slice one goes after the other, or two
+    that do not fit together would both be refused. lock: of the queue."""
+    return lock if count > SLICE else nullcontext()
 
 
 async def queued(

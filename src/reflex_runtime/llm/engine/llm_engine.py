@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
@@ -23,7 +23,8 @@ from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Runner
-from reflex_runtime.run.dispatcher import Stepper
+from reflex_runtime.run.device import complete
+from reflex_runtime.run.processor import Processor, run_batch
 
 _PLAIN = SamplingParams()
 
@@ -46,6 +47,45 @@ def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
         cached_tokens=sequence.cached_tokens or 0,
         error=error,
     )
+
+
+class Stepper:
+    """Runs a scheduler's batches one by one, in the calling thread: nothing happens between two calls.
+
+    sinks: called with every event, in order; what they raise reaches the caller of `step`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        processor: Processor,
+        sinks: Iterable[Callable[[Event], object]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler, self.clock = scheduler, clock
+        self.sinks = list(sinks)
+        self._processor = processor
+
+    def step(self) -> Batch | None:
+        """One batch, formed, run and completed; None when the scheduler has none now."""
+        batch = self.scheduler.next_batch(self.clock())
+        self.deliver()
+        if batch is None:
+            if left := self.scheduler.take_left("default"):  # residents that no next batch names
+                self._processor.drop(left)
+            return None
+        start = self.clock()
+        outcomes = run_batch(self._processor, batch)
+        end = self.clock()
+        complete(self.scheduler, batch, outcomes, end - start, end)
+        self.deliver()
+        return batch
+
+    def deliver(self) -> None:
+        """Call the sinks with what has happened since the last call, such as an input of the caller."""
+        for event in self.scheduler.take_events():
+            for sink in self.sinks:
+                sink(event)
 
 
 class LLMEngine:
@@ -78,7 +118,7 @@ class LLMEngine:
         self._plain = sampling_defaults(model) if runner is not model and model else _PLAIN
         self.processor = LLMProcessor(runner, tokenizer, settings)
         self.scheduler = Scheduler([self.processor.group])
-        self._stepper = Stepper(self.scheduler, {"default": self.processor}, [self._settled, *sinks], clock)
+        self._stepper = Stepper(self.scheduler, self.processor, [self._settled, *sinks], clock)
         self._tickets: dict[str, tuple[Ticket, str | None]] = {}
         self._ended: list[RequestOutput] = []
         self.processor.start()

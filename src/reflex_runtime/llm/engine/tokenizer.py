@@ -32,7 +32,7 @@ from reflex_runtime.llm.engine.output_parsers import ANSWER, MARKS, THOUGHT
 from reflex_runtime.llm.engine.tool_calls import TRIED, ToolForm, form_of
 from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, token_ids
 from reflex_runtime.run.model_files import JsonObject, read_file, read_object
-from reflex_runtime.run.wall import WALL, Panic
+from reflex_runtime.run.processor import WALL, Panic
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits

@@ -23,11 +23,11 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLine
 from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.robots.policy.base import Policy, advance, run_through
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.episodes import ChunkTails, Glimpse, Lru, ObservationHistory, Rtc
 from reflex_runtime.robots.policy.observation import ActionChunk, Observation
-from reflex_runtime.run.processor import Processor, advance, run_batch, run_through
+from reflex_runtime.run.processor import Processor, run_batch
 from reflex_runtime.web.errors import InvalidRequest
 
 COSINE = 0.999  # at least, of recorded and replayed actions

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypedDict, TypeVar, Unpack, get_args
+from itertools import count
+from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch, Done
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
@@ -32,7 +33,7 @@ from reflex_runtime.robots.policy.observation import (
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats, shift_of, transformed
 from reflex_runtime.run.onnx_session import CPU
-from reflex_runtime.run.processor import BaseProcessor, TimedBatch, run_through
+from reflex_runtime.run.processor import BaseProcessor, Processor, run_batch
 from reflex_runtime.web.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -488,3 +489,71 @@ class MonolithicPolicy(Policy):
 
     def _describe(self) -> dict[str, Any]:
         return {"prefix_cache": None}
+
+
+# -- tickets without a scheduler: for warming up, trials and replays ---------------------------------------------------
+
+
+class TimedBatch(NamedTuple):
+    """A batch and the seconds of its call."""
+
+    batch: Batch
+    seconds: float
+
+
+def run_through(
+    processor: Processor,
+    tickets: Sequence[Ticket],
+    stages: Sequence[str] = ("",),
+    starts: Sequence[int] = (),
+    *,
+    group: str = "default",
+    shape: Hashable = "",
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[TimedBatch]:
+    """Run tickets to their end, in batches of all that are at the same stage. `ticket.outcome` is its `Done`.
+
+    stages: those of the processor, in order. starts: the round in which each ticket enters, 0 by default; a round is
+    one batch per stage, so a ticket that enters in round k is k steps behind one of round 0.
+
+    The first error is raised as callers get it, after the tickets that have not ended are dropped.
+    """
+    left = dict(zip(tickets, starts or [0] * len(tickets), strict=True))
+    ran: list[TimedBatch] = []
+    try:
+        for at in count():
+            for stage in stages:
+                members = [ticket for ticket, start in left.items() if start <= at and ticket.stage == stage]
+                if members:
+                    ran.append(_run(processor, group, shape, stage, members, clock))
+                    left = {ticket: start for ticket, start in left.items() if ticket.outcome is None}
+            if not left:
+                break
+    except BaseException:
+        processor.drop(list(left))
+        raise
+    return ran
+
+
+def _run(
+    processor: Processor, group: str, shape: Hashable, stage: str, members: Sequence[Ticket], clock: Callable[[], float]
+) -> TimedBatch:
+    batch = Batch(0, group, shape, stage, Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(members, 1.0))
+    began = clock()
+    outcomes = run_batch(processor, batch)
+    ran = TimedBatch(batch, clock() - began)
+    for ticket, outcome in zip(members, outcomes, strict=True):
+        if isinstance(outcome, Failed | Apart):
+            raise outcome.error
+        if isinstance(outcome, More):
+            advance(ticket, outcome)
+        else:
+            assert isinstance(outcome, Done)
+            ticket.outcome = outcome
+    return ran
+
+
+def advance(ticket: Ticket, more: More) -> None:
+    """Move a ticket to its next stage."""
+    ticket.wants = more.wants
+    ticket.stage = ticket.stage if more.stage is None else more.stage

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from reflex_runtime.robots.policy.episodes import Anchor, Glimpse, Prefix, PrefixKey
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, PolicySpec, Resize
 from reflex_runtime.robots.policy.units import transformed
-from reflex_runtime.run.pictures import BAND_PIXELS, bands, plain, whole
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, decode_picture, pixels_of
+from reflex_runtime.web.pictures import BAND_PIXELS, MAX_IMAGE_PIXELS, bands, decode_picture, pixels_of, plain, whole
 
 Image = NDArray[Any]  # uint8, or float32 (`FLOAT_LEVELS`)
 Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array

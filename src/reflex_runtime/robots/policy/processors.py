@@ -35,7 +35,7 @@ from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.robots.policy.spec import Embodiment
-from reflex_runtime.run.processor import Processor, WrappedProcessor
+from reflex_runtime.run.processor import Processor, may_run_anywhere
 
 
 def served_by(
@@ -112,6 +112,26 @@ class ActionGuard:
     def _report(self, bad: NDArray[np.bool_], held: bool = False) -> GuardReport:
         joints = np.flatnonzero(bad.any(axis=0)).tolist()
         return GuardReport(int(bad.sum()), tuple(self._names[j] if self._names else str(j) for j in joints), held)
+
+
+class WrappedProcessor:
+    """A processor around another one; a subclass says what it adds in `run`."""
+
+    def __init__(self, inner: Processor) -> None:
+        self._inner, self.repeatable = inner, inner.repeatable
+
+    @property
+    def any_thread(self) -> bool:
+        return may_run_anywhere(self._inner)
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        self._inner.drop(tickets)
+
+    def stop(self) -> None:
+        self._inner.stop()
 
 
 class GuardedProcessor(WrappedProcessor):

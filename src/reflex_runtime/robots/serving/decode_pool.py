@@ -36,7 +36,7 @@ from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import Observation, Sent, names_of
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
-from reflex_runtime.run.wall import WALL
+from reflex_runtime.run.processor import WALL
 from reflex_runtime.web.fields import invalid, printable
 from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, picture_bytes
 

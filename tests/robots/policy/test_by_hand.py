@@ -10,7 +10,8 @@ import pytest
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.run.processor import BaseProcessor, run_through
+from reflex_runtime.robots.policy.base import run_through
+from reflex_runtime.run.processor import BaseProcessor
 
 STAGES = ("prefix", "denoise")
 

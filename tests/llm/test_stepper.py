@@ -14,7 +14,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.dispatcher import Stepper
+from reflex_runtime.llm.engine.llm_engine import Stepper
 from reflex_runtime.run.processor import BaseProcessor
 from run.helpers import cannot_learn
 
@@ -40,7 +40,7 @@ def stepper() -> tuple[Stepper, Twice, list[Event]]:
     group = GroupConfig(flush=FlushPolicy(max_batch_size=2), cost=UnitCost)
     times = iter(range(1000))
     return (
-        Stepper(Scheduler([group]), {"default": processor}, [events.append], lambda: float(next(times))),
+        Stepper(Scheduler([group]), processor, [events.append], lambda: float(next(times))),
         processor,
         events,
     )
