@@ -88,7 +88,7 @@ def replay_model(
                 f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
                 "--record-images full"
             )
-    runner = _Alone if compose == "alone" else _Composed
+    runner = _Runner if compose == "alone" else _Composed
     runner(recording, models, replay, clock, progress).run(answered)
     replay.items.sort(key=lambda item: item.seq)
     return replay
@@ -177,7 +177,7 @@ def _prepared(
 
 
 class _Runner:
-    """Makes requests and compares answers."""
+    """Runs every request by itself, in the order they were answered, and compares answers."""
 
     def __init__(
         self,
@@ -203,7 +203,34 @@ class _Runner:
         self._seen: Lru[tuple[str, str], Glimpse] = Lru(MOMENTS)
 
     def run(self, answered: Sequence[RequestLine]) -> None:
-        raise NotImplementedError
+        self._warm((1,))
+        for done, line in enumerate(answered):
+            self._progress(done, len(answered))
+            item = self._item(line)
+            try:
+                ticket = Ticket(self._request(line), line.seq, 0.0)
+            except ReflexError as error:
+                item.error = error.message
+                continue
+            policy, processor = self._models[line.slot]
+            try:
+                ran = run_through(processor, [ticket], policy.stages, group=line.slot, clock=self._clock)
+            except ReflexError as error:
+                self._compare(item, line, Failed(error))
+                continue
+            assert isinstance(ticket.outcome, Done)
+            self._compare(item, line, ticket.outcome)
+            self._time(line, [(batch.stage, seconds) for batch, seconds in ran])
+        self._progress(len(answered), len(answered))
+
+    def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
+        """Compare times where the request was alone in all of its recorded batches, too."""
+        ticket = None if line.schedule is None else line.schedule.ticket
+        ran = [] if ticket is None else self._batches_of.get(ticket, [])
+        if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
+            self._replay.timed += [
+                Timed(line.slot, stage, 1, b.elapsed, seconds) for b, (stage, seconds) in zip(ran, times, strict=True)
+            ]
 
     def _request(self, line: RequestLine) -> Request:
         """The request as it was submitted; InvalidRequest when the model does not take it."""
@@ -255,43 +282,6 @@ class _Runner:
         if chunk.actions.shape == recorded.shape:
             item.cosine, item.max_abs = distance(recorded, chunk.actions)
             item.equal = recorded.tobytes() == np.asarray(chunk.actions, np.float32).tobytes()
-
-
-class _Alone(_Runner):
-    """Every request by itself, in the order they were answered."""
-
-    def run(self, answered: Sequence[RequestLine]) -> None:
-        self._warm((1,))
-        for done, line in enumerate(answered):
-            self._progress(done, len(answered))
-            item = self._item(line)
-            try:
-                request = self._request(line)
-            except ReflexError as error:
-                item.error = error.message
-                continue
-            outcome, times = self._run(line.slot, Ticket(request, line.seq, 0.0))
-            self._compare(item, line, outcome)
-            self._time(line, times)
-        self._progress(len(answered), len(answered))
-
-    def _run(self, slot: str, ticket: Ticket) -> tuple[Done | Failed, list[tuple[str, float]]]:
-        policy, processor = self._models[slot]
-        try:
-            ran = run_through(processor, [ticket], policy.stages, group=slot, clock=self._clock)
-        except ReflexError as error:
-            return Failed(error), []
-        assert isinstance(ticket.outcome, Done)
-        return ticket.outcome, [(batch.stage, seconds) for batch, seconds in ran]
-
-    def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
-        """Compare times where the request was alone in all of its recorded batches, too."""
-        ticket = None if line.schedule is None else line.schedule.ticket
-        ran = [] if ticket is None else self._batches_of.get(ticket, [])
-        if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
-            self._replay.timed += [
-                Timed(line.slot, stage, 1, b.elapsed, seconds) for b, (stage, seconds) in zip(ran, times, strict=True)
-            ]
 
 
 class _Composed(_Runner):

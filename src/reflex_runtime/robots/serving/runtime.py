@@ -143,24 +143,17 @@ class ServedPolicy:
         config = self.config
         faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
         self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
-        tenant = "" if self.alone else self.name
-        return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
-
-    def join(self, batcher: Batcher) -> None:
-        """Its slots are groups of this batcher now."""
-        server = self._server
         if SHADOW in self.slots:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
-                batcher,
-                server.decode_pool,
-                self.config.shadow_sample,
-                server.metrics,
-                server.audience.publish,
+                self._server,
+                config.shadow_sample,
                 lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **found),
                 lambda text: self.rollout.changed(time.monotonic(), "shadow", text, {}),
             )
-            server.audience.add(self.shadow)
+            self._server.audience.add(self.shadow)
+        tenant = "" if self.alone else self.name
+        return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
 
     def warm(self) -> list[WarmUpLine]:
         """Run every slot's policy, on the device thread. Returns what that taught, for journals."""
@@ -447,8 +440,6 @@ class PolicyRuntime(BatchServer):
         self.open_journals(Recording(config.record, gzip, images, most) if config.record else None)
         if (recorder := self.recorder) is not None:
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
-        for served in self.policies.values():
-            served.join(batcher)
         return batcher
 
     def _warm(self) -> None:

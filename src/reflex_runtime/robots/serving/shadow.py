@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,14 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Dropped, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import Observation
-from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
 from reflex_runtime.robots.serving.decode_pool import Done as Made
+from reflex_runtime.robots.serving.decode_pool import Job
 from reflex_runtime.robots.versions.slots import SHADOW_QUEUE, Slot, Version
-from reflex_runtime.run.batcher import Batcher
+
+if TYPE_CHECKING:
+    from reflex_runtime.robots.serving.runtime import PolicyRuntime
 
 log = logging.getLogger("reflex.shadow")
 
@@ -94,9 +95,8 @@ class ShadowDivergence:
 class Shadowing:
     """The shadow of a server, and the sink that measures its cost for served requests.
 
-    share: of served requests that are sampled. publish: puts its answers into the event stream.
-    on_difference: called with every compared pair. on_change: called with what is to be said when it is stopped, or is
-    to be asked again by itself.
+    share: of served requests that are sampled. on_difference: called with every compared pair. on_change: called with
+    what is to be said when it is stopped, or is to be asked again by itself.
     """
 
     events = frozenset({BatchFinished, BatchScheduled, SchedulerPaused})
@@ -104,27 +104,21 @@ class Shadowing:
     def __init__(
         self,
         slot: Slot,
-        batcher: Batcher,
-        decode_pool: DecodePool,
+        server: PolicyRuntime,
         share: float,
-        metrics: Metrics,
-        publish: Callable[[Event], None],
-        on_difference: Callable[[str, str, Mapping[str, Any]], None] = lambda request_id, slot, found: None,
-        on_change: Callable[[str], None] = lambda text: None,
+        on_difference: Callable[[str, str, Mapping[str, Any]], None],
+        on_change: Callable[[str], None],
     ) -> None:
-        self._slot, self._batcher, self._threads, self._metrics = slot, batcher, decode_pool, metrics
-        self._publish = publish
-        self._share = share
+        self._slot, self._server, self._share = slot, server, share
+        self._on_difference, self._on_change = on_difference, on_change
         self.divergence = ShadowDivergence()
-        self.on_difference, self.on_change = on_difference, on_change
         self.dropped = self.failed = 0
         self._error = "its thread was lost"  # of the last request that failed
-        self._paused_until = -inf
+        self._paused_until = self._told = -inf
         self._waiting: set[Ticket] = set()
         self._preparing = 0  # those whose pictures are being decoded
         self._closed = False
         self._ran: tuple[float, float] = (0.0, 0.0)  # the shadow batch before: from, to
-        self._told = float("-inf")
 
     def takes(self, request_id: str) -> bool:
         """Whether the shadow runs this request."""
@@ -137,14 +131,14 @@ class Shadowing:
             self._drop()
             return
         version = self._slot.version
-        self._threads.add(prepare(version.policy, partial(self._prepared, slot, actions, version)))
+        self._server.decode_pool.add(prepare(version.policy, partial(self._prepared, slot, actions, version)))
         self._preparing += 1
         version.users += 1
 
     def resume(self) -> None:
         """Start the shadow again, after a reset by an operator or a load."""
         self._paused_until = -inf  # its event comes later
-        self._batcher.device.resume(self._slot.group)
+        self._server.batcher.device.resume(self._slot.group)
 
     def close(self) -> None:
         """Cancel the shadow's requests and accept no more, because the server ends."""
@@ -153,7 +147,7 @@ class Shadowing:
 
     def _take_back(self) -> None:
         for ticket in list(self._waiting):
-            self._batcher.cancel(ticket)
+            self._server.batcher.cancel(ticket)
 
     def _prepared(
         self,
@@ -172,7 +166,7 @@ class Shadowing:
             if observation is None:
                 raise error or RuntimeError("nothing was made")
             request = version.policy.request(observation)
-            self._waiting.add(self._batcher.submit(request, partial(self._settled, slot, actions)))
+            self._waiting.add(self._server.batcher.submit(request, partial(self._settled, slot, actions)))
         except ReflexError as reason:  # no room, shutting down, or it needs what the request did not bring
             self._drop()
             self._tell(reason)
@@ -199,8 +193,8 @@ class Shadowing:
         found = difference(actions, outcome.value.actions)
         self.divergence.add(found)
         if found is not None:
-            self._metrics.diverged(self._slot.group, found["mean"])
-            self.on_difference(ticket.id, slot, found)
+            self._server.metrics.diverged(self._slot.group, found["mean"])
+            self._on_difference(ticket.id, slot, found)
 
     def __call__(self, event: Event) -> None:
         """Measure how long served requests waited for a shadow step that was running when they came, and notice that
@@ -211,22 +205,22 @@ class Shadowing:
         elif isinstance(event, SchedulerPaused):
             if event.group == self._slot.group:
                 self._paused(event.until, event.until - event.at)
-        elif isinstance(event, BatchScheduled) and event.batch.group not in self._batcher.device.expendable:
+        elif isinstance(event, BatchScheduled) and event.batch.group not in self._server.batcher.device.expendable:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
                 if begun < ticket.arrived < ended:
-                    self._metrics.delayed(self._slot.group, ended - ticket.arrived)
+                    self._server.metrics.delayed(self._slot.group, ended - ticket.arrived)
 
     def _paused(self, until: float, seconds: float) -> None:
         """The device has lost a thread to the shadow, or had it back, or an operator has ended the pause."""
         self._paused_until = until
         if seconds == inf:
             log.error("the shadow took the device thread with it and is not asked any more: %s", self._error)
-            self.on_change(f"stopped: {self._error}")
+            self._on_change(f"stopped: {self._error}")
             self._take_back()
         elif seconds > 0.0:
             log.warning("the shadow was late and is asked again in %.0f s", seconds)
-            self.on_change(f"was late and is asked again in {seconds:.0f} s")
+            self._on_change(f"was late and is asked again in {seconds:.0f} s")
 
     @property
     def stopped(self) -> str:
@@ -258,7 +252,7 @@ class Shadowing:
 
     def _answered(self, now: float, outcome: str, latency: float, ticket: Ticket | None) -> None:
         status = 200 if outcome == "ok" else 500
-        self._publish(RequestAnswered(now, self._slot.group, outcome, status, latency, ticket))
+        self._server.audience.publish(RequestAnswered(now, self._slot.group, outcome, status, latency, ticket))
 
     def _tell(self, error: BaseException) -> None:
         now = time.monotonic()
