@@ -26,8 +26,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.app import create_app
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.observation_reader import ObservationReader, WireObservation
-from reflex_runtime.robots.serving.question import ActAnswer, Question
+from reflex_runtime.robots.serving.question import ActAnswer, ObservationReader, Question, WireObservation
 from reflex_runtime.robots.wires.common import (
     MessageSession,
     answer_details,

@@ -28,7 +28,7 @@ from reflex_runtime.robots.analysis.doctor import examine
 from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.observation import noise_of
 from reflex_runtime.robots.serving.decode_pool import cameras_of
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from reflex_runtime.robots.sources.lerobot_checkpoint import REFUSED, STEPS, LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_vla import VlaPrefix
 from serving.harness import Server

@@ -10,7 +10,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import InvalidRequest, load_policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from robots.plain import plain
 from robots.tiny import Bench, picture
 

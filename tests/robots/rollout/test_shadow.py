@@ -57,7 +57,7 @@ def test_v10_a_shadow_that_was_late_is_stopped_until_its_rest_is_over() -> None:
     slot: Any = SimpleNamespace(group="shadow")
     none: Any = None
     said: list[str] = []
-    shadow = Shadowing(slot, none, 1.0, none, said.append)
+    shadow = Shadowing(slot, none, none, none, 1.0, none, said.append)
     now = time.monotonic()
     shadow(SchedulerPaused(now, "shadow", None, inf))
     assert shadow.verdict == "stopped"

@@ -12,7 +12,7 @@ import pytest
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from reflex_runtime.robots.wires.groot import GrootObservation, decode, encode, modality_config
 from reflex_runtime.web.errors import ClientError
 from robots.tiny import write_export

@@ -19,8 +19,7 @@ import pytest
 
 from reflex_runtime.robots import Export, PolicySpec
 from reflex_runtime.robots.policy.spec import WireMap
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import JSON_NUMPY
+from reflex_runtime.robots.serving.question import JSON_NUMPY, ObservationReader
 from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError
 from robots.wires.broken import FRESH, check

@@ -15,7 +15,7 @@ from openpi_client import msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import Answer, Server
 from serving.requests import WAITING, busy, calm, recorded

@@ -19,7 +19,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.policy.spec import PolicySpec
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from reflex_runtime.robots.wires.oip import Sequences, inputs_of, questions
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.oip import InferRequest, tensor_of_bytes, tensor_of_values

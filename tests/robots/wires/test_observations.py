@@ -14,8 +14,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export, InvalidRequest, load_policy
 from reflex_runtime.robots.policy.observation import resize_image
 from reflex_runtime.robots.serving.decode_pool import pixels_in
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import Question
+from reflex_runtime.robots.serving.question import ObservationReader, Question
 from reflex_runtime.robots.wires.openpi import decode, encode
 from robots.tiny import HEIGHT, WIDTH, write_export
 from serving.exports import write_tiny

@@ -11,7 +11,7 @@ import pytest
 from openpi_client import msgpack_numpy as stock
 
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from reflex_runtime.robots.wires.common import FRAME_VALUES
 from reflex_runtime.robots.wires.openpi import decode, decode_form, encode
 from reflex_runtime.web.errors import ClientError

@@ -17,7 +17,7 @@ import tritonclient.http as triton
 
 from reflex_runtime.demo import POLICY
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from reflex_runtime.robots.wires.groot import GrootObservation
 from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import write_tiny

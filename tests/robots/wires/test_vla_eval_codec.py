@@ -14,7 +14,7 @@ from vla_eval.protocol import messages as stock
 from vla_eval.protocol.numpy_codec import set_image_format
 
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
+from reflex_runtime.robots.serving.question import ObservationReader
 from reflex_runtime.robots.wires.vla_eval import EvalMessage, decode, encode
 from reflex_runtime.web.errors import ClientError
 from robots.tiny import write_export

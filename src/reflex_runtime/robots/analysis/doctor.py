@@ -25,8 +25,7 @@ from reflex_runtime.robots.policy.base import Policy, PolicySource
 from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import OPENPI
+from reflex_runtime.robots.serving.question import OPENPI, ObservationReader
 from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_files

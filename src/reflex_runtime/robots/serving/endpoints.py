@@ -19,8 +19,7 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.observe import metrics
 from reflex_runtime.robots.policy.spec import PYTHON, WIRES, PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP
+from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP, ObservationReader
 from reflex_runtime.robots.serving.runtime import ServedPolicy
 from reflex_runtime.robots.sources.load import directory_of
 from reflex_runtime.robots.versions.slots import SHADOW, Version

@@ -38,8 +38,15 @@ from reflex_runtime.robots.serving.decode_pool import (
     observe,
     pixels_in,
 )
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import GROOT, ActAnswer, Array, Question, Timing, array_of
+from reflex_runtime.robots.serving.question import (
+    GROOT,
+    ActAnswer,
+    Array,
+    ObservationReader,
+    Question,
+    Timing,
+    array_of,
+)
 from reflex_runtime.robots.serving.runtime import PolicyRuntime, ServedPolicy
 from reflex_runtime.robots.versions.router import Routing
 from reflex_runtime.robots.versions.slots import Version

@@ -1,11 +1,13 @@
 """What a robot asks of a policy and what it is answered, on whatever wire.
 
 A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `RequestHandler` does everything in between.
+`ObservationReader` finds cameras, state and instruction of a policy in observations that name them as a wire does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -13,9 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.observe.journal import episode_key
+from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.web.arrays import array_in
-from reflex_runtime.web.errors import ClientError
-from reflex_runtime.web.fields import ID, Whole, check_id, invalid, is_unicode, printable, whole
+from reflex_runtime.web.errors import ClientError, InvalidRequest
+from reflex_runtime.web.fields import (
+    ID,
+    MAX_VALUES,
+    Whole,
+    check_id,
+    invalid,
+    invalid_input,
+    is_unicode,
+    printable,
+    whole,
+)
+from reflex_runtime.web.pictures import JPEG_START, PNG_START
 
 # Names of wires: keys of `WIRES` in `policy/spec.py`.
 ACT: Final = "act"
@@ -182,3 +196,269 @@ class ActAnswer(msgspec.Struct, omit_defaults=False):
     policy_changed: bool = False
     injected: dict[str, Any] | None = None
     warnings: list[str] = []
+
+
+# -- what a wire's observation has of it -------------------------------------------------------------------------------
+
+
+PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
+"""Prefixes that other protocols put before a name."""
+PROMPTS: Final = ("prompt", "instruction", "task", "task_description", "language_instruction")
+STATES: Final = ("state", "states", "proprio")
+MAX_STATE: Final = 16_384  # numbers
+MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
+MAX_ROWS: Final = 256  # robots in a message, so that one leaves most of a queue (--max-queue) to other callers
+
+UNSERVED: Final = {
+    "noise": "noise is drawn by the server; a seed says which",
+    "num_steps": "the export says how many denoise steps there are",
+    "num_denoising_steps": "the export says how many there are",
+    "inference_delay": "delay says it, a number of actions",
+    "prev_action_chunk": "with --rtc the server continues the last chunk of the episode by itself",
+    "prev_chunk_left_over": "with --rtc the server continues the last chunk of the episode by itself",
+    "execution_horizon": "--rtc-horizon says it, for all robots",
+    "image_mask": "leave out the pictures that are missing",
+    "image_masks": "leave out the pictures that are missing",
+}
+"""What clients of other servers say beside an observation. It would change the answer, so it is refused; other names
+that a policy does not read are data that it does not see."""
+
+OWN: Final = "reflex/"
+EPISODES: Final = (f"{OWN}episode_id", "episode_id", "session_id")
+IDS: Final = {"robot_id": "/", "episode_id": "/", "session_id": "/", "request_id": "."}
+"""What stands between an id and the number of one of several robots."""
+
+WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
+
+
+class ObservationReader:
+    """Reads the observations of one wire for one export.
+
+    others: of exports that may answer instead. Pictures that only they use are read where they came. video: what the
+    wire puts in front of a camera's name.
+    """
+
+    def __init__(
+        self, spec: PolicySpec, wire: WireMap | None, others: Sequence[ObservationReader] = (), video: str = ""
+    ) -> None:
+        self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
+
+    def read(self, observation: Mapping[str, Any]) -> WireObservation:
+        """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
+        came = dict(_flat(observation))
+        plain = {_stripped(name): name for name in reversed(came)}
+        for name in UNSERVED.keys() & {*plain, *(name.partition("/")[0] for name in came)}:
+            if name not in self.spec.images and plain.get(name) not in (*self.wire.images.values(), *self.wire.state):
+                raise invalid_input(name, f"is not read here: {UNSERVED[name]}")
+        optional = self.spec.optional_images  # of those that must be sent, `_image` raises for what is missing
+        cameras = [name for name in self.spec.images if name not in optional or self._found(name, came, plain) in came]
+        images = {camera: self._image(camera, came, plain) for camera in cameras}
+        for other in self._others:
+            for camera in [camera for camera in other.spec.images if camera not in images]:
+                with suppress(InvalidRequest):  # the version that needs it reports the error
+                    images[camera] = other._image(camera, came, plain)
+        self._check_subset(images, came)
+        return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
+
+    def split(self, observation: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+        """The observations of N robots that came as one, with a leading axis, by their episodes' ids where each has one
+        and else by number; None for an observation of one robot.
+
+        Pictures and states that have a dimension more than one robot's say so; those of them that are read must agree.
+        Any other list or array of N, of instructions or limits too, has one value for each robot. Other values are for
+        all; an id gets the robot's number.
+        """
+        came = dict(_flat(observation))
+        plain = {_stripped(name): name for name in reversed(came)}
+        states = self._state_names(plain) if self.spec.takes_state else ()
+        cameras = [self._found(camera, came, plain) for camera in self.spec.images]
+        axes = {name: _axis(came[name], 3) for name in cameras if name in came}
+        pictures = max(axes.values(), default=None)
+        axes |= {name: _axis(came[name], 1) for name in states if name in came}
+        size = max(axes.values(), default=0)
+        if not size or (size == 1 and pictures == 0):  # a state [1, dim] beside plain pictures
+            return None
+        for name in self._prompt_names(plain):
+            if many := _many(text_of(came.get(name))):
+                axes[name] = many
+        # Single numbers are the parts of a state that have no dimension of their own.
+        differ = [name for name, found in axes.items() if size not in (found, name in states and _axis(came[name], 0))]
+        if differ:
+            told = ", ".join(f"{name} {found or 'none'}" for name, found in axes.items())
+            raise invalid_input(differ[0], f"has another leading axis than the rest of the observation: {told}")
+        if size * len(came) > MAX_VALUES:
+            raise invalid("observation", f"observation: {len(came)} names of {size} robots: over {MAX_VALUES} values")
+        if size > MAX_ROWS:
+            raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
+        named = next((came[name] for name in EPISODES if _many(came.get(name)) == size), ())
+        ids = [text_of(id) for id in named]
+        robots = ids if len({id for id in ids if isinstance(id, str)}) == size else [str(row) for row in range(size)]
+        parts = [_each(name, value, robots) for name, value in came.items()]
+        return {robot: dict(zip(came, row, strict=True)) for robot, *row in zip(robots, *parts, strict=True)}
+
+    def describe(self) -> dict[str, Any]:
+        """The expected observation, JSON-safe."""
+        spec, wire = self.spec, self.wire
+        images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
+        found: dict[str, Any] = {"images": images}
+        if spec.optional_images:
+            found["optional_images"] = [
+                wire.images.get(name, self._video + name) for name in spec.images if name in spec.optional_images
+            ]
+        if spec.observation_steps > 1:
+            found["observation_steps"] = spec.observation_steps
+        if spec.takes_state:
+            found["state"] = {"names": list(wire.state or ("state",)), "dim": spec.state_dim}
+            if wire.state_sizes:
+                found["state"]["sizes"] = list(wire.state_sizes)
+        if spec.takes_text:
+            found["prompt"] = wire.prompt or PROMPTS[0]
+        return found
+
+    def _check_subset(self, images: Mapping[str, tuple[str, str, Image]], came: Mapping[str, Any]) -> None:
+        """Where any camera may be left out, a picture under a name that is none must not pass for that."""
+        missing = [camera for camera in self.spec.images if camera not in images]
+        if missing and self.spec.optional_images >= set(self.spec.images):
+            read = {name for _, name, _ in images.values()}
+            if not read or any(_is_picture(value) for name, value in came.items() if printable(name) not in read):
+                raise self._missing(self.wire.images.get(missing[0], self._video + missing[0]), came)
+
+    def _found(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
+        """The name under which an observation would have a camera's picture. The only camera may have the only picture,
+        whatever its name."""
+        name = self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
+        if name is None and len(self.spec.images) == 1:
+            only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
+            name = plain.get("image") or (only[0] if len(only) == 1 else None)
+        return name
+
+    def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
+        name = self._found(camera, came, plain)
+        if name is None or name not in came:
+            raise self._missing(name or self._video + camera, came)
+        image = came[name]
+        if isinstance(image, bytes):
+            return camera, name, image  # PNG or JPEG
+        if not isinstance(image, np.ndarray):
+            raise invalid_input(name, "must be an array, or a PNG or JPEG")
+        if image.ndim == 3 and image.shape[0] == 3 and image.shape[2] != 3:
+            image = image.transpose(1, 2, 0)
+        return camera, printable(name), image
+
+    def _state_names(self, plain: Mapping[str, str]) -> Sequence[str]:
+        return self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
+
+    def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
+        if not self.spec.takes_state:
+            return None
+        names, parts = self._state_names(plain), []
+        for name in names:
+            if name not in came:
+                raise self._missing(name, came)
+            parts.append(_numbers(name, came[name]))
+        for name, part, size in zip(names, parts, self.wire.state_sizes, strict=False):
+            if len(part) != size:
+                raise invalid_input(name, f"must be {size} numbers, came {len(part)}")
+        state = np.concatenate(parts)
+        if len(state) != self.spec.state_dim:
+            given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
+            raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers, came: {given}"))
+        return state
+
+    def _prompt_names(self, plain: Mapping[str, str]) -> Sequence[str]:
+        return [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
+
+    def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
+        names = self._prompt_names(plain)
+        name = next((name for name in names if came.get(name) is not None), None)
+        if name is None:
+            if self.spec.takes_text and self.spec.default_prompt is None:
+                raise self._missing(names[0], came)
+            return self.spec.default_prompt
+        text = text_of(came[name])
+        if not isinstance(text, str):
+            raise invalid_input(name, "must be a text")
+        return text
+
+    def _missing(self, name: str, came: Mapping[str, Any]) -> InvalidRequest:
+        expected = self.describe()
+        names = [*expected["images"], *expected.get("state", {}).get("names", ())]
+        names += [expected["prompt"]] if "prompt" in expected else []
+        there = ", ".join(list(came)[:50]) or "nothing"
+        return invalid_input(name, f"missing; came: {there}; expected: {', '.join(names)}")
+
+
+def text_of(value: Any) -> Any:
+    """The text in bytes, an array or a list of one; any other value unchanged."""
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
+        value = value.item()
+    if isinstance(value, bytes) and len(value) <= MAX_TEXT:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return value
+
+
+def _is_picture(value: Any) -> bool:
+    return (
+        value.ndim == 3
+        if isinstance(value, np.ndarray)
+        else (isinstance(value, bytes) and value.startswith((JPEG_START, PNG_START[:8])))
+    )
+
+
+def _axis(value: Any, dims: int) -> int:
+    """The length of an axis in front of so many dimensions, of an array or of a list; 0 where there is none."""
+    if isinstance(value, np.ndarray):
+        return len(value) if value.ndim == dims + 1 else 0
+    if not isinstance(value, list) or not value:
+        return 0
+    kinds = {0: (int, float), 1: (list, np.ndarray), 3: (np.ndarray, bytes)}[dims]
+    return len(value) if all(isinstance(part, kinds) for part in value) else 0
+
+
+def _many(value: Any) -> int:
+    """How many values it may be, one for each robot; 0 for what is one value."""
+    return len(value) if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim) else 0
+
+
+def _each(name: str, value: Any, robots: Sequence[str]) -> Sequence[Any]:
+    """What a value is for each of several robots."""
+    if _many(value) == len(robots):
+        each: Sequence[Any] = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+        return each
+    id, text = name.removeprefix(OWN), text_of(value)
+    if id in IDS and isinstance(text, str):
+        return [f"{text}.{row}" if id == "request_id" else f"{text}/{robot}" for row, robot in enumerate(robots)]
+    return [value] * len(robots)
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested maps to names joined by slashes."""
+    for name, value in values.items():
+        if len(before) + len(name) > MAX_NAME:
+            raise invalid("observation", f"observation: a name in it has more than {MAX_NAME} characters")
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}/")
+        else:
+            yield before + name, value
+
+
+def _stripped(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _numbers(name: str, value: Any) -> NDArray[np.float64]:
+    """A part of the state as a vector, from an array, a list, or one number."""
+    if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
+        value = None
+    if isinstance(value, (list, int, float)) and not isinstance(value, bool):
+        return np.array(value, np.float64, ndmin=1)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
+        return value.astype(np.float64).reshape(-1)
+    raise invalid_input(name, "must be numbers")

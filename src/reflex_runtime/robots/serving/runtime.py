@@ -147,6 +147,8 @@ class ServedPolicy:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
                 self._server,
+                self._server.decode_pool,
+                self._server.metrics,
                 config.shadow_sample,
                 lambda request_id, slot, found: self.note("shadow", request_id=request_id, slot=slot, **found),
                 lambda text: self.rollout.changed(time.monotonic(), "shadow", text, {}),

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +27,13 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Dropped, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import Observation
+from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
 from reflex_runtime.robots.serving.decode_pool import Done as Made
-from reflex_runtime.robots.serving.decode_pool import Job
 from reflex_runtime.robots.versions.slots import SHADOW_QUEUE, Slot, Version
-
-if TYPE_CHECKING:
-    from reflex_runtime.robots.serving.runtime import PolicyRuntime
+from reflex_runtime.web.batch_server import BatchServer
 
 log = logging.getLogger("reflex.shadow")
 
@@ -104,12 +103,15 @@ class Shadowing:
     def __init__(
         self,
         slot: Slot,
-        server: PolicyRuntime,
+        server: BatchServer,
+        decode_pool: DecodePool,
+        metrics: Metrics,
         share: float,
         on_difference: Callable[[str, str, Mapping[str, Any]], None],
         on_change: Callable[[str], None],
     ) -> None:
-        self._slot, self._server, self._share = slot, server, share
+        self._slot, self._server, self._decode_pool, self._metrics = slot, server, decode_pool, metrics
+        self._share = share
         self._on_difference, self._on_change = on_difference, on_change
         self.divergence = ShadowDivergence()
         self.dropped = self.failed = 0
@@ -131,7 +133,7 @@ class Shadowing:
             self._drop()
             return
         version = self._slot.version
-        self._server.decode_pool.add(prepare(version.policy, partial(self._prepared, slot, actions, version)))
+        self._decode_pool.add(prepare(version.policy, partial(self._prepared, slot, actions, version)))
         self._preparing += 1
         version.users += 1
 
@@ -193,7 +195,7 @@ class Shadowing:
         found = difference(actions, outcome.value.actions)
         self.divergence.add(found)
         if found is not None:
-            self._server.metrics.diverged(self._slot.group, found["mean"])
+            self._metrics.diverged(self._slot.group, found["mean"])
             self._on_difference(ticket.id, slot, found)
 
     def __call__(self, event: Event) -> None:
@@ -209,7 +211,7 @@ class Shadowing:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
                 if begun < ticket.arrived < ended:
-                    self._server.metrics.delayed(self._slot.group, ended - ticket.arrived)
+                    self._metrics.delayed(self._slot.group, ended - ticket.arrived)
 
     def _paused(self, until: float, seconds: float) -> None:
         """The device has lost a thread to the shadow, or had it back, or an operator has ended the pause."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from reflex_runtime.robots.serving.question import (
     JSON_NUMPY,
     LARGEST,
     MAX_INSTRUCTION,
+    MAX_STATE,
     ActAnswer,
     Array,
     Image,
@@ -30,6 +31,7 @@ from reflex_runtime.robots.serving.question import (
     says,
 )
 from reflex_runtime.robots.wires import json_numpy
+from reflex_runtime.robots.wires.common import LIMITS
 from reflex_runtime.robots.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.web.errors import (
     JSON,
@@ -47,7 +49,6 @@ from reflex_runtime.web.request import LARGE, OPERATOR_BODY, HttpRequest, HttpRe
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
-MAX_STATE = 16_384  # numbers
 MAX_IMAGES = 64
 MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
 
@@ -83,13 +84,12 @@ class ActMsgpack(_ActBody, kw_only=True):
 
 _json = msgspec.json.Decoder(ActJson)
 _msgpack = msgspec.msgpack.Decoder(ActMsgpack)
-_LIMITS: Final = RequestLimits.__struct_fields__
 
 
 def decode(body: bytes, packed: bool) -> Question:
     """What is asked, or the 400 or 422 that names what is wrong. packed: msgpack, else JSON."""
     sent = _decode_msgpack(body) if packed else _decode_json(body)
-    limits = {name: getattr(sent, name) for name in _LIMITS}
+    limits = {name: getattr(sent, name) for name in LIMITS}
     return Question(images=_images(sent), state=sent.state, instruction=sent.instruction, **limits)
 
 

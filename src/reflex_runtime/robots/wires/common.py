@@ -14,8 +14,16 @@ import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.observation_reader import IDS, OWN, WireObservation, text_of
-from reflex_runtime.robots.serving.question import MAX_TEXT, ActAnswer, Question, RequestLimits
+from reflex_runtime.robots.serving.question import (
+    IDS,
+    MAX_TEXT,
+    OWN,
+    ActAnswer,
+    Question,
+    RequestLimits,
+    WireObservation,
+    text_of,
+)
 from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import ClientError, NotFound, Reported, known
 from reflex_runtime.web.fields import check_id, invalid_field, invalid_input

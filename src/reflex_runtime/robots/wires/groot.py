@@ -31,8 +31,15 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, PROMPTS, ObservationReader, text_of
-from reflex_runtime.robots.serving.question import GROOT, Question, RequestLimits
+from reflex_runtime.robots.serving.question import (
+    GROOT,
+    MAX_ROWS,
+    PROMPTS,
+    ObservationReader,
+    Question,
+    RequestLimits,
+    text_of,
+)
 from reflex_runtime.robots.wires.common import (
     LIMITS,
     Episodes,

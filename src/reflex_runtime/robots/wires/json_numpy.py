@@ -29,8 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.robots.serving.handler import Asked
-from reflex_runtime.robots.serving.observation_reader import PROMPTS, ObservationReader
-from reflex_runtime.robots.serving.question import GROOT, JSON_NUMPY, Question, RequestLimits
+from reflex_runtime.robots.serving.question import (
+    GROOT,
+    JSON_NUMPY,
+    PROMPTS,
+    ObservationReader,
+    Question,
+    RequestLimits,
+)
 from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, limits_of_row, question_of
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of, only, options_of
 from reflex_runtime.web.arrays import array_in, check_json

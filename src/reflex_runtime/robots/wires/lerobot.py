@@ -44,8 +44,7 @@ from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.observation_reader import ObservationReader
-from reflex_runtime.robots.serving.question import LEROBOT, Question
+from reflex_runtime.robots.serving.question import LEROBOT, ObservationReader, Question
 from reflex_runtime.robots.wires.common import Episodes
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web.app import App

@@ -16,8 +16,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.observation_reader import MAX_ROWS
-from reflex_runtime.robots.serving.question import OIP, Question
+from reflex_runtime.robots.serving.question import MAX_ROWS, OIP, Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes, answer_details, limits_of, question_of
 from reflex_runtime.web.fields import check_id, encode, invalid_input

@@ -25,8 +25,7 @@ import numpy as np
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.serving.handler import Asked, RequestHandler
-from reflex_runtime.robots.serving.observation_reader import MAX_ROWS, text_of
-from reflex_runtime.robots.serving.question import OPENPI, ActAnswer, Question
+from reflex_runtime.robots.serving.question import MAX_ROWS, OPENPI, ActAnswer, Question, text_of
 from reflex_runtime.robots.wires.common import (
     Episodes,
     Frame,

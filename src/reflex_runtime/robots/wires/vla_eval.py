@@ -22,8 +22,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.observation_reader import PROMPTS, text_of
-from reflex_runtime.robots.serving.question import VLA_EVAL, ActAnswer, Question
+from reflex_runtime.robots.serving.question import PROMPTS, VLA_EVAL, ActAnswer, Question, text_of
 from reflex_runtime.robots.wires.common import MessageSession, limits_in, question_of, socket_route, unpack
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import array_in
