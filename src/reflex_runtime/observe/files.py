@@ -70,11 +70,11 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
 
 @contextmanager
 def refused(setting: str, cannot: str = "be written") -> Iterator[None]:
-    """An OSError from within is a ConfigError of that setting."""
+    """An OSError from within, or a ValueError for a name that is none, is a ConfigError of that setting."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot {cannot}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot {cannot}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _make_way(path: Path) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, path_name
 from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.observe import files
-from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
 
@@ -110,23 +108,13 @@ def check_files(config: FeedsConfig) -> None:
         if Path(value).is_dir():
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
     if config.annotate:
-        with _refused("--annotate", config.annotate, "made"):
+        with files.refused(f"--annotate={one_line(config.annotate)}", "be made"):
             Path(config.annotate).mkdir(parents=True, exist_ok=True)
         if not os.access(config.annotate, os.W_OK | os.X_OK):
             raise ConfigError(f"--annotate={one_line(config.annotate)}: cannot be written to")
     for flag, value in written(config):
-        with _refused(flag, value, "written"):
+        with files.refused(f"{flag}={one_line(value)}"):
             files.check(value)
-
-
-@contextmanager
-def _refused(flag: str, value: str, done: str) -> Iterator[None]:
-    """OSError and ValueError as a ConfigError that names the flag. done: what cannot be done."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or in_one_line(error)
-        raise ConfigError(f"{flag}={one_line(value)}: cannot be {done}: {why}") from None
 
 
 def written(config: FeedsConfig) -> list[tuple[str, str]]:

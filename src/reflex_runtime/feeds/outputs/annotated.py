@@ -42,14 +42,15 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
     value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them,
     keypoints, polygons and masks (see docs/feeds.md), text in the corner.
     What is missing or has another form is left out.
-    caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
+    caption: a line in the other corner, under the boxes; too long, it loses its beginning.
     by: how many times smaller the picture is than the one that positions are pixels of.
     """
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     height = max(10, min(28, picture.height // 24))
     if caption:
-        _caption(picture, pen, _font(height), caption)
+        sign = _sign(caption, DARK, height)
+        _paste(picture, sign, (min(2, picture.width - sign.picture.width), picture.height - sign.picture.height))
     if isinstance(value, Mapping):
         boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"), by)]
         words = [_words(value, i) for i in range(len(boxes))]
@@ -147,20 +148,6 @@ def _label(picture: Image.Image, height: int, box: Box, words: str, colour: Colo
     _paste(picture, sign, (left, above if above >= 0.0 else min(box[3] + 1.0, lowest)))
 
 
-def _caption(picture: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, words: str) -> None:
-    words = words[:MOST_TEXT]
-    if pen.textlength(words, font) > picture.width - 4:
-        while words and pen.textlength("…" + words, font) > picture.width - 4:
-            words = words[1:]
-        words = "…" + words
-    at = (2, picture.height - font.size - 6)
-    right = min(picture.width, round(pen.textbbox(at, words, font=font)[2]) + 2)
-    ground = (0, max(0, int(at[1]) - 1), right, picture.height)
-    if ground[0] < ground[2] and ground[1] < ground[3]:
-        picture.paste(picture.crop(ground).point([value // 3 for value in range(256)] * 3), ground[:2])
-    pen.text(at, words, fill=LIGHT, font=font)
-
-
 class _Sign(NamedTuple):
     """Text on its ground. at: of its corner, from where the text begins. first: the length of its first line."""
 
@@ -223,12 +210,12 @@ _FRAGMENTED = (".mp4", ".m4v", ".mov")
 
 
 class AnnotatedVideo:
-    """A video of one feed with boxes, labels and text drawn on it, as H.264 or, where that is missing, MPEG-4.
+    """A video of one feed with what was found drawn on it, as H.264 or, where that is missing, MPEG-4. caption: feed,
+    number and latency stand in a corner.
 
     path: the file; its suffix says the container (.mp4, .mkv, .avi). It is opened with the first result, whose size
     (made even) all pictures get; what is there is kept as PATH.1, and only the owner may read it. An .mp4 is written in
     fragments of `FRAGMENT_S`, so that a killed process leaves all but the last one, as it does of an .mkv.
-    caption: whether feed, number and latency are written into the corner.
     Times are those of the source; what took longer than `LONGEST_S` is shown for so long.
     Raises ConfigError if PyAV is missing.
     """
@@ -240,8 +227,7 @@ class AnnotatedVideo:
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
         self._av = library("av", "AnnotatedVideo: writing video")
-        self._path = Path(path)
-        self._caption = caption
+        self._path, self._caption = Path(path), caption
         self._container: Any = None
         self._file: FileIO | None = None
         self._stream: Any = None
