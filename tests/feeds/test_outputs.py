@@ -239,7 +239,7 @@ def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_co
         broker.start()
         with Subscriber(broker.port, "away") as again:
             output.take(result(10_000))
-            assert again.until("away/feeds/a", record_of(result(10_000)).as_json())
+            assert again.until("away/feeds/a", record_of(result(10_000)).as_json().decode())
             output.signal(5.0)
             assert output.join()
     snapshot = output.snapshot()

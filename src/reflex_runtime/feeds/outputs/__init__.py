@@ -83,7 +83,7 @@ class ResultStream:
         self.isatty = stream.isatty
 
     def write(self, text: str) -> None:
-        data = memoryview(text.encode("utf-8", "replace"))
+        data = memoryview(text.encode())
         try:
             while data:
                 data = data[os.write(self._file, data) :]

@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
-from math import isfinite
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
@@ -29,7 +28,6 @@ from reflex_runtime.run.device import Clock
 
 NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
 _PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +45,35 @@ class ResultRecord:
     value: Any
     file: str = ""
 
-    def as_json(self) -> str:
-        """One line, without its end."""
+    def as_json(self) -> bytes:
+        """One line, without its end. Arrays become lists, numbers that are not finite null, anything unknown its
+        text."""
         line = {
             "feed": self.feed,
             "sequence": self.sequence,
             **({"file": self.file} if self.file else {}),
-            "pts": json_safe(self.pts),
+            "pts": self.pts,
             "latency_ms": self.latency_ms,
             "value": self.value,
         }
-        try:  # nearly every value can be written as it is, four times as fast
+        try:
             return _ENCODER.encode(line)
-        except (TypeError, ValueError):
-            return _ENCODER.encode({**line, "value": json_safe(self.value)})
+        except UnicodeEncodeError:  # half a pair of surrogates, such as in the name of a file
+            return json.dumps(msgspec.to_builtins(line, enc_hook=_plain)).encode()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold, of a class that the encoder does not know."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def record_of(result: Result) -> ResultRecord:
@@ -68,29 +81,6 @@ def record_of(result: Result) -> ResultRecord:
     frame = result.frame
     latency_ms = round(1e3 * result.latency, 3)
     return ResultRecord(result.feed, frame.sequence, frame.pts, latency_ms, result.value, frame.file)
-
-
-def json_safe(value: Any) -> Any:
-    """The same as JSON can hold it: arrays become lists, numbers that are not finite null, and anything unknown its
-    text."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, np.ndarray):
-        plain = value.dtype.kind in "biu" or (value.dtype.kind == "f" and bool(np.isfinite(value).all()))
-        return value.tolist() if plain else json_safe(value.tolist())
-    if isinstance(value, np.generic):
-        return json_safe(value.item())
-    if isinstance(value, Enum):
-        return json_safe(value.value)
-    if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [json_safe(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return json_safe({each.name: getattr(value, each.name) for each in fields(value)})  # asdict would copy it
-    return str(value)
 
 
 def path_name(feed: str) -> str:
@@ -128,19 +118,19 @@ class JsonLines:
         self._fresh = True  # this sink has not written to the file yet
         self._clock = clock
         self._lock = threading.Lock()
-        self._lines: list[str] = []
+        self._lines: list[bytes] = []
         self._flushed = -float("inf")
         self._failed = False
         self.lost = 0
 
     def __call__(self, result: Result) -> None:
         """Write a result. Raises SinkError the first time that it cannot."""
-        text = record_of(result).as_json() + "\n"
+        line = record_of(result).as_json() + b"\n"
         with self._lock:
             if self._failed:
                 self.lost += 1
                 return
-            self._lines.append(text)
+            self._lines.append(line)
             now = self._clock()
             if now - self._flushed >= self._every:
                 self._flushed = now
@@ -169,12 +159,12 @@ class JsonLines:
             return
         try:
             if self._path is None:
-                self._stream.write("".join(lines))
+                self._stream.write(b"".join(lines).decode())
                 self._stream.flush()
                 return
             if self._stream is None:
                 self._open()
-            files.write_all(self._stream, "".join(lines).encode(errors="replace"))
+            files.write_all(self._stream, b"".join(lines))
         except (OSError, ValueError) as error:  # ValueError: the stream was closed elsewhere
             self._failed = True
             self.lost += len(lines)

@@ -206,7 +206,7 @@ class ResultOutput:
         """One line, without its end, of a result in hand; None if it cannot be written: it alone is refused."""
         try:
             with WALL:
-                return record.as_json().encode("utf-8", "replace")
+                return record.as_json()
         except Exception as error:  # of the value's own class
             self.box.drop("refused")
             self._unsuited(f"a result of {record.feed} cannot be written as JSON: {type(error).__name__}: {error}")
