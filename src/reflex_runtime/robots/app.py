@@ -23,8 +23,7 @@ from reflex_runtime.robots.serving.endpoints import Endpoints
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.sources.export_directory import Export
-from reflex_runtime.robots.sources.load import read_source, weight_of
-from reflex_runtime.robots.sources.memory import check_two_policies
+from reflex_runtime.robots.sources.load import check_two_policies, read_source, weight_of
 from reflex_runtime.robots.versions.ramp import Objective, Ramp, RampGuard
 from reflex_runtime.robots.versions.slots import check_alike, device_of, faults_of
 from reflex_runtime.run.onnx_session import CPU, CUDA, PROVIDERS, check_provider

@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 from reflex_runtime.cli import main
 from reflex_runtime.robots.analysis import doctor
 from reflex_runtime.robots.analysis.doctor import Check, Clocks, Diagnosis, examine
-from reflex_runtime.robots.sources.memory import GB
+from reflex_runtime.robots.sources.load import GB
 from reflex_runtime.run.onnx_session import CUDA
 from robots import means
 from robots.bundled import KINDS, bundled

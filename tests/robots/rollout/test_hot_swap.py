@@ -146,7 +146,7 @@ def test_v13_too_large_beside_the_others_is_refused(pair: Pair, tmp_path: Path) 
     """Two are served, so three are in memory for a moment."""
     large = write_tiny(tmp_path / "large", weights=WEIGHTS_OF["v3"])
     (large / "model.onnx.data").write_bytes(bytes(1 << 20))
-    before = "import reflex_runtime.robots.sources.memory as m; m.host_memory = lambda: 4 << 20"
+    before = "import reflex_runtime.robots.sources.load as m; m.host_memory = lambda: 4 << 20"
     with two(pair, before=before) as server:
         answer = admin(server, "load", slot="b", path=str(large))
         assert answer.status == 422

@@ -16,7 +16,7 @@ from forked import reflex
 from reflex_runtime.cli import main
 from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import load_policy
-from reflex_runtime.robots.sources import memory
+from reflex_runtime.robots.sources import load as memory
 from reflex_runtime.robots.versions.router import bucket
 from reflex_runtime.web import supervisor
 from robots.tiny import write_export
@@ -154,7 +154,7 @@ def test_v8_a_real_process_refuses_by_the_memory_of_the_machine(pair: Pair, tmp_
     export = write_tiny(tmp_path / "huge")
     with open(export / "model.onnx.data", "wb") as file:
         file.truncate(64 << 20)
-    small = "import reflex_runtime.robots.sources.memory as m; m.host_memory = lambda: 180 << 20"
+    small = "import reflex_runtime.robots.sources.load as m; m.host_memory = lambda: 180 << 20"
     options = ("--policy-a", pair.v1, "--policy-b", export, "--no-rtc", "--port", "0")
     done = reflex("serve", *options, before=small)
     (line,) = done.stderr.splitlines()

@@ -538,7 +538,7 @@ def test_p38_one_load_at_a_time_whatever_the_policy(robots: Robots, tmp_path: Pa
 
 
 def test_p38_the_memory_of_all_policies_is_checked_before_any_is_loaded(robots: Robots) -> None:
-    before = "import reflex_runtime.robots.sources.memory as m; m.host_memory = lambda: 600\n"
+    before = "import reflex_runtime.robots.sources.load as m; m.host_memory = lambda: 600\n"
     with both(robots, before=before, until="reflex serve: ") as server:
         said = server.wait_log("reflex serve: ")
         assert re.search(r"all policies together require \S+ GB of memory, \S+ GB beside this one, but only", said)

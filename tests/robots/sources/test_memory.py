@@ -9,7 +9,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export
-from reflex_runtime.robots.sources.memory import (
+from reflex_runtime.robots.sources.load import (
     GB,
     SKIP,
     Room,

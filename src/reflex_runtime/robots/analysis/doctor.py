@@ -26,11 +26,17 @@ from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.robots.serving.question import OPENPI, ObservationReader
-from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
 from reflex_runtime.robots.sources.export_directory import Export
-from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_files
-from reflex_runtime.robots.sources.load import directory_of, is_export, load_policy, read_source
-from reflex_runtime.robots.sources.memory import SHARE, Room, total_memory
+from reflex_runtime.robots.sources.export_files import CONFIG_FILE, EMBODIMENT_FILE, check_files
+from reflex_runtime.robots.sources.load import (
+    SHARE,
+    Room,
+    directory_of,
+    is_export,
+    load_policy,
+    read_source,
+    total_memory,
+)
 from reflex_runtime.run import onnx_session
 from reflex_runtime.run.model_files import read_json
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch

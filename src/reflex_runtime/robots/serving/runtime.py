@@ -23,8 +23,7 @@ from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
 from reflex_runtime.robots.serving.shadow import Shadowing
-from reflex_runtime.robots.sources.load import read_source, weight_of
-from reflex_runtime.robots.sources.memory import check_two_policies
+from reflex_runtime.robots.sources.load import check_two_policies, read_source, weight_of
 from reflex_runtime.robots.versions.breaker import Breaker
 from reflex_runtime.robots.versions.ramp import Change, Objective, Ramp, RampGuard, SloTracker
 from reflex_runtime.robots.versions.rollout import Rollout

@@ -24,13 +24,6 @@ from reflex_runtime.robots.policy.observation import IMAGE_MASK, Observation
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions, PolicySpec, Size
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.robots.policy.units import AddState, Floats
-from reflex_runtime.robots.sources.embodiment import (
-    read_action_transforms,
-    read_embodiment,
-    read_norm,
-    read_state_transforms,
-    read_wires,
-)
 from reflex_runtime.robots.sources.export_files import (
     CONFIG_FILE,
     ExportConfig,
@@ -42,8 +35,13 @@ from reflex_runtime.robots.sources.export_files import (
     model_bytes,
     model_hash,
     names_of,
+    read_action_transforms,
+    read_embodiment,
     read_export_json,
+    read_norm,
     read_prompt,
+    read_state_transforms,
+    read_wires,
     whole,
 )
 from reflex_runtime.run import model_files
@@ -215,9 +213,13 @@ def _load(root: Path) -> Export:
     table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
     config = table.read(ExportConfig)
     images = _images(table, config)
-    optional = _optional_images(table, config, images)
-    roles = Roles(root, table, config, images)
-    graphs = roles.graphs()
+    optional = frozenset(config.optional_images or ())
+    for name in config.optional_images or ():
+        if name not in images:
+            table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
+    roles = Roles(table, config, images)
+    split = config.export_kind == "decomposed"
+    graphs, past_kv = roles.split(root) if split else (roles.whole(root), {})
     tokenizer, max_tokens = _text(root, table, roles.inputs.has("tokens"))
     prompt = read_prompt(table, roles.inputs.has("tokens"))
     dims = {"state_norm": config.state_dim, "action_norm": config.action_dim}
@@ -229,7 +231,7 @@ def _load(root: Path) -> Export:
     x_dim = config.x_dim or config.action_dim
     if x_dim < config.action_dim:
         table.wrong("x_dim", f"at least action_dim, {config.action_dim}")
-    if config.horizon is not None and config.export_kind == "decomposed":
+    if config.horizon is not None and split:
         table.wrong("horizon", "none in a decomposed export: x has chunk_size rows")
     takes_state = any("state" in graph.inputs for graph in graphs.values())
     action_transforms = read_action_transforms(table, config.action_dim, config.state_dim)
@@ -248,7 +250,7 @@ def _load(root: Path) -> Export:
         config=table.values,
         model_id=config.model_id,
         model_type=config.model_type,
-        staged=config.export_kind == "decomposed",
+        staged=split,
         state_dim=config.state_dim,
         action_dim=config.action_dim,
         chunk_size=config.chunk_size,
@@ -269,7 +271,7 @@ def _load(root: Path) -> Export:
         max_tokens=max_tokens,
         embodiment=embodiment,
         graphs=graphs,
-        past_kv=roles.past_kv,
+        past_kv=past_kv,
         prefix_takes_state="prefix" in graphs and "state" in graphs["prefix"].inputs,
         model_hash=model_hash(root),
         config_hash=config_hash(root),
@@ -295,14 +297,6 @@ def _images(table: ExportObject, config: ExportConfig) -> dict[str, Size]:
     return images
 
 
-def _optional_images(table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> frozenset[str]:
-    names = config.optional_images or ()
-    for name in names:
-        if name not in images:
-            table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
-    return frozenset(names)
-
-
 def _text(root: Path, table: ExportObject, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
     if not takes_text:
         if table.has("tokenizer"):
@@ -325,71 +319,55 @@ TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
 class Roles:
     """`inputs`, `outputs` and `decomposed`: which tensor of which graph plays which role."""
 
-    def __init__(self, root: Path, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
-        self._root, self._table, self._kind, self._images = root, table, config.export_kind, images
-        split = config.export_kind == "decomposed"
-        chunk = (config.chunk_size, config.x_dim or config.action_dim)
-        steps = config.observation_steps or 1
-        axis = (steps,) if steps > 1 else ()  # of history
-        masks = [MASKS, *(IMAGE_MASK + name for name in images)]
+    def __init__(self, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
+        self._table, self._images = table, images
+        split = ["time", "past_kv"] if config.export_kind == "decomposed" else []
         # An image of an export that was written before these roles may have the name of one.
-        self._optional = [role for role in (TOKEN_MASK, *masks) if role not in images]
+        self._masks = [role for role in (TOKEN_MASK, MASKS, *map(IMAGE_MASK.__add__, images)) if role not in images]
         self.inputs = ExportObject(table.file, table.get("inputs"), "inputs")
-        own = ["tokens", "state", "noise", *(["time", "past_kv"] if split else [])]
-        self.inputs.only([*images, *own, *self._optional])
+        self.inputs.only([*images, "tokens", "state", "noise", *split, *self._masks])
         self.outputs = ExportObject(table.file, table.get("outputs"), "outputs")
-        self.outputs.only(["actions", *(["past_kv"] if split else [])])
-        most, kind = config.max_tokens, "f" if config.resize == FLOAT_LEVELS else "u"
-        self._specs: dict[str, tuple[str, tuple[int | None, ...]]] = {
-            TOKEN_MASK: ("bif", (most if type(most) is int else None,)),
-            MASKS: ("bif", (*axis, len(images))),
-            **{IMAGE_MASK + name: ("bif", axis) for name in images},
-            **{name: (kind, (*axis, *size, 3)) for name, size in images.items()},
-            "tokens": ("i", (most if type(most) is int else None,)),
-            "state": ("f", (*axis, config.state_dim)),
-            "noise": ("f", (config.horizon or config.chunk_size, chunk[1])),
-            "time": ("f", ()),
-            "actions": ("f", chunk),
-        }
-        self.past_kv: dict[str, str] = {}
-        if self.inputs.has("state") and config.state_dim == 0:
-            table.wrong("state_dim", "at least 1, because `inputs` has the role state")
+        self.outputs.only(["actions", *split[1:]])
+        self._tensors = _tensors(config, images)
         for name in images:
             self.inputs.convert(name, Text)
-        if TOKEN_MASK in self._optional and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
+        if self.inputs.has("state") and config.state_dim == 0:
+            table.wrong("state_dim", "at least 1, because `inputs` has the role state")
+        if TOKEN_MASK in self._masks and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
             self.inputs.wrong(TOKEN_MASK, "none without the role tokens")
 
-    def graphs(self) -> dict[str, Graph]:
-        """The graphs of this kind of export, with every role in the one it belongs to."""
-        seen = [*self._images, *(["tokens"] if self.inputs.has("tokens") else [])]
-        masks = [role for role in self._optional if self.inputs.has(role)]
-        state = ["state"] if self.inputs.has("state") else []
-        if self._kind == "monolithic":
-            if self._table.has("decomposed"):
-                self._table.wrong("decomposed", "none in a monolithic export")
-            noise = ["noise"] if self.inputs.has("noise") else []
-            if not seen and not state:
-                self._table.wrong("inputs", "an image, tokens or state: something to act on")
-            file = self._root / MODEL_FILE
-            if not file.is_file():
-                raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
-            return {"model": self._graph(file, [*seen, *masks, *state, *noise], ["actions"])}
+    def whole(self, root: Path) -> dict[str, Graph]:
+        """The graph of a monolithic export."""
+        if self._table.has("decomposed"):
+            self._table.wrong("decomposed", "none in a monolithic export")
+        seen = [*self._images, *self._given("tokens", "state")]
+        if not seen:
+            self._table.wrong("inputs", "an image, tokens or state: something to act on")
+        file = root / MODEL_FILE
+        if not file.is_file():
+            raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
+        return {"model": self._graph(file, [*seen, *self._given(*self._masks, "noise")], ["actions"])}
+
+    def split(self, root: Path) -> tuple[dict[str, Graph], dict[str, str]]:
+        """The graphs of a decomposed export, and its `Export.past_kv`."""
         parts = ExportObject(self._table.file, self._table.get("decomposed"), "decomposed")
-        fields = parts.read(_Decomposed)
+        to_expert, state = parts.read(_Decomposed).expert_takes_state, self._given("state")
         names = parts.different("past_kv_tensor_names", Names)
         made, read = self._kv(self.outputs, names), self._kv(self.inputs, names)
-        self.past_kv = dict(zip(made, read, strict=True))
-        to_expert = fields.expert_takes_state
         if to_expert and not state:
             self.inputs.wrong("state", "a tensor name, because `expert_takes_state` is true")
-        prefix, expert = (parts.file_in(self._root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
-        sees = [*seen, *([] if to_expert else state)]
+        prefix, expert = (parts.file_in(root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
+        sees = [*self._images, *self._given("tokens"), *([] if to_expert else state)]
         if not sees:
             self._table.wrong("inputs", "an image, tokens or state for the prefix to see")
-        return {
-            "prefix": self._graph(prefix, [*sees, *masks], [], made=made),
+        graphs = {
+            "prefix": self._graph(prefix, [*sees, *self._given(*self._masks)], [], made=made),
             "expert": self._graph(expert, ["noise", "time", *(state if to_expert else [])], ["actions"], read=read),
         }
+        return graphs, dict(zip(made, read, strict=True))
+
+    def _given(self, *roles: str) -> list[str]:
+        return [role for role in roles if self.inputs.has(role)]
 
     def _kv(self, table: ExportObject, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tensor names of the keys and values on one side: `past_kv_tensor_names` unless the role says otherwise."""
@@ -400,27 +378,40 @@ class Roles:
         return table.different("past_kv", names_of(len(names)))
 
     def _graph(
-        self,
-        file: Path,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        read: Sequence[str] = (),
-        made: Sequence[str] = (),
-    ) -> Graph:
-        taken: dict[str, TensorSpec] = {role: self._spec(self.inputs, role) for role in inputs}
+        self, file: Path, inputs: Sequence[str], outputs: Sequence[str],
+        read: Sequence[str] = (), made: Sequence[str] = (),
+    ) -> Graph:  # fmt: skip
+        """read, made: names of keys and values."""
+        taken = {role: self._tensor(self.inputs, role) for role in inputs}
         taken |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(read)}
         names: set[str] = set()
         for role, spec in taken.items():
             if spec.name in names:
                 self.inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
             names.add(spec.name)
-        given = {role: self._spec(self.outputs, role) for role in outputs}
-        given |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(made)}
-        return Graph(file, taken, given)
+        given = {role: self._tensor(self.outputs, role) for role in outputs}
+        return Graph(file, taken, given | {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(made)})
 
-    def _spec(self, table: ExportObject, role: str) -> TensorSpec:
-        kind, dims = self._specs[role]
-        return TensorSpec(table.convert(role, Text), kind, dims)
+    def _tensor(self, table: ExportObject, role: str) -> TensorSpec:
+        return TensorSpec(table.convert(role, Text), *self._tensors[role])
+
+
+def _tensors(config: ExportConfig, images: Mapping[str, Size]) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """The kinds of numbers and the dims of each role's tensor, without the batch axis."""
+    x_dim, steps = config.x_dim or config.action_dim, config.observation_steps or 1
+    history = (steps,) if steps > 1 else ()
+    tokens = (config.max_tokens if type(config.max_tokens) is int else None,)
+    return {
+        TOKEN_MASK: ("bif", tokens),
+        MASKS: ("bif", (*history, len(images))),
+        **{IMAGE_MASK + name: ("bif", history) for name in images},
+        **{n: ("f" if config.resize == FLOAT_LEVELS else "u", (*history, *size, 3)) for n, size in images.items()},
+        "tokens": ("i", tokens),
+        "state": ("f", (*history, config.state_dim)),
+        "noise": ("f", (config.horizon or config.chunk_size, x_dim)),
+        "time": ("f", ()),
+        "actions": ("f", (config.chunk_size, x_dim)),
+    }
 
 
 class _Decomposed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

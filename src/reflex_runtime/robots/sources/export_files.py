@@ -1,5 +1,5 @@
-"""The files of an export: JSON, read strictly, with the keys of `reflex_config.json`; model files, and the hashes that
-name their versions; and how a directory is written whole. Errors name file and key."""
+"""The files of an export: its JSON, read strictly; model files, and the hashes that name their versions; and how a
+directory is written whole. Errors name file and key."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import GenericAlias
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.spec import Resize, Size
+from reflex_runtime.robots.policy.spec import WIRES, Embodiment, Resize, Size, WireMap
 from reflex_runtime.robots.policy.tokenizer import PROMPT, STATE_BINS, Cleaning, PromptTemplate
+from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled, Transform, frozen
 from reflex_runtime.run import model_files
 from reflex_runtime.run.model_files import JsonObject, described
 
@@ -161,6 +164,292 @@ def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None
     if places.count(PROMPT) != 1 or set(places) - {PROMPT, STATE_BINS}:
         config.wrong("prompt", f"a text with {PROMPT} once, and perhaps {STATE_BINS}", keys.template)
     return PromptTemplate(keys.template, keys.clean)
+
+
+# -- normalisation and transforms -------------------------------------------------------------------------------------
+
+
+PAIRS: Final = (("mean", "std"), ("min", "max"), ("q01", "q99"), ("q10", "q90"))
+"""The kinds of normalisation, by their keys: around a mean, or a range that becomes [-1, 1]."""
+EPSILON: Final = Annotated[float, Meta(ge=0.0, le=1.0, description="a number in [0, 1]")]
+_LIST: Final = Annotated[list[Any], Meta(max_length=16, description="a list of at most 16 objects")]
+_FLAGS: Final = Annotated[tuple[bool, ...], Meta(min_length=1, description="a list of true and false")]
+
+
+def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
+    """The normalisation under a key of `dim` elements; None without the key."""
+    if not config.has(key):
+        return None
+    table = ExportObject(config.file, config.get(key), config.name(key))
+    table.only([*(name for pair in PAIRS for name in pair), "epsilon"])
+    found = [pair for pair in PAIRS if table.has(pair[0]) or table.has(pair[1])]
+    if len(found) > 1:
+        config.wrong(key, "one pair of " + ", ".join(" and ".join(pair) for pair in PAIRS))
+    low, high = found[0] if found else PAIRS[0]
+    vector = list_of(Number, dim, "finite numbers")
+    first, second = (np.array(table.convert(name, vector), np.float64) for name in (low, high))
+    epsilon = table.convert("epsilon", EPSILON) if table.has("epsilon") else 0.0
+    around_mean = (low, high) == PAIRS[0]
+    norm = Norm(frozen(first), frozen(second + epsilon)) if around_mean else Norm.of_range(first, second, epsilon)
+    if not (norm.scale > 0.0).all():
+        at_least = "numbers > 0" if around_mean else f"numbers above {low}, or an epsilon"
+        table.wrong(high, at_least, second.tolist())
+    return norm
+
+
+def read_state_transforms(config: ExportObject, dim: int) -> tuple[Transform, ...]:
+    """The key `state_transforms`; empty without it."""
+    return tuple(
+        _scaled(table, dim) or AlohaGripper(_places(table, "aloha_gripper", dim))
+        for table in _steps(config, "state_transforms", ("aloha_gripper",))
+    )
+
+
+def read_action_transforms(config: ExportObject, dim: int, state_dim: int) -> tuple[Transform, ...]:
+    """The key `action_transforms`; empty without it."""
+    found: list[Transform] = []
+    for table in _steps(config, "action_transforms", ("add_state", "binarise")):
+        scaled = _scaled(table, dim)
+        if scaled is not None:
+            found.append(scaled)
+        elif table.has("add_state"):
+            mask: tuple[bool, ...] = table.convert("add_state", _FLAGS)
+            if len(mask) > min(dim, state_dim):
+                table.wrong("add_state", f"at most {min(dim, state_dim)} of them, as the action and the state have")
+            found.append(AddState(frozen(mask)))
+        else:
+            inner = ExportObject(table.file, table.get("binarise"), table.name("binarise"))
+            keys = inner.read(_Binarise)
+            found.append(Binarised(_places(inner, "dims", dim), keys.threshold, keys.below, keys.above))
+    return tuple(found)
+
+
+class _Binarise(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    dims: Any
+    threshold: Annotated[Number, Meta(description="a number")]
+    below: Annotated[Number, Meta(description="a number")]
+    above: Annotated[Number, Meta(description="a number")]
+
+
+def _steps(config: ExportObject, key: str, kinds: Sequence[str]) -> list[ExportObject]:
+    """The objects of a list of transforms, each with the keys of one kind."""
+    if not config.has(key):
+        return []
+    tables = []
+    for i, values in enumerate(config.convert(key, _LIST)):
+        table = ExportObject(config.file, values, config.name(f"{key}[{i}]"))
+        table.only(["scale", "offset", *kinds])
+        scaled = table.has("scale") or table.has("offset")
+        if scaled + sum(map(table.has, kinds)) != 1:
+            config.wrong(f"{key}[{i}]", "one of scale and offset, " + ", ".join(kinds), values)
+        tables.append(table)
+    return tables
+
+
+def _scaled(table: ExportObject, dim: int) -> Scaled | None:
+    """The transform of `scale` and `offset`; None where the object has neither."""
+    if not table.has("scale") and not table.has("offset"):
+        return None
+    vector = list_of(Number, dim, "finite numbers")
+    scale = table.convert("scale", vector) if table.has("scale") else [1.0] * dim
+    offset = table.convert("offset", vector) if table.has("offset") else [0.0] * dim
+    return Scaled(frozen(scale), frozen(offset))
+
+
+def _places(table: ExportObject, key: str, dim: int) -> tuple[int, ...]:
+    place = Annotated[int, Meta(ge=0, lt=dim)]
+    many = Meta(min_length=1, max_length=dim, description=f"a list of integers in [0, {dim - 1}]")
+    places: tuple[int, ...] = table.convert(key, Annotated[tuple[place, ...], many])
+    return places
+
+
+# -- the robot ---------------------------------------------------------------------------------------------------------
+
+
+EMBODIMENT_FILE: Final = "embodiment.json"
+_RANGES: Final = "pairs [low, high] of finite numbers with low < high"
+
+
+def read_embodiment(
+    root: Path, config: ExportObject, dims: Mapping[str, int]
+) -> tuple[Embodiment, dict[str, Norm | None]]:
+    """The file that `embodiment` names, else embodiment.json where there is one, else an unknown robot."""
+    file = config.file_in(root, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
+    if not config.has("embodiment") and not file.is_file():
+        return Embodiment(), dict.fromkeys(dims)
+    table, action_dim = ExportObject(file, read_export_json(file)), dims["action_norm"]
+    values = msgspec.structs.asdict(table.read(_embodiment_keys(dims["state_norm"], action_dim)))
+    if table.has("action_ranges"):
+        if not all(low < high for low, high in values["action_ranges"]):
+            table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
+        values["action_ranges"] = frozen(values["action_ranges"])
+    if table.has("action_names"):
+        values["action_names"] = table.different("action_names", names_of(action_dim))
+    if table.has("cameras"):
+        values["cameras"] = table.sizes("cameras", values["cameras"])
+    norms = {key: read_norm(table, key, dim) for key, dim in dims.items()}
+    return Embodiment(**{key: values[key] for key in Embodiment.__slots__}), norms
+
+
+def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
+    """The struct of the embodiment's file."""
+    space = Meta(description="'absolute' or 'relative'")
+    optional: dict[str, Any] = {
+        "action_space": Annotated[Literal["absolute", "relative"], space],
+        "action_ranges": list_of(tuple[Number, Number], action_dim, _RANGES),
+        "action_names": Any,
+        "action_units": list_of(str, action_dim, "texts"),  # for people; they may repeat (two joints in radians)
+        "state_names": list_of(str, state_dim, "texts"),
+        "gripper_index": Annotated[int, whole(0, action_dim - 1)],
+        "cameras": ImageSizes,
+        "control_rate_hz": Annotated[float, Meta(gt=0, le=LARGEST, description="a number > 0")],
+        **dict.fromkeys(("state_norm", "action_norm", "metadata"), Any),
+    }
+    keys: list[Any] = [("name", Text), *((name, kind | None, None) for name, kind in optional.items())]
+    return msgspec.defstruct("_EmbodimentFile", keys, forbid_unknown_fields=True)
+
+
+# -- wires -------------------------------------------------------------------------------------------------------------
+
+
+GROOT: Final = "gr00t"
+BLOCKS: Final = tuple(name for name, wire in WIRES.items() if wire.described)
+
+_Name = Annotated[str, Meta(min_length=1)]
+_OneName = Annotated[str, Meta(min_length=1, description="a name in the observation")]
+_Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of names in the observation")]
+_Group = tuple[_Name, Annotated[int, Meta(ge=1)]]
+_Groups = Annotated[tuple[_Group, ...], Meta(min_length=1, description="a list of [group, how many numbers it has]")]
+_Images = Annotated[dict[str, _Name], Meta(description="an object {camera: name in the observation}")]
+
+
+# Of each preset: the names of cameras that a policy may have for each picture of the observation; the rest as above.
+PRESETS: Final[Mapping[str, tuple[Mapping[str, tuple[str, ...]], tuple[str, ...]]]] = {
+    "openpi/libero": (
+        {
+            "observation/image": ("image", "base_0_rgb"),
+            "observation/wrist_image": ("wrist_image", "image_wrist", "left_wrist_0_rgb"),
+        },
+        ("observation/state",),
+    ),
+    "openpi/droid": (
+        {
+            "observation/exterior_image_1_left": ("exterior_image_1_left", "image", "base_0_rgb"),
+            "observation/wrist_image_left": ("wrist_image_left", "image_wrist", "left_wrist_0_rgb"),
+        },
+        ("observation/joint_position", "observation/gripper_position"),
+    ),
+    "openpi/aloha": (
+        {
+            "images/cam_high": ("cam_high", "image", "base_0_rgb"),
+            "images/cam_low": ("cam_low",),
+            "images/cam_left_wrist": ("cam_left_wrist", "left_wrist_0_rgb"),
+            "images/cam_right_wrist": ("cam_right_wrist", "right_wrist_0_rgb"),
+        },
+        ("state",),
+    ),
+}
+
+ROBOARENA: Final = (
+    "image_resolution", "needs_wrist_camera", "n_external_cameras", "needs_stereo_camera", "needs_session_id",
+    "action_space",
+)  # fmt: skip
+
+
+class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    images: _Images | None = None
+    state: _Names | None = None
+    prompt: _OneName | None = None
+    metadata: Annotated[dict[str, Any], Meta(description="an object")] | None = None
+    dialect: Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")] | None = None
+    execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] | None = None
+
+
+class _GroupKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    images: _Images | None = None
+    state: _Groups | None = None
+    actions: _Groups | None = None
+    prompt: _OneName | None = None
+
+
+def read_wires(
+    config: JsonObject,
+    cameras: Collection[str],
+    state_dim: int,
+    action_dim: int,
+    optional: AbstractSet[str] = frozenset(),
+) -> dict[str, WireMap]:
+    """What the export says of each wire. config: the whole configuration. cameras: the policy's. state_dim: 0 where it
+    takes no state. optional: cameras that may be missing, and which a preset therefore need not know."""
+    if not config.has("wires"):
+        return {}
+    said, takes_state = config.get("wires"), state_dim > 0
+    if isinstance(said, str):
+        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, takes_state, optional)}
+    table = JsonObject(config.file, said, "wires")
+    table.only(BLOCKS)
+    found: dict[str, WireMap] = {}
+    for wire in filter(table.has, BLOCKS):
+        block = table.get(wire)
+        if isinstance(block, str) and wire != GROOT:
+            found[wire] = _preset(table, wire, block, cameras, takes_state, optional)
+            continue
+        own = JsonObject(table.file, block, table.name(wire))
+        if wire == GROOT:
+            found[wire] = _grouped(own, cameras, state_dim, action_dim)
+        else:
+            found[wire] = _described(own, cameras, takes_state)
+    return found
+
+
+def _preset(
+    table: JsonObject, key: str, name: str, cameras: Collection[str], takes_state: bool, optional: AbstractSet[str]
+) -> WireMap:
+    if name not in PRESETS:
+        table.wrong(key, "an object, or one of " + ", ".join(PRESETS))
+    pictures, state = PRESETS[name]
+    images = {camera: picture for picture, names in pictures.items() for camera in names if camera in cameras}
+    for camera in cameras:
+        if camera not in images and camera not in optional:
+            known = ", ".join(camera for names in pictures.values() for camera in names)
+            table.wrong(key, f"an object, because the preset does not know the camera {camera!r} (it knows {known})")
+    return WireMap(images, state if takes_state else (), "prompt")
+
+
+def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -> WireMap:
+    keys = table.read(_WireKeys)
+    _check(table, keys, cameras, takes_state)
+    if keys.dialect == "roboarena" and sorted(keys.metadata or ()) != sorted(ROBOARENA):
+        table.wrong("metadata", "exactly the keys " + ", ".join(ROBOARENA) + ", because the dialect is roboarena")
+    return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})
+
+
+def _grouped(table: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
+    """Of GR00T, whose states and actions come in groups."""
+    keys = table.read(_GroupKeys)
+    _check(table, keys, cameras, state_dim > 0)
+    state, actions = keys.state or (), keys.actions or ()
+    for key, groups, dim in (("state", state, state_dim), ("actions", actions, action_dim)):
+        if groups and sum(size for _, size in groups) != dim:
+            table.wrong(key, f"groups that have {dim} numbers together")
+        if len(dict(groups)) < len(groups):
+            table.wrong(key, "groups with different names")
+    return WireMap(
+        images={camera: f"video.{name}" for camera, name in (keys.images or {}).items()},
+        state=tuple(f"state.{name}" for name, _ in state),
+        state_sizes=tuple(size for _, size in state),
+        actions=actions,
+        prompt=keys.prompt or "",
+    )
+
+
+def _check(table: JsonObject, keys: _WireKeys | _GroupKeys, cameras: Collection[str], takes_state: bool) -> None:
+    for camera in keys.images or ():
+        if camera not in cameras:
+            known = ", ".join(cameras) or "it has none"
+            table.wrong(f"images.{camera}", f"one of the policy's images: {known}", camera)
+    if keys.state and not takes_state:
+        table.wrong("state", "none, because `inputs` has no role state")
 
 
 # -- model files -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from msgspec import Meta
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.base import PolicySource, StagedModel, WholeModel
 from reflex_runtime.robots.policy.spec import LEROBOT, DeviceOptions, Embodiment, Size, WireMap
-from reflex_runtime.robots.sources.embodiment import read_embodiment
 from reflex_runtime.robots.sources.export_directory import check_directory, from_hub
 from reflex_runtime.robots.sources.export_files import (
     WEIGHTS,
@@ -27,6 +26,7 @@ from reflex_runtime.robots.sources.export_files import (
     files_hash,
     model_bytes,
     model_hash,
+    read_embodiment,
     read_export_json,
     whole,
 )

@@ -20,8 +20,7 @@ from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import ActionChunk
 from reflex_runtime.robots.policy.spec import PolicySpec, Size
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.embodiment import EMBODIMENT_FILE
-from reflex_runtime.robots.sources.export_files import CONFIG_FILE, check_new, new_directory
+from reflex_runtime.robots.sources.export_files import CONFIG_FILE, EMBODIMENT_FILE, check_new, new_directory
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.load import load_policy
 

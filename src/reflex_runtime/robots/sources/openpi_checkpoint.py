@@ -21,7 +21,6 @@ from reflex_runtime.robots.policy.base import PolicySource, StagedModel
 from reflex_runtime.robots.policy.spec import OPENPI, DeviceOptions, Embodiment
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptTemplate, read_sentencepiece
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
-from reflex_runtime.robots.sources.embodiment import read_norm, read_wires
 from reflex_runtime.robots.sources.export_directory import check_directory
 from reflex_runtime.robots.sources.export_files import (
     WEIGHTS,
@@ -30,6 +29,8 @@ from reflex_runtime.robots.sources.export_files import (
     model_bytes,
     model_hash,
     read_export_json,
+    read_norm,
+    read_wires,
     whole,
 )
 from reflex_runtime.robots.sources.lerobot_checkpoint import (
