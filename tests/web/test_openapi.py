@@ -128,7 +128,7 @@ def test_h7_every_route_of_a_policy_server_is_in_its_document(tmp_path: Path) ->
 
     app, paths = asyncio.run(documents("default"))
     plain = {route.path for route in app.routes.values() if route.socket is None and "." not in route.path[1:]}
-    assert plain | {"/openapi.json"} == set(paths)
+    assert plain | {"/openapi.json", "/"} == set(paths)
     assert {"/v2/models/{model}/versions/{version}/infer", "/episodes/{id}/outcome", "/diagnostics/journal"} <= plain
     _, several = asyncio.run(documents("arm", "hand"))
     live = {"/dashboard", "/dashboard/stream", "/diagnostics/journal"}
@@ -140,7 +140,7 @@ def test_what_a_server_has_is_listed_where_a_browser_begins(tmp_path: Path) -> N
     with Server(write_tiny(tmp_path / "tiny"), "--api-key", "secret") as server:
         told = server.get("/").json
         assert told["paths"]["POST /act"] == "One observation in, one chunk of actions out"
-        assert [server.ask(method, "/").status for method in ("HEAD", "POST")] == [200, 401]
+        assert [server.ask(method, "/").status for method in ("HEAD", "POST")] == [200, 405]
         page = server.ask("GET", "/", headers={"Accept": "text/html,*/*"})
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         assert b'<a href="./docs"><code>GET /docs</code></a>' in page.body

@@ -71,7 +71,7 @@ async def routes_of(tmp_path: Path) -> tuple[Iterable[Route], ...]:
 def table_of(routes: Iterable[Route]) -> Table:
     """As the page has it: the files of the dashboard are one row."""
     named = {route: re.sub(r"^/dashboard/.*[.].*", "/dashboard/*", route.path) for route in routes}
-    return {f"{route.method} {path}": NEEDED[BOTH.of(route.of(route.method))] for route, path in named.items()}
+    return {f"{route.method} {path}": NEEDED[BOTH.of(route)] for route, path in named.items()}
 
 
 def documented() -> dict[str, Table]:
@@ -100,7 +100,7 @@ def test_h5_below_the_name_of_a_policy_the_same_holds(tmp_path: Path) -> None:
     for method, path in rows:
         route = app._find(f"/policies/leg{path}")
         assert route is not None
-        assert NEEDED[BOTH.of(route.of(method))] == documented()["policies"][f"{method} {path}"], path
+        assert NEEDED[BOTH.of(route)] == documented()["policies"][f"{method} {path}"], path
 
 
 # -- the servers -------------------------------------------------------------------------------------------------------

@@ -92,9 +92,9 @@ class PolicyRoutes:
             *document_routes(self._described),
         ]
         self.by_path = {route.path: route for route in routes}
-        sockets = {route.path: route for route in routes if route.socket is not None}
-        for path in sockets.keys() & {"/"}:  # openpi's clients connect where a browser begins
-            self.by_path[path] = replace(sockets[path], others=(self.by_path[path],))
+        for route in routes:
+            if route.socket is not None:  # openpi's clients connect where a browser begins
+                self.by_path[route.path] = replace(self.by_path[route.path], socket=route.socket)
         self._named = named_in(routes)
 
     def find(self, path: str) -> Route | None:

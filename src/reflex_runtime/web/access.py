@@ -117,11 +117,11 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self.callers or self.operators)
 
-    def of(self, route: Route | None) -> bytes:
-        """The key that a route needs, b"" for none; of a path without a route that of callers."""
+    def of(self, route: Route | None, socket: bool = False) -> bytes:
+        """The key that a route needs, b"" for none; of a path without a route, and for a websocket, that of callers."""
         if route is not None and route.operators and self.operators:
             return self.operators
-        return b"" if route is not None and route.open else self.callers
+        return b"" if route is not None and route.open and not socket else self.callers
 
     def sent(self, headers: Mapping[bytes, bytes], key: bytes) -> bool:
         """Whether a request has this key, or that of operators."""

@@ -195,9 +195,8 @@ class App:
     def _route(self, request: HttpRequest) -> Route:
         """The route of a request; raises what stands against it."""
         path = request.path
-        found = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
+        route = request.route = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
         socket = isinstance(request, WebSocket)
-        route = request.route = found.of(request.method) if found is not None and found.others and not socket else found
         if len(request.headers) < len(request.scope["headers"]):  # a name comes twice
             check_once(request.scope["headers"])
         crosses = self._cors.admits(request, route)
@@ -214,7 +213,7 @@ class App:
             if route.socket is None:
                 raise NotFound(printable(f"{request.path[:200]} has no websocket"))
         elif request.method != route.method and (request.method, route.method) != ("HEAD", "GET"):
-            raise MethodNotAllowed(printable(f"{request.path[:200]} takes {route.methods}"), allow=route.methods)
+            raise MethodNotAllowed(printable(f"{request.path[:200]} takes {route.method}"), allow=route.method)
         return route
 
     def refuse(self, request: HttpRequest, failure: Exception, extra: Headers | None = None) -> HttpResponse:
@@ -261,12 +260,13 @@ class App:
     def _check_caller(self, request: HttpRequest, route: Route | None, crosses: bool) -> None:
         """crosses: it is from a page of another site that may ask this."""
         keys = self.keys
-        if needed := keys.of(route):
+        socket = isinstance(request, WebSocket)
+        if needed := keys.of(route, socket):
             if not keys.sent(request.headers, needed):
                 which = "the key of operators (--admin-key)" if needed is keys.operators else "the key"
                 raise Unauthorized(f"send {which} as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
         elif not keys.callers:
-            guarded = isinstance(request, WebSocket) or (route is not None and route.own_pages)
+            guarded = socket or (route is not None and route.own_pages)
             self._trust.check("POST" if guarded else "GET" if crosses else request.method, request.headers)
         if route is None or not route.changes or request.method != route.method:
             return
@@ -364,7 +364,7 @@ class App:
     @property
     def entering(self) -> list[HttpRequest]:
         """Requests whose body is still arriving, or that are not queued yet."""
-        posted = [request for request in self.requests if request.method in ("POST", "PATCH")]
+        posted = [request for request in self.requests if request.method == "POST"]
         return [request for request in posted if request.preparing or not request.received]
 
     def left(self, connections: int) -> None:

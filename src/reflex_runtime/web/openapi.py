@@ -125,7 +125,8 @@ def described(
     """
     paths: dict[str, Any] = {}
     for route in routes:
-        if route.socket is not None or (route.path.startswith("/dashboard/") and "." in route.path):
+        page = route.path.startswith("/dashboard/") and "." in route.path
+        if page or (route.socket is not None and route.path not in operations):
             continue
         told = operations[route.path]
         guarded = bool(keys.of(route))

@@ -63,12 +63,12 @@ Session = Callable[["WebSocket"], Awaitable[None]]
 class Route:
     """What answers the requests for one path.
 
-    path: as metrics tell it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD
-    too), POST, PATCH or DELETE. others: routes of the same path for other methods. open: needs no key. operators: needs
-    the operators' key, where there is one. changes: changes state, so that without the key that it needs only programs
-    on this machine may ask it. most: bytes that a body may have. socket:
-    serves each websocket on the path. form: of its errors, where it is not the application's. own_pages: without a key,
-    pages of other sites may not even GET it. refused: called with what stands against a request, before `run` is.
+    path: as metrics tell it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD too)
+    or POST. open: needs no key. operators: needs the operators' key, where there is one. changes: changes state, so
+    that without the key that it needs only programs on this machine may ask it. most: bytes that a body may have.
+    socket: serves each websocket on the path, which always needs the key. form: of its errors, where it is not the
+    application's. own_pages: without a key, pages of other sites may not even GET it. refused: called with what stands
+    against a request, before `run` is.
     """
 
     path: str
@@ -81,17 +81,7 @@ class Route:
     socket: Session | None = None
     form: ErrorForm | None = None
     own_pages: bool = False
-    others: tuple[Route, ...] = ()
     refused: Callable[[HttpRequest, ReflexError], None] | None = None
-
-    def of(self, method: str) -> Route:
-        """The route for a method; this one if there is none."""
-        asked = "GET" if method == "HEAD" else method
-        return next((route for route in self.others if route.method == asked), self)
-
-    @property
-    def methods(self) -> str:
-        return ", ".join(dict.fromkeys(route.method for route in (self, *self.others)))
 
 
 def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:

@@ -303,9 +303,9 @@ def dashboard_routes(watchers: Watchers) -> list[Route]:
     return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
 
 
-def grid_route(others: tuple[Route, ...] = ()) -> Route:
-    """The page with a picture of every feed. others: see `Route`."""
-    return Route(GRID, partial(_send, "feeds.html"), open=True, others=others)
+def grid_route() -> Route:
+    """The page with a picture of every feed."""
+    return Route(GRID, partial(_send, "feeds.html"), open=True)
 
 
 async def _send(name: str, request: HttpRequest) -> HttpResponse:
