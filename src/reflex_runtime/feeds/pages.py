@@ -117,14 +117,9 @@ def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str
         for name, figures in snapshot.coordinators.items()
     }
     well = all(feed["state"] in WELL for feed in feeds.values()) and all(
-        answers(bool(c["alive"]), c["consecutive_errors"]) for c in coordinators.values()
+        one["alive"] and one["consecutive_errors"] < FAILING for one in coordinators.values()
     )
     return {"status": "ok" if well else "failing", "feeds": feeds, "coordinators": coordinators}
-
-
-def answers(alive: bool, consecutive_errors: int) -> bool:
-    """Whether a coordinator is well."""
-    return alive and consecutive_errors < FAILING
 
 
 class FeedSeries:
@@ -171,55 +166,36 @@ class _FeedsLive(Live):
 
 
 def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
-    feeds = runtime.feed_snapshots()
-    well = answers(coordinator.lost is None, coordinator.consecutive_errors)
-    well = well and all(feed.state in WELL for feed in feeds.values())
-    error = _attention(feeds, coordinator)
-    queues = coordinator.queues()
+    now, queues = runtime.snapshot(), coordinator.queues()
     waiting = queues[coordinator.id]["queued"]
     running = queues[coordinator.id]["unsettled"] - waiting
+    if coordinator.lost is not None:
+        error = f"{coordinator.id} died: {coordinator.lost.message}"[:ERROR]
+    else:
+        unwell = [f"{name} is {feed.state}" for name, feed in now.feeds.items() if feed.state not in WELL]
+        error = ", ".join(unwell[:3]) + (f" and {len(unwell) - 3} more" if len(unwell) > 3 else "")
     return {
         "product": "feeds",
         "version": __version__,
-        "state": "ready" if well else "failing",
+        "state": "ready" if health_of(now, {coordinator.id: coordinator.lost})["status"] == "ok" else "failing",
         "error": error,
         "unit": "requests",
         "queues": queues,
         "processes": [own_process("running", None, running, waiting)],
-        "feeds": {name: _feed(feed) for name, feed in sorted(feeds.items())[:MOST]},
-        "feeds_known": len(feeds),
-        "outputs": plain(runtime.output_snapshots()),
+        "feeds": {name: _feed(feed) for name, feed in sorted(now.feeds.items())[:MOST]},
+        "feeds_known": len(now.feeds),
+        "outputs": plain(now.outputs),
     }
-
-
-def _attention(feeds: Mapping[str, FeedSnapshot], coordinator: BatchCoordinator) -> str:
-    """What is not well, in a few words."""
-    if coordinator.lost is not None:
-        return f"{coordinator.id} died: {coordinator.lost.message}"[:ERROR]
-    unwell = [f"{name} is {feed.state}" for name, feed in feeds.items() if feed.state not in WELL]
-    return ", ".join(unwell[:3]) + (f" and {len(unwell) - 3} more" if len(unwell) > 3 else "")
 
 
 def _feed(feed: FeedSnapshot) -> dict[str, Any]:
     """The figures of one feed. p50, p95: seconds from a frame's capture to its answer, of the last 512."""
-    return {
-        "state": feed.state,
-        "mode": feed.mode,
-        "source": feed.source[:ERROR],
-        "resolution": feed.resolution,
-        "fps": feed.fps,
-        "age": feed.age,
+    as_they_are = ("state", "resolution", "fps", "age", "frames", "restarts")
+    return {name: getattr(feed, name) for name in as_they_are} | {
         "p50": feed.latency.p50,
         "p95": feed.latency.p95,
-        "frames": feed.frames,
         "answered": feed.processed,
-        "waiting": feed.waiting,
         "drops": {reason: count for reason, count in feed.drops.items() if count},
-        "restarts": feed.restarts,
-        "sink_errors": feed.sink_errors,
-        "corrupt": feed.corrupt,
-        "zones": feed.zones,
-        "lines": feed.lines,
         "error": (feed.error or "")[:ERROR],
     }
 

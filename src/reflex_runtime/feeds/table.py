@@ -71,7 +71,7 @@ class Board:
 
     def _show(self) -> None:
         while not self._over.wait(EVERY_S):
-            feeds = list(self._runtime.feed_snapshots().values())
+            feeds = list(self._runtime.snapshot().feeds.values())
             for line in map(line_of, feeds) if len(feeds) <= LINES else [line_of_all(feeds)]:
                 logging.info("%s", line)
 

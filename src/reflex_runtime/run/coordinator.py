@@ -267,11 +267,6 @@ class BatchCoordinator(ThreadDriver):
         """Everything counted so far, as one consistent snapshot."""
         return self.between(self._meter.take)()
 
-    @property
-    def consecutive_errors(self) -> int:
-        """Batches in a row without any result, of those whose end was delivered."""
-        return self._meter.errors_in_a_row
-
     def queues(self) -> dict[str, Any]:
         """What waits and runs, as the scheduler's snapshot tells it: by group, the id of a processor."""
         groups: dict[str, Any] = self.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])

@@ -22,7 +22,6 @@ from typing import Any, Protocol, TypeVar
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.feeds.runtime.feed import FILE, Feed, FeedConfig, Sink, close_sink
 from reflex_runtime.feeds.runtime.health import (
-    FeedSnapshot,
     Health,
     HealthEvent,
     OutputSnapshot,
@@ -371,26 +370,15 @@ class Runtime:
     def snapshot(self) -> RuntimeSnapshot:
         """Every figure now: of each feed those of one moment, and of each coordinator."""
         with self._lock:
-            state, since, coordinators = self._state, self._since, list(self._coordinators.values())
+            state, since = self._state, self._since
+            feeds, coordinators, outputs = dict(self._feeds), list(self._coordinators.values()), dict(self._outputs)
         return RuntimeSnapshot(
             state=state,
             uptime=time.monotonic() - since if since else 0.0,
-            feeds=self.feed_snapshots(),
+            feeds={name: feed.snapshot() for name, feed in feeds.items()},
             coordinators={one.id: one.metrics() for one, _ in coordinators},
-            outputs=self.output_snapshots(),
+            outputs={name: output.snapshot() for name, output in outputs.items()},
         )
-
-    def feed_snapshots(self) -> dict[str, FeedSnapshot]:
-        """The feeds of a snapshot alone."""
-        with self._lock:
-            feeds = dict(self._feeds)
-        return {name: feed.snapshot() for name, feed in feeds.items()}
-
-    def output_snapshots(self) -> dict[str, OutputSnapshot]:
-        """The outputs of a snapshot alone."""
-        with self._lock:
-            outputs = dict(self._outputs)
-        return {name: output.snapshot() for name, output in outputs.items()}
 
     # -- within --------------------------------------------------------------------------------------------------------
 
