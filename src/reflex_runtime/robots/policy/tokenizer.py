@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,6 +16,13 @@ from reflex_runtime.robots.policy.units import Floats
 
 Cleaning = Literal["strip", "lower", "underscores", "newlines", "end_newline"]
 
+_CLEAN: Final[Mapping[Cleaning, Callable[[str], str]]] = {
+    "strip": str.strip,
+    "lower": str.lower,
+    "underscores": lambda text: text.replace("_", " "),
+    "newlines": lambda text: text.replace("\n", " "),
+    "end_newline": lambda text: text.removesuffix("\n") + "\n",
+}
 PROMPT, STATE_BINS = "{prompt}", "{state_bins}"
 _EDGES: Final = np.linspace(-1.0, 1.0, 257)[:-1]  # of 256 bins; what is below them is -1
 
@@ -25,8 +32,8 @@ class PromptTemplate:
     """The template has `{prompt}`, and perhaps `{state_bins}`: the normalised state, each number as its bin of 256 in
     [-1, 1], with spaces between.
 
-    clean: what is done to the instruction first, in this order: "strip" white space, "lower" case, "underscores" and
-    "newlines" become spaces, "end_newline" adds a newline unless it ends with one.
+    clean: of the instruction, in this order: "strip" white space, "lower" case, "underscores" and "newlines" become
+    spaces, "end_newline" adds a newline unless it ends with one.
     """
 
     template: str = PROMPT
@@ -39,29 +46,13 @@ class PromptTemplate:
     def render(self, instruction: str, state: Floats | None) -> str:
         """The text to tokenize. state: float32 [state_dim], normalised, None for none."""
         before, _, after = self.template.partition(PROMPT)
-        return _with_bins(before, state) + self._cleaned(instruction) + _with_bins(after, state)
-
-    def _cleaned(self, text: str) -> str:
+        if self.reads_state:
+            assert state is not None
+            bins = " ".join(map(str, (np.digitize(state.astype(np.float64), _EDGES) - 1).tolist()))
+            before, after = before.replace(STATE_BINS, bins), after.replace(STATE_BINS, bins)
         for step in self.clean:
-            if step == "strip":
-                text = text.strip()
-            elif step == "lower":
-                text = text.lower()
-            elif step == "underscores":
-                text = text.replace("_", " ")
-            elif step == "newlines":
-                text = text.replace("\n", " ")
-            elif not text.endswith("\n"):
-                text += "\n"
-        return text
-
-
-def _with_bins(part: str, state: Floats | None) -> str:
-    if STATE_BINS not in part:
-        return part
-    assert state is not None
-    bins = np.digitize(state.astype(np.float64), _EDGES) - 1
-    return part.replace(STATE_BINS, " ".join(map(str, bins.tolist())))
+            instruction = _CLEAN[step](instruction)
+        return before + instruction + after
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -73,11 +64,11 @@ class InstructionTokenizer:
     padding: int = 0
 
     def ids(self, text: str) -> Sequence[int]:
-        """The ids of the text, as many as there are."""
+        """The ids of the text."""
         raise NotImplementedError
 
     def unknown(self, text: str) -> list[str]:
-        """Its words that are no token, or have a part that is none; without punctuation that stands alone."""
+        """Its words with a part that is no token; without punctuation that stands alone."""
         raise NotImplementedError
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:

@@ -35,12 +35,11 @@ from reflex_runtime.robots.sources.export_files import (
     model_bytes,
     model_hash,
     names_of,
-    read_action_transforms,
     read_embodiment,
     read_export_json,
     read_norm,
     read_prompt,
-    read_state_transforms,
+    read_transforms,
     read_wires,
     whole,
 )
@@ -109,10 +108,8 @@ class OnnxStaged(StagedModel):
         given = {name: np.stack([row.row(role) for row in rows]) for role, name in self._prefix_inputs.items()}
         made = self._prefix.run(given, self.notes)
         # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
-        return [
-            PrefixTensors({read: made[name][i].copy() for name, read in self._past_kv.items()})
-            for i in range(len(rows))
-        ]
+        pairs = self._past_kv.items()
+        return [PrefixTensors({read: made[name][i].copy() for name, read in pairs}) for i in range(len(rows))]
 
     def pack(self, prefixes: Sequence[PrefixTensors], rows: Sequence[Observation]) -> dict[str, Any]:
         packed = {name: np.stack([prefix.tensors[name] for prefix in prefixes]) for name in self._past_kv.values()}
@@ -234,7 +231,7 @@ def _load(root: Path) -> Export:
     if config.horizon is not None and split:
         table.wrong("horizon", "none in a decomposed export: x has chunk_size rows")
     takes_state = any("state" in graph.inputs for graph in graphs.values())
-    action_transforms = read_action_transforms(table, config.action_dim, config.state_dim)
+    action_transforms = read_transforms(table, "action_transforms", config.action_dim, config.state_dim)
     for key, reads in (
         ("prompt", prompt is not None and prompt.reads_state),
         ("action_transforms", any(isinstance(transform, AddState) for transform in action_transforms)),
@@ -265,7 +262,7 @@ def _load(root: Path) -> Export:
         optional_images=optional,
         observation_steps=config.observation_steps or 1,
         prompt=prompt,
-        state_transforms=read_state_transforms(table, config.state_dim),
+        state_transforms=read_transforms(table, "state_transforms", config.state_dim),
         action_transforms=action_transforms,
         tokenizer=tokenizer,
         max_tokens=max_tokens,

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -197,22 +197,26 @@ def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
     return norm
 
 
-def read_state_transforms(config: ExportObject, dim: int) -> tuple[Transform, ...]:
-    """The key `state_transforms`; empty without it."""
-    return tuple(
-        _scaled(table, dim) or AlohaGripper(_places(table, "aloha_gripper", dim))
-        for table in _steps(config, "state_transforms", ("aloha_gripper",))
-    )
+_KINDS: Final = {"state_transforms": ("aloha_gripper",), "action_transforms": ("add_state", "binarise")}
 
 
-def read_action_transforms(config: ExportObject, dim: int, state_dim: int) -> tuple[Transform, ...]:
-    """The key `action_transforms`; empty without it."""
+def read_transforms(config: ExportObject, key: str, dim: int, state_dim: int = 0) -> tuple[Transform, ...]:
+    """The key `state_transforms` or `action_transforms`, of values with `dim` numbers; empty without it."""
     found: list[Transform] = []
-    for table in _steps(config, "action_transforms", ("add_state", "binarise")):
-        scaled = _scaled(table, dim)
-        if scaled is not None:
-            found.append(scaled)
-        elif table.has("add_state"):
+    for i, values in enumerate(config.convert(key, _LIST) if config.has(key) else ()):
+        table = ExportObject(config.file, values, config.name(f"{key}[{i}]"))
+        table.only(["scale", "offset", *_KINDS[key]])
+        scaled, others = table.has("scale") or table.has("offset"), [kind for kind in _KINDS[key] if table.has(kind)]
+        if scaled + len(others) != 1:
+            config.wrong(f"{key}[{i}]", "one of scale and offset, " + ", ".join(_KINDS[key]), values)
+        if scaled:
+            vector = list_of(Number, dim, "finite numbers")
+            scale = table.convert("scale", vector) if table.has("scale") else [1.0] * dim
+            offset = table.convert("offset", vector) if table.has("offset") else [0.0] * dim
+            found.append(Scaled(frozen(scale), frozen(offset)))
+        elif others == ["aloha_gripper"]:
+            found.append(AlohaGripper(_places(table, "aloha_gripper", dim)))
+        elif others == ["add_state"]:
             mask: tuple[bool, ...] = table.convert("add_state", _FLAGS)
             if len(mask) > min(dim, state_dim):
                 table.wrong("add_state", f"at most {min(dim, state_dim)} of them, as the action and the state have")
@@ -231,35 +235,9 @@ class _Binarise(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     above: Annotated[Number, Meta(description="a number")]
 
 
-def _steps(config: ExportObject, key: str, kinds: Sequence[str]) -> list[ExportObject]:
-    """The objects of a list of transforms, each with the keys of one kind."""
-    if not config.has(key):
-        return []
-    tables = []
-    for i, values in enumerate(config.convert(key, _LIST)):
-        table = ExportObject(config.file, values, config.name(f"{key}[{i}]"))
-        table.only(["scale", "offset", *kinds])
-        scaled = table.has("scale") or table.has("offset")
-        if scaled + sum(map(table.has, kinds)) != 1:
-            config.wrong(f"{key}[{i}]", "one of scale and offset, " + ", ".join(kinds), values)
-        tables.append(table)
-    return tables
-
-
-def _scaled(table: ExportObject, dim: int) -> Scaled | None:
-    """The transform of `scale` and `offset`; None where the object has neither."""
-    if not table.has("scale") and not table.has("offset"):
-        return None
-    vector = list_of(Number, dim, "finite numbers")
-    scale = table.convert("scale", vector) if table.has("scale") else [1.0] * dim
-    offset = table.convert("offset", vector) if table.has("offset") else [0.0] * dim
-    return Scaled(frozen(scale), frozen(offset))
-
-
 def _places(table: ExportObject, key: str, dim: int) -> tuple[int, ...]:
-    place = Annotated[int, Meta(ge=0, lt=dim)]
     many = Meta(min_length=1, max_length=dim, description=f"a list of integers in [0, {dim - 1}]")
-    places: tuple[int, ...] = table.convert(key, Annotated[tuple[place, ...], many])
+    places: tuple[int, ...] = table.convert(key, Annotated[tuple[Annotated[int, Meta(ge=0, lt=dim)], ...], many])
     return places
 
 

@@ -48,6 +48,7 @@ STEPS: Final = 10  # of denoising, openpi's default
 EPSILON: Final = 1e-6  # of its norms
 TOKENIZER: Final = "paligemma_tokenizer.model"
 
+_PLAIN, _WITH_STATE = "{prompt}\n", "Task: {prompt}, State: {state_bins};\nAction: "
 _FLIPPED: Final = (1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1)  # joints of ALOHA
 _GRIPPERS: Final = (6, 13)
 _ANGLES: Final = (-0.6213, 1.4910)  # of its gripper, closed and open
@@ -196,7 +197,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
         takes_text=True,
         tokenizer=_tokenizer(root),
         max_tokens=200 if trained.pi05 else 48,
-        prompt=_prompt(state_in_prompt),
+        prompt=PromptTemplate(_WITH_STATE if state_in_prompt else _PLAIN, ("strip", "underscores", "newlines")),
         action_dim=robot.action_dim,
         chunk_size=sizes.action_horizon or trained.chunk_size,
         x_dim=sizes.action_dim,
@@ -252,11 +253,6 @@ def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm |
         norm = {name: (getattr(values, name) or [])[:dim] for name in pair} | {"epsilon": EPSILON}
         found[key] = read_norm(ExportObject(file, {key: norm}, "norm_stats"), key, dim)
     return found
-
-
-def _prompt(state_in_prompt: bool) -> PromptTemplate:
-    template = "Task: {prompt}, State: {state_bins};\nAction: " if state_in_prompt else "{prompt}\n"
-    return PromptTemplate(template, ("strip", "underscores", "newlines"))
 
 
 def _action_transforms(robot: _OpenpiRobot, delta: bool, aloha: bool) -> tuple[Transform, ...]:

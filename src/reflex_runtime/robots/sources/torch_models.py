@@ -39,10 +39,10 @@ _PIECE: Final = 1 << 24  # bytes hashed at a time
 class StagedModule(Protocol):
     """The module that `TorchStaged` runs. Tensors are on its device; the first axis is the batch axis.
 
-    prefix: what it reads → what every step needs of it: tensors by name, each [n, …].
+    prefix: inputs → what every step needs of them: tensors by name, each [n, …].
     step: (the tensors of `prefix`, with "state" unless the prefix takes it; x [n, chunk_size, x_dim]; steps made so far
-        k [n]; all steps n) → x after one more step. It must not write to its inputs. For CUDA graphs it must not wait
-        for the device (`.item()`, `.cpu()`, branches on values) either.
+        k [n]; all steps n) → x after one more step. It does not write to its inputs, nor, for CUDA graphs, wait for the
+        device (`.item()`, `.cpu()`, branches on values).
     """
 
     def prefix(self, inputs: Tensors) -> Tensors: ...
@@ -113,7 +113,7 @@ class TorchStaged(GraphedStaged):
     """Runs a `StagedModule`. A subclass may override the three calls for inputs or prefixes of another form; with
     captured sizes, `compute_step` in place of `step`.
 
-    spec: without a model_hash it gets that of the module's weights. device: as in `DeviceOptions`.
+    spec: without a model_hash it gets that of the module's weights.
     """
 
     def __init__(self, spec: PolicySpec, module: StagedModule, device: DeviceOptions | None = None) -> None:
@@ -148,18 +148,16 @@ class TorchStaged(GraphedStaged):
 
 class TorchWhole(WholeModel):
     """Runs a module that is called with (inputs, noise): images, "tokens" and "state" by name, each [n, …], and noise
-    [n, chunk_size, x_dim], or None unless `spec.takes_noise`. It answers [n, chunk_size, any].
+    [n, chunk_size, x_dim], or None unless `spec.takes_noise`. It returns [n, chunk_size, any].
 
-    spec: without a model_hash it gets that of the module's weights. device: as in `DeviceOptions`.
+    spec: as in `TorchStaged`.
     """
 
     def __init__(self, spec: PolicySpec, module: Any, device: DeviceOptions | None = None) -> None:
         device = device or DeviceOptions()
         if device.captured_sizes:
-            raise ConfigError(
-                "--cuda-graphs: captures the steps of staged policies, and this one makes its chunk in one call; leave "
-                "the option out"
-            )
+            what = "captures the steps of staged policies, and this one makes its chunk in one call"
+            raise ConfigError(f"--cuda-graphs: {what}; leave the option out")
         super().__init__(_identified(spec, module))
         self._placed = _Placed(module, device, bool(spec.optional_images))
         self.provider, self.half = device.provider, is_half(module)
@@ -254,15 +252,15 @@ class CapturedStep:
     """A step on rows, captured at batch sizes.
 
     call: (packed, moving, all steps n) → x after one more step, [rows, …]; see `run`. It neither writes to its inputs
-        nor waits for the device, and what it computes of a row depends on that row alone.
+        nor waits for the device, and each row is computed from itself alone.
     sizes: batch sizes, ascending. Rows are padded to the next one with copies of the last.
     record: makes a graph, as that of `recorder` does.
 
-    A graph is for one size, one n and one set of row shapes and types. Graphs of all sizes share their input buffers,
-    which are as large as the largest size. Graphs are captured while the policy warms up and never later: capturing
-    takes several steps' time, and requests may have deadlines. So these calls run as they are, and are counted in
-    `missed`: more rows than the largest size; shapes or an n that no warm-up had; shapes beyond `MOST_SHAPES`; and
-    calls on another thread than the one that captured, as a thread that was given up may still use the buffers.
+    A graph is for one size, one n and one set of row shapes and types. All share their input buffers, as large as the
+    largest size. Graphs are captured while the policy warms up and never later: capturing takes several steps' time,
+    and requests may have deadlines. So these calls run as they are, and are counted in `missed`: more rows than the
+    largest size; shapes or an n that no warm-up had; shapes beyond `MOST_SHAPES`; and calls on another thread than the
+    one that captured, as a thread that was given up may still use the buffers.
     """
 
     def __init__(self, call: _Call, sizes: Sequence[int], record: Record) -> None:
