@@ -31,7 +31,7 @@ class Processor:
                 for box, (x0, y0, x1, y1) in enumerate(np.array(result["boxes"], int).reshape(-1, 4)):
                     crop = np.ascontiguousarray(entry.frame[max(0, y0) : y1 + 1, max(0, x0) : x1 + 1])
                     if crop.size:
-                        crops.append(entry._replace(frame=crop, view=None))
+                        crops.append(BatchEntry(entry.feed_id, crop))
                         places.append((result["then"], box))
         for (then, box), answer in zip(places, self.second.process(crops), strict=True):
             then[box] = answer

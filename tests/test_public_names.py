@@ -22,12 +22,11 @@ from reflex_runtime import (
     Event,
     FunctionProcessor,
     GroupConfig,
-    OnnxProcessor,
     ReflexError,
 )
 from reflex_runtime.core import errors
 
-USED = (Batcher, BatchedFunction, BatchedCoroutine, BatchCoordinator, FunctionProcessor, OnnxProcessor)
+USED = (Batcher, BatchedFunction, BatchedCoroutine, BatchCoordinator, FunctionProcessor)
 PUBLIC = ("__init__", "__call__", "__aenter__", "__enter__")
 
 

@@ -70,14 +70,12 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.run.batch_processor import BatchConfig as BatchConfig
     from reflex_runtime.run.batch_processor import BatchEntry as BatchEntry
     from reflex_runtime.run.batch_processor import BatchProcessor as BatchProcessor
-    from reflex_runtime.run.batch_processor import FrameOptions as FrameOptions
     from reflex_runtime.run.batch_processor import NewestFrame as NewestFrame
     from reflex_runtime.run.batched import BatchedCoroutine as BatchedCoroutine
     from reflex_runtime.run.batched import BatchedFunction as BatchedFunction
     from reflex_runtime.run.batched import batched as batched
     from reflex_runtime.run.batcher import Batcher as Batcher
     from reflex_runtime.run.coordinator import BatchCoordinator as BatchCoordinator
-    from reflex_runtime.run.onnx_session import OnnxProcessor as OnnxProcessor
     from reflex_runtime.run.processor import BaseProcessor as BaseProcessor
     from reflex_runtime.run.processor import FunctionProcessor as FunctionProcessor
     from reflex_runtime.run.processor import Processor as Processor
@@ -101,13 +99,12 @@ _NAMES = {
     "core.token_budget": "TimedTokens",
     "run.audience": "Audience",
     "observe.batch_metrics": "BatchMetrics",
-    "run.batch_processor": "BatchConfig BatchEntry BatchProcessor FrameOptions NewestFrame",
+    "run.batch_processor": "BatchConfig BatchEntry BatchProcessor NewestFrame",
     "run.batched": "BatchedCoroutine BatchedFunction batched",
     "run.batcher": "Batcher",
     "run.coordinator": "BatchCoordinator",
     "feeds.runtime.runtime": "Runtime",
     "run.processor": "BaseProcessor FunctionProcessor Processor",
-    "run.onnx_session": "OnnxProcessor",
     "observe.journal_reader": "read_journal",
     "observe.journal_writer": "JournalWriter",
 }

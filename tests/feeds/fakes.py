@@ -5,14 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Result, SourceError
-from reflex_runtime.run.batch_processor import BatchEntry, FrameOptions, NewestFrame
+from reflex_runtime.run.batch_processor import BatchEntry, NewestFrame
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 END = None
@@ -172,7 +172,7 @@ class Point:
         view: Any = None,
         *,
         newest: Callable[[], NewestFrame] | None = None,
-        **options: Unpack[FrameOptions],
+        **options: Any,
     ) -> Any:
         sequence, time_limit = options.get("sequence"), options.get("time_limit")
         if newest is not None:

@@ -289,7 +289,7 @@ def test_f2_entries_carry_what_the_feed_sent() -> None:
         handle.submit_and_wait("cam1", "d", sequence=70)
         handle.submit_and_wait("cam1", "e")
     entries = [entry for call in detector.calls for entry in call]
-    assert [e[:5] for e in entries] == [
+    assert [(e.feed_id, e.frame, e.view, e.sequence, e.pts) for e in entries] == [
         ("cam1", "a", {"zoom": 2}, 0, None),
         ("cam1", "b", None, 1, 1.25),
         ("cam2", "c", None, 0, None),

@@ -13,11 +13,10 @@ import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed
+from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.run.onnx_session import CUDA, OPENVINO, OnnxProcessor, OnnxSession, TensorSpec
-from reflex_runtime.run.processor import run_batch
+from reflex_runtime.run.onnx_session import CUDA, OPENVINO, OnnxSession, TensorSpec
 
 Dim = str | int
 
@@ -192,82 +191,9 @@ def test_one_thread_is_the_default(tmp_path: Path) -> None:
     del one, three
 
 
-# -- OnnxProcessor -----------------------------------------------------------------------------------------------------
-
-
-def test_payloads_are_stacked_into_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = OnnxProcessor(write(tmp_path))
-    calls = count_calls(processor.session, monkeypatch)
-    outcomes = run_batch(processor, batch_of(*({"x": row} for row in ROWS)))
-    assert calls == [4]
-    for row, outcome in zip(ROWS, outcomes, strict=True):
-        assert isinstance(outcome, Done)
-        assert set(outcome.value) == {"y", "total"}
-        np.testing.assert_array_equal(outcome.value["y"], row @ WEIGHTS)
-        assert outcome.value["total"] == row.sum()
-
-
-def test_b11_the_processor_notes_the_fan_out(tmp_path: Path) -> None:
-    batch = batch_of({"x": ROWS[0]}, {"x": ROWS[1]})
-    run_batch(OnnxProcessor(write(tmp_path, (1, 3), (1, 2))), batch)
-    assert batch.notes == {"fanout": "sequential"}
-
-
-@pytest.mark.parametrize(
-    ("payload", "said"),
-    [
-        (None, "payload: found NoneType, expected the inputs"),
-        ({"z": ROWS[0]}, r"payload: found \['z'\], expected the inputs \['x'\]"),
-        ({"x": ROWS[0], "z": 1}, "payload: found"),
-        ({"x": ROWS[0], 1: 1}, r"payload: found \['1', 'x'\]"),
-        ({"x": ROWS}, r"payload\['x'\]: found shape \(4, 3\), expected \[3\]"),
-        ({"x": "abc"}, r"payload\['x'\]: "),
-        ({"x": [1.0, [2.0], 3.0]}, r"payload\['x'\]: "),
-        ({"x": np.array([1j, 2, 3])}, r"payload\['x'\]: "),
-    ],
-)
-def test_b18_a_payload_that_does_not_fit_fails_alone(
-    tmp_path: Path, payload: Any, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor = OnnxProcessor(write(tmp_path))
-    calls = count_calls(processor.session, monkeypatch)
-    first, second, third = run_batch(processor, batch_of({"x": ROWS[0]}, payload, {"x": ROWS[1]}))
-    assert calls == [2]
-    assert isinstance(second, Failed)
-    with pytest.raises(type(second.error), match=said):
-        raise second.error
-    for row, outcome in ((ROWS[0], first), (ROWS[1], third)):
-        assert isinstance(outcome, Done)
-        np.testing.assert_array_equal(outcome.value["y"], row @ WEIGHTS)
-
-
-def test_rows_of_another_shape_fail_alone(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Relu", ["x"], ["y"])]
-    ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", "width"]) for n in "xy"]
-    graph = helper.make_graph(nodes, "any width", ports[:1], ports[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "w.onnx")
-    payloads = [{"x": np.ones(n, np.float32)} for n in (2, 3, 2)]
-    outcomes = run_batch(OnnxProcessor(tmp_path / "w.onnx"), batch_of(*payloads))
-    assert [type(o) for o in outcomes] == [Done, Failed, Done]
-    assert "partition per shape" in str(outcomes[1].error)  # type: ignore[union-attr]
-
-
-def test_a_batch_in_which_nothing_fits_makes_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = OnnxProcessor(write(tmp_path))
-    calls = count_calls(processor.session, monkeypatch)
-    assert all(isinstance(o, Failed) for o in run_batch(processor, batch_of({}, {})))
-    assert calls == []
-
-
 def test_onnxruntime_is_imported_only_when_a_session_is_opened() -> None:
     import subprocess
     import sys
 
     code = "import sys, reflex_runtime.robots; sys.exit('onnxruntime' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_path_may_be_a_text(tmp_path: Path) -> None:
-    assert OnnxProcessor(str(write(tmp_path))).session.path == write(tmp_path)
-    with pytest.raises(ConfigError, match=r"nowhere\.onnx: not found"):
-        OnnxProcessor("nowhere.onnx")

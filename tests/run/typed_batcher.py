@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, assert_type
 
-from numpy.typing import NDArray
-
-from reflex_runtime import BaseProcessor, Batch, Batcher, FunctionProcessor, OnnxProcessor, Processor, Request
+from reflex_runtime import BaseProcessor, Batch, Batcher, FunctionProcessor, Processor, Request
 
 
 def lengths(texts: list[str]) -> list[int]:
@@ -22,13 +20,11 @@ class Untyped(BaseProcessor):
         return []
 
 
-async def values(onnx: OnnxProcessor, some: Processor) -> None:
+async def values(some: Processor) -> None:
     assert_type(FunctionProcessor(lengths), FunctionProcessor[str, int])
     async with Batcher({"default": FunctionProcessor(lengths)}) as batcher:
         assert_type(await batcher.run(Request("text")), int)
     async with Batcher({"default": Own()}) as own:
         assert_type(await own.run(Request()), float)
-    async with Batcher({"default": onnx}) as models:
-        assert_type(await models.run(Request()), dict[str, NDArray[Any]])
     assert_type(Batcher({"default": Untyped()}), Batcher[Any])
     assert_type(Batcher({"default": some}), Batcher[Any])

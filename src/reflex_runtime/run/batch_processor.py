@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
-from typing import Any, Final, NamedTuple, Protocol, TypedDict
+from typing import Any, Final, NamedTuple, Protocol
 
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import UnitCost
@@ -28,8 +28,6 @@ from reflex_runtime.run.processor import WALL, BaseProcessor, kind_of, wrapped
 from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.coordinator")
-
-_entry = tuple.__new__  # a NamedTuple's own constructor is a Python function around this
 
 KEPT: Final = 15  # newest calls of each kind whose median is compared
 LEAST: Final = 3  # calls of a kind before it is compared, and in a trial
@@ -151,33 +149,6 @@ class BatchConfig:
         )
 
 
-class BatchEntry(NamedTuple):
-    """One frame of a batch, as the processor gets it.
-
-    view: any object that the feed sent with it. sequence: the frame's number in its feed. pts: its time in its stream,
-    in seconds, or None. arrived: monotonic seconds of its submission.
-    """
-
-    feed_id: str
-    frame: Any
-    view: Any
-    sequence: int
-    pts: float | None
-    arrived: float
-
-
-class FrameOptions(TypedDict, total=False):
-    """What may be said of a frame that is submitted.
-
-    sequence: its number in its feed; counted if not given. pts: seconds in its stream. time_limit: seconds from now
-    after which it is not worth computing.
-    """
-
-    sequence: int | None
-    pts: float | None
-    time_limit: float | None
-
-
 class NewestFrame(NamedTuple):
     """What is computed in place of a frame that waited."""
 
@@ -187,48 +158,35 @@ class NewestFrame(NamedTuple):
     pts: float | None
 
 
-class SubmittedFrame:
-    """What a request for the frame of a feed carries.
+@dataclass(slots=True, eq=False)
+class BatchEntry:
+    """One frame, as a feed submits it and the processor gets it.
 
-    newest: called once, when its batch begins, on the thread that runs it: what to compute instead. What it raises is
-    this frame's error, and its neighbours run without it.
+    view: any object that the feed sent with it. sequence: the frame's number in its feed. pts: its time in its stream,
+    in seconds, or None. arrived: monotonic seconds of its submission. newest: see `BatchCoordinator.submit_and_wait`.
     """
 
-    __slots__ = ("_fault", "_newest", "feed_id", "frame", "pts", "sequence", "time_limit", "view")
+    feed_id: str
+    frame: Any
+    view: Any = None
+    sequence: int = 0
+    pts: float | None = None
+    arrived: float = 0.0
+    newest: Callable[[], NewestFrame] | None = None
+    fault: Exception | None = None  # what that raised
 
-    def __init__(
-        self,
-        feed_id: str,
-        frame: Any,
-        view: Any = None,
-        newest: Callable[[], NewestFrame] | None = None,
-        /,
-        *,
-        sequence: int | None = None,
-        pts: float | None = None,
-        time_limit: float | None = None,
-    ) -> None:
-        self.feed_id, self.frame, self.view, self.sequence, self.pts = feed_id, frame, view, sequence, pts
-        self.time_limit = time_limit
-        self._newest = newest
-        self._fault: Exception | None = None
-
-    def entry(self, arrived: float) -> BatchEntry:
-        """What the processor gets; the same again if its call is repeated. arrived: of the request."""
-        if self._newest is not None:
-            self._bind()
-        if self._fault is not None:
-            raise self._fault
-        return _entry(BatchEntry, (self.feed_id, self.frame, self.view, self.sequence, self.pts, arrived))
-
-    def _bind(self) -> None:
-        newest, self._newest = self._newest, None
-        assert newest is not None
-        try:
-            with WALL:
-                self.frame, self.view, self.sequence, self.pts = newest()
-        except Exception as error:
-            self._fault = error
+    def begin(self, arrived: float) -> None:
+        """Its batch begins, or its call is repeated: take the newest frame, once. Raises what that raised."""
+        self.arrived = arrived
+        if self.newest is not None:
+            newest, self.newest = self.newest, None
+            try:
+                with WALL:
+                    self.frame, self.view, self.sequence, self.pts = newest()
+            except Exception as error:
+                self.fault = error
+        if self.fault is not None:
+            raise self.fault
 
 
 class BatchProcessor(Protocol):
@@ -250,20 +208,6 @@ class BatchProcessor(Protocol):
         """One result per entry, in order. An exception instance fails that entry alone; None counts as missing."""
 
 
-def on_start(processor: BatchProcessor) -> None:
-    """Call its `on_start`, if it has one."""
-    getattr(processor, "on_start", _nothing)()
-
-
-def on_stop(processor: BatchProcessor) -> None:
-    """Call its `on_stop`, if it has one."""
-    getattr(processor, "on_stop", _nothing)()
-
-
-def _nothing() -> None:
-    return
-
-
 class Owned(BaseProcessor):
     """Makes a `Processor` of a user's `BatchProcessor`. sizes: told how long its calls take."""
 
@@ -282,7 +226,8 @@ class Owned(BaseProcessor):
         faults: dict[int, Failed] = {}  # by place: of frames that were not there in the end
         for place, ticket in enumerate(batch.grants):
             try:
-                entries.append(ticket.request.payload.entry(ticket.arrived))
+                ticket.request.payload.begin(ticket.arrived)
+                entries.append(ticket.request.payload)
             except Exception as error:
                 error.__traceback__ = None  # it holds this call, and with it the frames of the batch
                 faults[place] = Failed(error if isinstance(error, ReflexError) else wrapped(error))
@@ -311,7 +256,8 @@ class Owned(BaseProcessor):
         if not self.started:
             return
         try:
-            on_stop(self.processor)
+            if on_stop := getattr(self.processor, "on_stop", None):
+                on_stop()
         except BaseException as error:
             self.stop_error = error
             log.exception("%s: on_stop failed", self.processor.id)

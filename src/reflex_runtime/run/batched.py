@@ -297,7 +297,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         driver = self._driver
         if driver.device.current:
             raise ConfigError(_CALLS_ITSELF)
-        if _loop_runs():
+        if asyncio._get_running_loop() is not None:
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
         _check_timeout(timeout)
         request = Request(item, group=driver.group, client=_thread.client, priority=priority, time_limit=time_limit)
@@ -417,15 +417,6 @@ class _Inbox:
         self._called = False  # first, so that later answers call again
         while self._come:
             resolve(self._come.popleft())
-
-
-def _loop_runs() -> bool:
-    """Whether this thread is inside a running event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _check_whole(name: str, value: Any, most: int) -> None:

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from itertools import count
 from math import inf
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Self
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, ConfigError, InFlightCapReached, ProcessorError, QueueFull, Rejected
@@ -35,13 +35,11 @@ from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batch_processor import (
     BatchConfig,
+    BatchEntry,
     BatchProcessor,
-    FrameOptions,
     NewestFrame,
     Owned,
-    SubmittedFrame,
     id_of,
-    on_start,
 )
 from reflex_runtime.run.device import Clock
 from reflex_runtime.run.thread_driver import ThreadDriver
@@ -214,15 +212,28 @@ class BatchCoordinator(ThreadDriver):
         """The processor's own `prepare`, if it has one: see `BatchProcessor`."""
         return getattr(self.processor, "prepare", None)
 
-    def submit(self, feed_id: str, frame: Any, view: Any = None, **options: Unpack[FrameOptions]) -> Future[Any]:
+    def submit(
+        self,
+        feed_id: str,
+        frame: Any,
+        view: Any = None,
+        *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
+    ) -> Future[Any]:
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
+
+        sequence: its number in its feed, by default counted. pts: seconds in its stream. time_limit: seconds from now
+        after which it is not worth computing.
 
         The frame is not copied: do not write to it until the future ends (a capture loop with one buffer copies it).
         The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
         callbacks run on the thread that answers and must be quick. Cancelling it takes the frame back.
         """
         future = _Pending()
-        ticket = self.admit(self._request(SubmittedFrame(feed_id, frame, view, **options)), future.settled)
+        number = self._number(feed_id, sequence)
+        ticket = self.admit(self._request(BatchEntry(feed_id, frame, view, number, pts), time_limit), future.settled)
         future.take_back = lambda: self.device.cancel(ticket)
         if future.done():  # `settled` came before
             future.take_back = None
@@ -234,12 +245,14 @@ class BatchCoordinator(ThreadDriver):
         frame: Any,
         view: Any = None,
         *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
         newest: Callable[[], NewestFrame] | None = None,
-        **options: Unpack[FrameOptions],
     ) -> Any:
         """The frame's result; blocks this thread for at most max_latency + response_timeout.
 
-        sequence, pts, time_limit: see `FrameOptions`.
+        sequence, pts, time_limit: see `submit`.
         newest: called once, when the batch begins, on the thread that runs it, and must be quick: what is computed
             instead, such as a frame that came meanwhile. It keeps the place in the queue. What it raises is raised
             here, as a ProcessorError if it is none of the runtime's, and costs no other frame anything.
@@ -250,7 +263,8 @@ class BatchCoordinator(ThreadDriver):
         """
         if self.answers_here:
             raise ConfigError(f"{self.id}: submit_and_wait on the thread that answers would wait for itself")
-        request = self._request(SubmittedFrame(feed_id, frame, view, newest, **options))
+        number = self._number(feed_id, sequence)
+        request = self._request(BatchEntry(feed_id, frame, view, number, pts, newest=newest), time_limit)
         del frame, view  # once another takes its place, nothing keeps it
         try:
             return self.ask(request, self.patience, f"{self.id}: feed {feed_id!r}")
@@ -272,11 +286,12 @@ class BatchCoordinator(ThreadDriver):
         groups: dict[str, Any] = self.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
-    def _request(self, given: SubmittedFrame) -> Request:
-        numbers = self._sequences.get(given.feed_id) or self._new_feed(given.feed_id)
-        if given.sequence is None:
-            given.sequence = next(numbers)
-        return Request(given, group=self.group, client=given.feed_id, time_limit=given.time_limit)
+    def _request(self, entry: BatchEntry, time_limit: float | None) -> Request:
+        return Request(entry, group=self.group, client=entry.feed_id, time_limit=time_limit)
+
+    def _number(self, feed_id: str, given: int | None) -> int:
+        numbers = self._sequences.get(feed_id) or self._new_feed(feed_id)
+        return next(numbers) if given is None else given
 
     def _new_feed(self, feed_id: str) -> count[int]:
         if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
@@ -313,7 +328,8 @@ class BatchCoordinator(ThreadDriver):
     def _prepare(self, ready: Future[None]) -> None:
         """Run `on_start` on the thread that will run everything else."""
         try:
-            on_start(self.processor)
+            if on_start := getattr(self.processor, "on_start", None):
+                on_start()
             self._owned.started = True
         except BaseException as error:
             self.signal()  # frames may wait already, and none may run on a processor that did not start

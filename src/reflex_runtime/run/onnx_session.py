@@ -1,7 +1,7 @@
 """One graph of ONNX Runtime as a session that runs rows in one call, with a true dynamic batch.
 
 The only module that imports onnxruntime, and only when it is needed. It has the execution providers, the inputs and
-outputs of graphs with what callers expect of them, and anyone's ONNX model as a processor.
+outputs of graphs with what callers expect of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch
-from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.run.process import telemetry_off
-from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import did_you_mean
 
 # -- execution providers -----------------------------------------------------------------------------------------------
@@ -56,20 +54,7 @@ def check_provider(provider: str) -> None:
 # -- inputs and outputs of a graph -------------------------------------------------------------------------------------
 
 
-_DTYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(int16)": np.int16,
-    "tensor(int8)": np.int8,
-    "tensor(uint64)": np.uint64,
-    "tensor(uint32)": np.uint32,
-    "tensor(uint16)": np.uint16,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
-}
+_NAMES = {"float": "float32", "double": "float64"}  # of types that numpy calls otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +81,14 @@ class Port:
 
 def port_of(path: Path, arg: Any) -> Port:
     """An input or output as onnxruntime tells it. ConfigError for one that is no tensor of numbers."""
-    dtype = _DTYPES.get(arg.type)
-    if dtype is None:
+    name = arg.type.removeprefix("tensor(").removesuffix(")")
+    try:
+        dtype = np.dtype(_NAMES.get(name, name))
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biuf":
         raise ConfigError(f"{path}: {arg.name!r}: found type {arg.type}, expected a tensor of numbers")
-    return Port(arg.name, np.dtype(dtype), tuple(d if isinstance(d, int) else None for d in arg.shape))
+    return Port(arg.name, dtype, tuple(d if isinstance(d, int) else None for d in arg.shape))
 
 
 class PortMismatch(ConfigError):
@@ -419,53 +408,3 @@ def _open(path: Path, provider: str, threads: int, graphs: bool) -> tuple[Any, A
     if session.get_providers()[0] != provider:  # it falls back to the CPU without a word when drivers are missing
         raise ConfigError(f"provider={provider!r}: onnxruntime could not start it here; check driver and libraries")
     return session, ort
-
-
-# -- any ONNX model as a processor -------------------------------------------------------------------------------------
-
-
-class OnnxProcessor(BaseProcessor):
-    """Anyone's model: a payload is {input name: array without batch axis}, a result {output name: array}.
-
-    All rows of a batch run in one call. A payload that does not fit the graph fails alone, before the call. Inputs with
-    several symbolic axes need partitions by shape: rows of one batch must have equal shapes, or the odd ones fail.
-    """
-
-    def __init__(self, path: str | Path, provider: str = CPU, threads: int = 1) -> None:
-        self.any_thread = provider == CPU
-        self.session = OnnxSession(Path(path), provider=provider, threads=threads)
-
-    def run(self, batch: Batch) -> Sequence[dict[str, NDArray[Any]] | ProcessorError]:
-        results: list[Any] = []
-        fitting: list[Mapping[str, NDArray[Any]]] = []
-        for ticket in batch.grants:
-            try:
-                row = self._row(ticket.request.payload)
-                if fitting and any(row[name].shape != fitting[0][name].shape for name in row):
-                    raise ProcessorError("its shape differs from the rest of the batch; use a partition per shape")
-                fitting.append(row)
-                results.append(None)
-            except ProcessorError as error:
-                results.append(error)
-        if fitting:
-            stacked = {name: np.stack([row[name] for row in fitting]) for name in self.session.inputs}
-            outputs = self.session.run(stacked, batch.notes)
-            done = iter([{name: array[i] for name, array in outputs.items()} for i in range(len(fitting))])
-            results = [next(done) if result is None else result for result in results]
-        return results
-
-    def _row(self, payload: Any) -> dict[str, NDArray[Any]]:
-        """The payload's arrays in the graph's types, or ProcessorError naming what does not fit."""
-        if not isinstance(payload, Mapping) or set(payload) != set(self.session.inputs):
-            found = sorted(map(str, payload)) if isinstance(payload, Mapping) else type(payload).__name__
-            raise ProcessorError(f"payload: found {found}, expected the inputs {sorted(self.session.inputs)}")
-        row = {}
-        for name, port in self.session.inputs.items():
-            try:
-                array = np.asarray(payload[name]).astype(port.dtype, casting="same_kind", copy=False)
-            except (TypeError, ValueError) as error:
-                raise ProcessorError(f"payload[{name!r}]: {error}") from error
-            if not fits(array.shape, port.dims[1:]):
-                raise ProcessorError(f"payload[{name!r}]: found shape {array.shape}, expected {shown(port.dims[1:])}")
-            row[name] = array
-        return row
