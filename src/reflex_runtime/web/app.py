@@ -95,7 +95,7 @@ class App:
     asked: requests so far. active: those that are being answered, messages of other protocols too. closing: refuse
     POSTs, and close connections after their next answer. listeners: other than that of HTTP; they are closed last.
     apart: connections that are theirs alone. shares: of each address. reading: of messages of unknown size.
-    marks: headers of every answer. all_left: in a drain, no connection is left. life: set by the server, for ASGI's
+    all_left: in a drain, no connection is left. life: set by the server, for ASGI's
     lifespan.
     """
 
@@ -117,7 +117,6 @@ class App:
         self.asked = self.active = self.apart = 0
         self.closing = False
         self.listeners: list[Listener] = []
-        self.marks: Headers = []
         self.life: Lifespan | None = None
         self.limits = ConnectionLimits(0, inf, inf, inf)  # set by the server
         self.requests: set[HttpRequest] = set()  # of HTTP, that are being answered

@@ -100,14 +100,11 @@ class _PipelineFlow(FlowControl):
         super().__init__(transport)
         self._behind, self.unparsed = behind, b""
 
-    def read_on(self) -> None:
-        """Pause or resume, by what waits."""
+    def resume_reading(self) -> None:
         if self.unparsed or self.full:
             self.pause_reading()
         else:
             super().resume_reading()
-
-    resume_reading = read_on
 
     @property
     def full(self) -> bool:
@@ -192,39 +189,29 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._time.phase == REFUSED:
             self._refuse()
-        if self.flow.unparsed:
-            self.flow.unparsed += data
-            return
-        self._parse(data)
-        self._take_time()
+        self.flow.unparsed += data
+        self._parse()
 
-    def _parse(self, data: bytes) -> None:
-        """Parse it slice by slice, as long as few requests and parts are in it; the rest in another turn."""
-        at = self._parts = 0
-        while at < len(data) and not (self._broken or self.transport.is_closing()):
-            if at and (self._parts > MANY or self.flow.full):
-                self.flow.unparsed = data[at:]
-                if not self.flow.full:
-                    self.loop.call_soon(self._parse_on)
-                break
+    def _parse(self) -> None:
+        """Parse what was read slice by slice, as long as few requests and parts are in it; the rest in another turn."""
+        flow, closing, at, self._parts = self.flow, self.transport.is_closing, 0, 0
+        data, flow.unparsed = flow.unparsed, b""
+        while at < len(data) and not (self._broken or closing() or self._parts > MANY or (self.pipeline and flow.full)):
             part = data if len(data) <= SLICE else data[at : at + SLICE]
             at += len(part)
             if self._in_head or self._time.phase == IDLE:
                 self._head_bytes += len(part)
-            while part and not (self._broken or self.transport.is_closing()):
+            while part and not (self._broken or closing()):
                 part = self._feed(part, data[at:])
             if self._in_head and self._head_bytes > HEAD_BYTES:
                 self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
-        if self.pipeline or self.flow.unparsed:
-            self.flow.read_on()
-
-    def _parse_on(self) -> None:
-        """Go on with what was read, unless it must wait longer."""
-        if self.flow.unparsed and not (self.flow.full or self.transport.is_closing()):
-            data, self.flow.unparsed = self.flow.unparsed, b""
-            self._parse(data)
-            self.flow.read_on()
-            self._take_time()
+        if at < len(data) and not (self._broken or closing()):
+            flow.unparsed = data[at:]
+            if not flow.full:  # else when an answer is complete
+                self.loop.call_soon(self._parse)
+        if self.pipeline or flow.unparsed:
+            flow.resume_reading()
+        self._take_time()
 
     def _feed(self, data: bytes, behind: bytes) -> bytes:
         """Parse what has come. Returns what is to be parsed next: a request whose offer to upgrade is declined. behind:
@@ -328,7 +315,7 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         if self.flow.unparsed:
-            self.loop.call_soon(self._parse_on)
+            self.loop.call_soon(self._parse)
         self.flow.resume_reading()
         self._take_time()
 

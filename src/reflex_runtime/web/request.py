@@ -99,7 +99,6 @@ class Application(Protocol):
 
     bodies: Bodies
     closing: bool
-    marks: Headers
 
     def refuse(self, request: HttpRequest, failure: Exception, extra: Headers | None = None) -> HttpResponse: ...
     def asks(self, request: HttpRequest | None = None) -> str: ...
@@ -253,7 +252,7 @@ class HttpRequest:
     def _head(self, status: int, headers: Headers) -> Headers:
         """The headers of the answer that is sent now."""
         self.begun = True
-        headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.app.marks, *self.cross]
+        headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.cross]
         if self.app.closing or (b"expect" in self.headers and not self.received):
             # Who waits for "100 Continue" may or may not send its body after an early answer.
             headers.append(CLOSE)
@@ -298,7 +297,7 @@ class WebSocket(HttpRequest):
         """Open it. From here on its messages count as requests, and it does not."""
         self.open = self.accepted = True
         self.app.answered(self)
-        await self._send({"type": "websocket.accept", "headers": list(self.app.marks)})
+        await self._send({"type": "websocket.accept", "headers": []})
         if CANCELS not in (self.scope.get("extensions") or ()):
             self._inbox = asyncio.Queue(maxsize=1)
             self._watch = asyncio.get_running_loop().create_task(self._reading(self._inbox))

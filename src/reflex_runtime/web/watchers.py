@@ -49,7 +49,6 @@ class Watchers:
     fold: made when the first watcher comes, from the time. add, remove: it as a sink of the server's events; it is one
     until the last watcher has left. server: what the server itself tells in a snapshot; called before each, so that it
     may have events delivered.
-    missed: snapshots that a watcher did not get, because it had not read those before.
     """
 
     def __init__(
@@ -66,10 +65,8 @@ class Watchers:
         self._line = b""
         self._number = 0
         self._closed = False
-        self._writing = 0  # watchers that do not take what was written
         self._timer: asyncio.TimerHandle | None = None
         self._broken = Seldom()
-        self.missed = 0
 
     def __len__(self) -> int:
         return self._count
@@ -89,11 +86,7 @@ class Watchers:
                     await self._told.wait()
                     continue
                 seen = self._number
-                self._writing += 1
-                try:
-                    await request.write(self._line)
-                finally:
-                    self._writing -= 1
+                await request.write(self._line)
         finally:
             self._leave()
         await request.end()
@@ -123,14 +116,13 @@ class Watchers:
         self._timer = asyncio.get_running_loop().call_later(EVERY, self._tell)
         assert self._fold is not None
         try:
-            server = {**self._server(), "watchers": self._count, "missed": self.missed}
+            server = {**self._server(), "watchers": self._count}
             self._line = msgspec.json.encode(self._fold.snapshot(time.monotonic(), server)) + b"\n"
         except Exception:  # the next one may be well
             if self._broken.first():
                 log.exception("a snapshot for those who watch could not be made (repeats are not logged)")
             return
         self._number += 1
-        self.missed += self._writing
         told, self._told = self._told, asyncio.Event()
         told.set()
 
