@@ -728,13 +728,12 @@ def examine(
     checks: dict[str, Check] = {}
     for rule in (*(EXPORT if is_export(context.source) else OTHER), *([ROWS] if rows else [])):
         broken = [checks[need] for need in rule.needs if checks[need].status in ("fail", "skip")]
-        checks[rule.id] = _skipped(rule, broken) if broken else _made(rule, context)
+        if broken:
+            told = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
+            checks[rule.id] = Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(told)}")
+        else:
+            checks[rule.id] = _made(rule, context)
     return Diagnosis(context.source, provider, threads, context.loaded, list(checks.values()))
-
-
-def _skipped(rule: CheckRule, broken: Sequence[Check]) -> Check:
-    told = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
-    return Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(told)}")
 
 
 def _made(rule: CheckRule, context: CheckContext) -> Check:

@@ -191,7 +191,11 @@ class Act:
         try:
             with self.handler.admit(pending):
                 asked = await _read(request)
-                questions = [asked] if isinstance(asked, Question) else self._questions(pending, asked)
+                if isinstance(asked, Question):
+                    questions: Sequence[Asked] = [asked]
+                else:
+                    pending.wire = JSON_NUMPY
+                    questions = asked.questions(self.handler.of(asked.policy).reading(asked.block))
                 if len(questions) == 1:
                     answers = [await self.handler.infer(pending, questions[0], request.received)]
             if len(questions) > 1:  # robots whose observations came as one: each is a request, and the message is none
@@ -214,10 +218,6 @@ class Act:
         if request.wants_msgpack:
             return HttpResponse(200, encode_msgpack(answers[0]), MSGPACK, _routed(pending))
         return HttpResponse(200, encode_json(answers[0]), JSON, _routed(pending))
-
-    def _questions(self, pending: PendingRequest, sent: JsonNumpy | GrootJson) -> Sequence[Asked]:
-        pending.wire = JSON_NUMPY
-        return sent.questions(self.handler.of(sent.policy).reading(sent.block))
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
         """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""

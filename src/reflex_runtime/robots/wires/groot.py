@@ -328,7 +328,9 @@ class GrootSession:
 
     async def _answer(self, message: ZmqMessage) -> bytes:
         sent = decode(message.data)
-        self._check_token(sent.get("api_token"))
+        key, token = self._handler.config.api_key, text_of(sent.get("api_token"))
+        if key and not (isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), key.encode())):
+            raise Unauthorized("Unauthorized: Invalid API token")
         only(sent, ("endpoint", "data", "api_token"))
         endpoint = text_of(sent.get("endpoint", "get_action"))
         if endpoint == "get_action":
@@ -359,11 +361,6 @@ class GrootSession:
         """What takes the requests of a client: for the policy that its options name, those of its last reset too."""
         name = (self._client(message).said if options is None else options).get("policy")
         return self._handler.of(limits_of({"policy": name}).policy)
-
-    def _check_token(self, token: Any) -> None:
-        key, token = self._handler.config.api_key, text_of(token)
-        if key and not (isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), key.encode())):
-            raise Unauthorized("Unauthorized: Invalid API token")
 
     def _client(self, message: ZmqMessage) -> GrootClient:
         """The client of a message. Named after the message, because routing ids repeat after a restart."""

@@ -96,7 +96,6 @@ _MEMO: Final = ("MEMOIZE", "BINPUT", "LONG_BINPUT")
 _CHANGES: Final = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # the value below what they take
 
 
-LerobotKind = tuple[str | None, tuple[Any, ...], tuple[Any, ...], int]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -139,15 +138,14 @@ class LerobotSetup(msgspec.Struct):
                     raise invalid_input("lerobot_features", why)
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> frozenset[str]:
         """Of an observation, beside the task."""
-        return {name for motors in self.motors.values() for name in motors} | set(self.cameras.values())
+        return frozenset(name for motors in self.motors.values() for name in motors).union(self.cameras.values())
 
-    @property
-    def kind(self) -> LerobotKind:
-        """What equals in setups of robots of one kind; the chunk's length comes last."""
-        motors = tuple(sorted((name, tuple(own)) for name, own in self.motors.items()))
-        return self.policy, motors, tuple(sorted(self.cameras.items())), self.actions_per_chunk
+    def is_like(self, other: LerobotSetup) -> bool:
+        """Whether both are of robots of one kind, whatever the length of their chunks."""
+        mine, theirs = (self.policy, self.motors, self.cameras), (other.policy, other.motors, other.cameras)
+        return mine == theirs
 
     def check(self, reading: ObservationReader) -> None:
         """Raises 422 for a difference from the export."""
@@ -315,7 +313,8 @@ class LerobotService:
     def __init__(self, handler: RequestHandler, bodies: Bodies) -> None:
         self._handler, self._bodies = handler, bodies
         self._robots: Lru[tuple[bool, str], LerobotRobot] = Lru(MAX_ROBOTS, LerobotRobot.drop)
-        self._setups: Lru[LerobotKind, LerobotSetup] = Lru(MAX_SETUPS)
+        # By the names of their observations, the one with the shortest chunks; None where two kinds have the same.
+        self._setups: Lru[frozenset[str], LerobotSetup | None] = Lru(MAX_SETUPS)
         self.methods = {
             "Ready": self.ready,
             "SendPolicyInstructions": self.instruct,
@@ -349,7 +348,7 @@ class LerobotService:
             setup.policy = checkpoint
         reading = self._handler.one(setup.policy).reading(LEROBOT)
         setup.check(reading)
-        if reading.spec.embodiment.state_names is None and STATE in setup.motors and setup.kind not in self._setups:
+        if reading.spec.embodiment.state_names is None and STATE in setup.motors and setup.names not in self._setups:
             log.warning(
                 "the export names no motors: after a restart of this server robots are refused until their clients "
                 'start again. In its embodiment.json: "state_names": %s', json.dumps(setup.motors[STATE]),
@@ -361,7 +360,11 @@ class LerobotService:
             robot = self._robot(call)
         if robot.setup is not None and not robot.named:
             raise Conflict(f"another robot was set up on this connection, and answers could not be told apart: {APART}")
-        self._setups[setup.kind] = robot.setup = setup
+        robot.setup = setup
+        known = self._setups.get(setup.names, setup)
+        if known is not None:
+            known = min(known, setup, key=lambda one: one.actions_per_chunk) if known.is_like(setup) else None
+        self._setups[setup.names] = known
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
@@ -402,11 +405,11 @@ class LerobotService:
     def _setup_of(self, seen: Mapping[str, Any]) -> LerobotSetup:
         """The setup of an observation that came without one: that of robots with the same names, else the export's."""
         missing = "SendPolicyInstructions has not come on this connection: it says what observations hold"
-        fits = [setup for setup in self._setups.values() if setup.names == seen.keys() - {TASK}]
-        if len({setup.kind[:-1] for setup in fits}) > 1:
-            raise Conflict(f"{missing}, and robots of two kinds have these names: start the client again")
-        if fits:
-            return min(fits, key=lambda setup: setup.actions_per_chunk)
+        names = frozenset(seen.keys() - {TASK})
+        if names in self._setups:
+            if (known := self._setups[names]) is None:
+                raise Conflict(f"{missing}, and robots of two kinds have these names: start the client again")
+            return known
         try:
             reading = self._handler.one(None).reading(LEROBOT)
             setup = read(LerobotSetup, _instructions(reading.spec, seen))

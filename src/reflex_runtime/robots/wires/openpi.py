@@ -144,7 +144,10 @@ class OpenpiSession(MessageSession):
 
     async def take(self, message: SocketMessage) -> Frame:
         sent, self._sent = self._sent, {}  # drop the reference to the pictures
-        if "endpoint" in sent and self._resets(text_of(sent["endpoint"])):
+        endpoint = text_of(sent.get("endpoint", "infer"))
+        if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
+            raise invalid_input("endpoint", "must be infer or reset")
+        if endpoint == "reset":
             for episodes in self._episodes.values():
                 episodes.reset()
             return RESET
@@ -156,19 +159,15 @@ class OpenpiSession(MessageSession):
         if apart:
             return encode({"batch": await self._each(message, questions)}, self._packaged)
         answers = await self.handler.infer_all(self.pending(message), questions, message.received)
-        return encode(self._together(answers), self._packaged)
+        actions = np.stack([answer.actions for answer in answers])
+        told = {"actions": actions, **self._timing(answers), "reflex": [answer_details(answer) for answer in answers]}
+        return encode(told, self._packaged)
 
     def answered(self, answer: ActAnswer) -> bytes:
         return encode(self._told(answer), self._packaged)
 
     def error(self, error: ReflexError, request_id: str) -> str:
         return PLAIN(error, request_id, False).body.decode()
-
-    def _resets(self, endpoint: Any) -> bool:
-        """Whether a message of RoboArena begins an episode, and observes nothing."""
-        if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
-            raise invalid_input("endpoint", "must be infer or reset")
-        return endpoint == "reset"
 
     async def _each(self, message: SocketMessage, questions: Sequence[Asked]) -> list[dict[str, Any]]:
         """The answers or errors of a batch, each by itself."""
@@ -209,11 +208,6 @@ class OpenpiSession(MessageSession):
 
     def _told(self, answer: ActAnswer) -> dict[str, Any]:
         return {"actions": answer.actions, **self._timing([answer]), **answer_details(answer)}
-
-    def _together(self, answers: Sequence[ActAnswer]) -> dict[str, Any]:
-        """The answer to an observation with a leading axis."""
-        actions = np.stack([answer.actions for answer in answers])
-        return {"actions": actions, **self._timing(answers), "reflex": [answer_details(answer) for answer in answers]}
 
     def _timing(self, answers: Sequence[ActAnswer]) -> dict[str, Any]:
         timing = {"infer_ms": max(answer.timing.total_ms for answer in answers)}
