@@ -203,8 +203,8 @@ finally:
         return done.stderr.strip()
 
     assert imported("--version") == imported("--help") == "[]"
-    assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
-    serving = ["serve", "serve_policies", "serving"]
+    assert imported("simulate", "--help") == "['reflex_runtime.cli.simulation']"
+    serving = ["serve", "serving"]
     assert imported("serve", "--help") == str([f"reflex_runtime.cli.{name}" for name in serving])
 
 

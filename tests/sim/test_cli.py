@@ -6,13 +6,13 @@ import argparse
 
 import pytest
 
-from reflex_runtime.cli import simulate
+from reflex_runtime.cli import simulation
 from reflex_runtime.core.errors import ConfigError
 
 
 def call(*argv: str) -> int:
     parser = argparse.ArgumentParser()
-    simulate.add_parser(parser.add_subparsers())
+    simulation.add_simulate(parser.add_subparsers())
     args = parser.parse_args(["simulate", *argv])
     return int(args.run(args))
 

@@ -33,6 +33,7 @@ VERBS = {
 """Every verb, with its line in `reflex --help`."""
 _TOGETHER = {  # verbs that share a file
     "doctor": "exports", "export": "exports", "demo-export": "exports", "replay": "recordings", "report": "recordings",
+    "simulate": "simulation", "tune": "simulation", "worker": "serve_llm",
 }  # fmt: skip
 
 

@@ -28,31 +28,20 @@ WIDE = 120  # columns if the output is not a terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
 
 _DOCTOR_DESCRIPTION = """\
-Check an export directory, or another policy. First without loading it: its files, configuration, normalisation, the
-robot's file, text, memory for two versions, the provider. Then load it as `reflex serve` does and run it: the graphs'
-inputs and batch axis, actions, determinism, a batch compared with its members alone, the needs of --rtc. Last, the
-clocks of this machine. Of lerobot:DIR, openpi:DIR and python:package.module:make, the check `source` stands for those
-of files and graphs.
-
-A check passes, fails, warns, or is skipped because one that it needs failed. Below a failure or warning stands what was
-expected and what to do.
+Check a policy as `reflex serve` would load it: first its files without loading them, then the model itself (inputs and
+batch axis, actions, determinism, a batch against its members alone, the needs of --rtc), last this machine's clocks.
+Below a failure or warning stands what was expected and what to do.
 """
 
 _DOCTOR_EPILOG = """\
 examples:
   reflex doctor ./my-export
-  reflex doctor ./my-export --deterministic 8
   reflex doctor ./my-export --provider cuda --instruction "open the drawer" --rtc-horizon 8
   reflex doctor ./my-export --format json | jq '.checks[] | select(.status == "fail")'
 
---format json prints one object:
-  schema_version 1, reflex_version, export_dir, model_id and model_hash (null when the configuration cannot be read),
-  provider, threads, exit_code, counts {pass, fail, warn, skip}, and checks, a list of {id, status, expected, actual,
-  remediation, environment, duration_ms} in their order. Texts are for people and may change; ids, statuses and keys
-  stay. environment is true if the fault is in this machine and not in the export.
-ids:
+Texts of --format json are for people and may change; ids, statuses and keys stay. ids of checks:
   files config wires normalisation embodiment tokenizer memory provider model_load inputs dynamic_batch actions cameras
-  determinism batch_parity rtc_boundary clock, for what is no export: source, and with --deterministic: deterministic
+  determinism batch_parity rtc_boundary clock; source (of what is no export), deterministic
 
 exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 only checks of this machine failed
 """
@@ -165,16 +154,11 @@ def _ms(seconds: float) -> Text:
 
 
 _EXPORT_DESCRIPTION = """\
-Write an export directory (ONNX, docs/exports.md) from a LeRobot checkpoint: it is served without PyTorch and LeRobot,
-by ONNX Runtime on any device. Exported are ACT, and Diffusion with DDIM, each as one graph from uint8 pictures and the
-robot's state to actions in the robot's units, with LeRobot's own normalisation in it; and SmolVLA as two, in float32,
-so that robots join and leave between denoise steps. Other types, and processors that a graph cannot have, are refused
-with the reason: serve them as they are, with `reflex serve lerobot:DIR`.
+Write an export directory (ONNX, docs/exports.md) from a LeRobot checkpoint, to serve it without PyTorch and LeRobot:
+ACT, Diffusion with DDIM, and SmolVLA. Other types are refused with the reason: `reflex serve lerobot:DIR` serves them.
 
-The export is compared before it is there: six made-up episodes, asked alone, in pairs and all together (of SmolVLA also
-at different steps), against LeRobot's own preprocessor, policy and postprocessor. The largest difference is printed.
-Beyond the bound (1e-4 in the unit that a joint is normalised by, and 1e-6 of its largest action) nothing is written and
-the exit status is 1.
+The export is compared with the checkpoint before it is put in place. Beyond the bound (1e-4 in the unit that a joint is
+normalised by, and 1e-6 of its largest action) nothing is written, and the exit status is 1.
 """
 
 _EXPORT_EPILOG = """\
@@ -183,9 +167,7 @@ examples:
   reflex export lerobot:./outputs/train/act/checkpoints/last/pretrained_model ./act-export
   reflex doctor ./act-export && reflex serve ./act-export
 
-Pictures of another size than the policy's are resized by the server, stretched, as with `reflex serve lerobot:DIR`.
-The robot's ranges and rate are in no LeRobot checkpoint: an embodiment.json (docs/exports.md) beside its config.json
-is copied. Weights beyond 2 GB are written to a file beside the graph.
+An embodiment.json (docs/exports.md) beside the checkpoint's config.json is copied.
 
 exit codes: 0 written and the same, 1 not the same (nothing is written), 2 bad arguments, or a type that is not exported
 """

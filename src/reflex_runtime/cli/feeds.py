@@ -23,27 +23,14 @@ sources:
 examples:
   reflex feeds a=shapes:seed=1 b=shapes:seed=2 --onnx shapes --annotate out      the bundled detector, no camera needed
   reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --classes person,car --results found.jsonl
-  reflex feeds door=door.mp4 yard=rtsp://10.0.0.7/live --processor mypkg:Detector --results found.jsonl
-  reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --onnx yolo11n.onnx
+  reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --processor mypkg:Detector
   reflex feeds --config cameras.toml --port 9000                     http://127.0.0.1:9000/feeds shows them
 
-cameras.toml:
-  [feeds]
-  onnx = "detector.onnx"
-  max_batch_size = 8
-  [[feed]]
-  name = "door"
-  source = "rtsp://10.0.0.7/live"
-  max_age_ms = 300             # also per feed: realtime, loop, restarts, read_timeout_s, every, fps,
-                               # rotate, roi, hwaccel, score, classes
-SIGHUP reads the file again: feeds come, go and change, and others are not touched.
-
-Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8).
-Ctrl-C stops in order: what is in the processor is still answered and written. A second one does not wait.
-Exit status: 0 when every feed came to its end or was stopped by you; 1 when something is missing: a feed was given up
-or never connected, the processor was lost, a file is damaged or has frames without an answer, or results could not be
-written; 2 for a wrong option or a processor that does not start; 130 for a second Ctrl-C, or one during the start. See
-docs/feeds.md.
+Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8); a table [[feed]]
+has name, source and options of one feed (docs/feeds.md). SIGHUP reads the file again. Ctrl-C stops in order, a second
+one does not wait.
+Exit status: 0 when every feed ended or you stopped it, 1 when something is missing, 2 for a wrong option or a processor
+that does not start, 130 for a second Ctrl-C.
 """
 
 

@@ -182,11 +182,8 @@ _EPILOG = """\
 examples:
   reflex probe http://127.0.0.1:8000                                       a server and its wires
   reflex probe ws://10.0.0.7:8000 --wire openpi --observation seen.npz     any server of openpi
-  reflex probe tcp://10.0.0.7:5555                                         any server of GR00T
 
-/act, openpi and LeRobot get one observation, by default what the server says it expects. docs/measure.md explains the
-table.
-
+docs/measure.md explains the table.
 Exit status: 0 when at least one wire answered, 1 when none did, 2 when nothing listens there or the command is wrong.
 """
 

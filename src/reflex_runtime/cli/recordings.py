@@ -20,26 +20,21 @@ from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import whole
 
 _REPLAY_DESCRIPTION = """\
-Replay a recording of `reflex serve --record DIR`.
-
-With --model the recorded requests go through a model, and its actions, its cache and the time of its batches are
-compared with the recording. With --schedule the recorded arrivals go through the scheduler in virtual time, with the
-recorded settings; options given here replace them. --schedule also reads the files of `--trace FILE`.
+Replay a recording of `reflex serve --record DIR`. With --model its requests go through a model, and actions, cache and
+times are compared. With --schedule its arrivals, or those of a trace, go through the scheduler in virtual time, with
+the recorded settings or those given here.
 """
 
 _REPLAY_EPILOG = """\
 examples:
   reflex replay run.jsonl.gz --model ./v1                      are the answers of v1 still the same?
   reflex replay run.jsonl.gz --model ./v1 --compose recorded   the same batches too: equal to the last bit
-  reflex replay run.jsonl.gz --model ./v2 --slot b --diff actions --fail-on actions --output diff.json
   reflex replay run.jsonl.gz --schedule --max-batch-cost-ms 50  the same arrivals with half the budget
 
-Actions are the same if, for each request, the cosine is at least 0.999 and no value differs by more than 1e-3. Latency
-is the same if the median time of batches differs by at most 5 %; on another machine a larger difference is only a
-warning. Models that see images need a recording made with --record-images full.
+Actions are the same if the cosine is at least 0.999 and no value differs by more than 1e-3; latency, if the median time
+of batches differs by at most 5 % on the same machine. Models that see images need --record-images full.
 
-exit codes: 0 fine, 1 the file cannot be read (file and line are named), 2 bad arguments, or the model cannot be
-loaded, 3 something that --fail-on names differs
+exit codes: 0 fine, 1 the file cannot be read, 2 bad arguments or model, 3 something that --fail-on names differs
 """
 
 
@@ -203,18 +198,14 @@ def _unfinished(recording: Journal) -> str:
 
 
 _REPORT_DESCRIPTION = """\
-Sum up what `reflex serve` wrote with --record DIR or --trace FILE: per slot its requests, episodes, success with a
-95 % Wilson interval, latency, guard and errors; a compared with b by e-values, which stay valid however often you look;
-the shadow's divergence; and a timeline of decisions.
+Sum up what `reflex serve` wrote with --record DIR or --trace FILE: requests, success, latency and errors of each slot,
+a against b by e-values, the shadow, and a timeline of decisions.
 """
 
 _REPORT_EPILOG = """\
 examples:
   reflex report recordings/                       everything that was recorded there
   reflex report monday.jsonl.gz tuesday.jsonl.gz  two files as one run
-  reflex report recordings/ --format json         for programs
-
-An e-value of 1,000 decides: if both are equally good, the chance that it ever reaches 1,000 is at most 1 in 1,000.
 
 exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arguments
 """

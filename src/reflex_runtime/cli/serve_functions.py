@@ -43,7 +43,6 @@ examples:
   reflex serve python:my_module:Classifier      a class with setup(device) and predict(items)
   reflex serve ./detector.onnx                  its inputs and outputs are the types
   reflex serve python:a:one python:b:two        two functions: POST /predict/one and /predict/two
-  reflex serve python:my_module:embed --reload  start again when a file changes
 
 then:
   curl localhost:8000/predict -H 'Content-Type: application/json' -d '"a text"'

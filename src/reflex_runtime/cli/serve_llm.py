@@ -7,9 +7,11 @@ a model.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,10 +49,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _EXAMPLES = """\
 examples:
   reflex serve scribe                                          the bundled model: stories, and this project's words
-  reflex serve ./my-model
   reflex serve ./my-model --max-num-batched-tokens 512         shorter steps: more even gaps between tokens
-  reflex serve ./my-model --long-prefill-token-threshold 256   long prompts leave room for others beside them
-  reflex serve ./my-model --workers 1                          the model in a process of its own: reflex top shows it
+  reflex serve ./my-model --workers 1                          the model in a process of its own
   reflex serve ./my-model --trace steps.jsonl                  then: reflex trace steps.jsonl
 
 then, with any client of the OpenAI API:
@@ -192,3 +192,49 @@ def _ready(model: ServerState, where: str) -> None:
     what = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
     names = ", ".join(model.names)
     logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, what, names, where)
+
+
+# -- reflex worker -----------------------------------------------------------------------------------------------------
+
+_WORKER_EPILOG = """\
+`reflex serve MODEL_DIR --workers N` starts this command with one end of a socket pair as its standard input, and so may
+any program. docs/workers.md has the messages. The process ends when the connection ends.
+"""
+
+
+def add_worker(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "worker",
+        description="Run language models for the process that started this one.",
+        epilog=_WORKER_EPILOG,
+    )
+    parser.set_defaults(run=worker)
+
+
+def worker(args: argparse.Namespace) -> int:
+    """A runtime process: serve the connection until it ends."""
+    from reflex_runtime.ipc.worker import serve
+    from reflex_runtime.llm.server.local_model import loading
+    from reflex_runtime.observe.journal_writer import turn_all
+    from reflex_runtime.run.process import loop_factory
+
+    form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
+    logs.begin(form)
+    logs.use(os.environ.get("REFLEX_LOG_FORMAT", "text"))
+    # The parent decides when to end: one that drains, because the whole group got a signal, still needs this process.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def lost() -> None:
+        logging.error("the model is lost; the process ends")
+        logs.leave(1)
+
+    async def main() -> tuple[int, bool]:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, turn_all)
+        return await serve(loading(load_model, lost))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        status, clean = runner.run(main())
+        if not clean:
+            logs.leave(status)  # a thread is stuck in a model: an interpreter that shuts down around it may crash
+    return status

@@ -19,12 +19,11 @@ _LONGEST = 16 * 2**20  # bytes of a snapshot
 _EPILOG = """\
 examples:
   reflex top                                    the server on this machine, port 8000
-  reflex top http://10.0.0.7:8000 --api-key KEY
   reflex top --once                             one snapshot, and out
   reflex top | tee top.log                      into a pipe or a file: a line a snapshot, four a second
   reflex top --json | jq -c '.groups[]'         each snapshot as a line of JSON
 
-The same in a browser, with more: http://127.0.0.1:8000/dashboard. docs/dashboard.md explains every figure.
+docs/dashboard.md explains every figure.
 Exit status of --once: 0 the server is ready, 1 it answers but is not ready, 2 it does not answer.
 """
 

@@ -37,25 +37,15 @@ NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"
 WIDE = 160  # columns if the output is not a terminal and COLUMNS is not set
 
 _DESCRIPTION = """\
-Show the batches of a journal, the file that `reflex serve --trace FILE` or `--record DIR` writes. With --prompts, run
-prompts step by step and show the steps.
-
-One row per batch: its time, its place (slot, partition, stage), why it was formed then, its requests and their units,
-predicted and measured time, how long one that entered had waited at most, and how many requests stayed in the queue.
-`▸` marks a request that entered from the queue with this batch; the others stayed from an earlier step. `…+3` stands
-for three more. Values that are the same in every batch are printed once above the table, and a column of zeros is left
-out.
-
-A trace of tokens has one row per step: each request's tokens as prefill or decode, how many of its tokens were computed
-and known before, which requests waited and why, preemptions, cache hits, and blocks in use.
+Show the batches of a journal, the file of `reflex serve --trace FILE` or `--record DIR`, a row each: when and where it
+ran, why it left then, its requests (`▸` entered with it), predicted and measured time, waits. A trace of tokens has a
+row for each step. With --prompts, run prompts here and show their steps. docs/trace.md explains every column.
 """
 
 _EPILOG = """\
 examples:
   reflex trace run.jsonl                         table, summary, run.svg and run.png
-  reflex trace run.jsonl.gz --last 50            the last 50 batches
   reflex trace run.jsonl --from 120 --to 180     a window, by batch id
-  reflex trace run.jsonl --group a               slot a
 
   reflex trace --prompts "hello world" "goodbye" --max-num-batched-tokens 8      watch continuous batching
   reflex trace --prompts "hello world" "goodbye" --sweep 4..64                   steps over budget, and the knee

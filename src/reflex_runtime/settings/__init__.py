@@ -1,11 +1,11 @@
 """The settings of the commands: frozen values, declared with `option`."""
 
 from reflex_runtime.settings.feeds import FeedsConfig
-from reflex_runtime.settings.functions import FunctionsConfig
 from reflex_runtime.settings.policies import (
     DEFAULT_POLICY,
     MAX_POLICIES,
     OWN_SETTINGS,
+    FunctionsConfig,
     OwnSettings,
     PolicyAsked,
     ServeConfig,

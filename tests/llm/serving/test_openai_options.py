@@ -147,7 +147,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     found: list[tuple[Any, ...]] = []
 
-    def serve(made: tuple[Any, ...], sockets: list[socket.socket], *told: Any) -> tuple[int, bool]:
+    async def serve(made: tuple[Any, ...], sockets: list[socket.socket], *told: Any) -> tuple[int, bool]:
         sockets[0].close()
         found.append(made)
         return 0, True

@@ -1,4 +1,4 @@
-"""`reflex tune`: which settings suit the load of a journal, and what they would bring."""
+"""`reflex simulate` and `reflex tune`: the scheduler in virtual time, on a simulated load or on that of a journal."""
 
 from __future__ import annotations
 
@@ -7,26 +7,51 @@ from typing import Any
 
 from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.settings.declare import add_options
+from reflex_runtime.settings.read import load
+from reflex_runtime.sim.options import SimulateConfig, simulated
 
-_EPILOG = """\
+_SIMULATE_EPILOG = """\
+examples:
+  reflex simulate --rate 300 --deadline-ms 100                    Poisson arrivals at 300/s
+  reflex simulate --rate 300 --arrivals bursty                    the same load in bursts
+  reflex simulate --arrivals closed --callers 8 --think around:100,5    eight robots that act for 100 ± 5 ms
+
+The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
+"""
+
+
+def add_simulate(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "simulate",
+        description="Run the real scheduler on a simulated load and device in virtual time, and report the result.",
+        epilog=_SIMULATE_EPILOG,
+    )
+    add_options(parser, SimulateConfig)
+    parser.set_defaults(run=simulate)
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Simulate, and print the report."""
+    print(simulated(load(SimulateConfig, "simulate", None, {}, vars(args))).text())
+    return 0
+
+
+_TUNE_EPILOG = """\
 examples:
   reflex tune run.jsonl                        a file of reflex serve --trace FILE or --record DIR
   reflex tune run.jsonl --aim p99              what lowers the slowest answers
   curl -s 'http://127.0.0.1:8000/diagnostics/journal?seconds=30' > run.jsonl     watch a policy server that runs
 
-The load and the device's times are taken from the recording, and the scheduler runs in virtual time with some fifty
-settings. docs/tuning.md says how, and how near the predictions were in a benchmark.
-
 exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 bad arguments
 """
 
 
-def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+def add_tune(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "tune",
         description="Find the budget, hold and size of batches that suit a recorded load, and predict what they bring.",
-        epilog=_EPILOG,
+        epilog=_TUNE_EPILOG,
     )
     add = parser.add_argument
     add("journal", metavar="JOURNAL", help="a journal, .jsonl or .jsonl.gz")
@@ -35,11 +60,12 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="what to improve: p50, p95, p99 (of latency), throughput or on-time; by default on-time if more than "
         "one request in a hundred is not answered in time, else p95",
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=tune)
 
 
-def run(args: argparse.Namespace) -> int:
+def tune(args: argparse.Namespace) -> int:
     """Tune; returns the exit code."""
+    from reflex_runtime.observe.journal_reader import read_journal
     from reflex_runtime.sim.search import Tuner, told
 
     if args.journal.startswith(("http://", "https://")):
