@@ -601,10 +601,12 @@ def test_b19_the_limit_counts_from_the_start_of_the_batch() -> None:
             second = batcher.submit(Request("second"))
             await gate.busy()
             now[0] = 18.9
-            assert batcher.device.look(10.0) == 19.0
+            batcher.device.watchdog = 10.0
+            assert batcher.device.look() == 19.0
             assert batcher.device.hung == 0
             now[0] = 19.0
-            batcher.device.look(10.0)
+            batcher.device.watchdog = 10.0
+            batcher.device.look()
             assert batcher.device.hung == 1
             with pytest.raises(ProcessorHung):
                 await second.waiter

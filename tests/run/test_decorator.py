@@ -591,7 +591,7 @@ def test_a_call_within_the_watchdog_is_not_given_up_though_its_caller_waited_lon
 
 def test_zero_switches_the_watchdog_off_and_nonsense_is_refused() -> None:
     slow = Slow(watchdog=0)
-    assert slow.double._driver.watchdog == inf
+    assert slow.double._driver.device.watchdog == inf
     for wrong in (-1.0, inf, nan):
         with pytest.raises(ConfigError, match="watchdog="):
             batched(watchdog=wrong)

@@ -112,9 +112,11 @@ def test_v10_an_expendable_group_that_was_late_gets_its_turn_again_by_itself() -
     late = LateDevice()
     device, first = late.device, late.ask("spare")
     late.now += 0.9
-    assert device.look(60.0) == 101.0
+    device.watchdog = 60.0
+    assert device.look() == 101.0
     late.now += 0.3
-    device.look(60.0)
+    device.watchdog = 60.0
+    device.look()
     assert device.hung == 1
     assert isinstance(first.outcome, Failed)
     assert late.pauses() == [(101.2, inf)]
@@ -142,8 +144,10 @@ def test_v10_an_expendable_batch_may_be_as_late_as_others_are_on_this_machine() 
     late.reach(lambda: served.outcome is not None)
     late.ask("spare")
     late.now += 5.0
-    assert late.device.limit_of(60.0) == pytest.approx(6.0, rel=0.05)
-    late.device.look(60.0)
+    late.device.watchdog = 60.0
+    assert late.device.limit == pytest.approx(6.0, rel=0.05)
+    late.device.watchdog = 60.0
+    late.device.look()
     assert late.device.hung == 0
     late.spare.gate.set()
     assert late.device.stop()
@@ -153,7 +157,8 @@ def test_v10_without_a_watchdog_an_expendable_batch_may_take_as_long_as_it_likes
     late = LateDevice()
     late.ask("spare")
     late.now += 3600.0
-    assert late.device.look(inf) == inf
+    late.device.watchdog = inf
+    assert late.device.look() == inf
     assert late.device.hung == 0
     late.spare.gate.set()
     assert late.device.stop()
@@ -163,11 +168,13 @@ def test_v10_a_thread_that_was_lost_twice_over_or_reset_meanwhile_brings_no_rest
     late = LateDevice()
     late.ask("spare")
     late.now += 2.0
-    late.device.look(60.0)
+    late.device.watchdog = 60.0
+    late.device.look()
     late.device.resume("spare")  # an operator
     late.ask("spare")
     late.now += 2.0
-    late.device.look(60.0)
+    late.device.watchdog = 60.0
+    late.device.look()
     assert len(late.pauses()) == 3
     late.spare.gate.set()  # both come back
     assert late.next_pause() == (104.0, 104.0 + 60 * 2.0)

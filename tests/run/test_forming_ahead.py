@@ -134,7 +134,8 @@ def test_b16_a_cancelled_member_of_a_formed_batch_is_told_at_once_and_does_not_r
 
 def test_b19_a_hang_fails_its_own_batch_and_the_formed_one_runs() -> None:
     with running(4) as (made, tickets):
-        made.device.look(0.0)
+        made.device.watchdog = 0.0
+        made.device.look()
         assert isinstance(tickets[0].outcome.error, ProcessorHung)
         made.steps.inside()
         assert made.steps.calls == [[0, 1], [2, 3]]
@@ -150,9 +151,11 @@ def test_b19_a_hang_fails_its_own_batch_and_the_formed_one_runs() -> None:
 
 def test_when_the_device_is_lost_the_formed_batch_is_answered() -> None:
     with running(6) as (made, tickets):
-        made.device.look(0.0)
+        made.device.watchdog = 0.0
+        made.device.look()
         made.steps.inside()
-        made.device.look(0.0)
+        made.device.watchdog = 0.0
+        made.device.look()
         assert made.device.fatal
         assert all(isinstance(t.outcome.error, ReflexError) for t in tickets)
         assert isinstance(tickets[5].outcome.error, Drained)

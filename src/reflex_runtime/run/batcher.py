@@ -158,10 +158,9 @@ class Batcher(LoopDriver[V]):
         self._replaces = any(config.latest_only for config in configs)
         self.device = LoopDevice(
             scheduler, processors, self._notified, clock, self._fatal_from_thread,
-            expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck, look_every=watchdog or inf,
+            watchdog=watchdog or inf, expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck,
         )  # fmt: skip
         super().__init__(scheduler, sinks, clock, self.device.input)
-        self._watchdog = watchdog or inf
         self._on_fatal = on_fatal
         self._wake_due = False
 
@@ -294,7 +293,7 @@ class Batcher(LoopDriver[V]):
                 assert self._loop is not None
                 self._wake_soon(self._loop)
         else:  # a batch may start
-            self._arm(self._clock() + self.device.soonest(self._watchdog))
+            self._arm(self._clock() + self.device.soonest)
 
     def _notified(self) -> None:
         """An answer is among the events; called on any thread."""
@@ -309,11 +308,11 @@ class Batcher(LoopDriver[V]):
             self._pump_soon()
         self._idle.look()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
-            self._arm(self.device.look_at(self._watchdog))
+            self._arm(self.device.look_at())
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at = None, inf
-        at = self.device.look(self._watchdog)
+        at = self.device.look()
         if not self._pump_due:  # else it is called in this turn anyway, and one call of it fills a turn
             self._pump()
         self._arm(at)

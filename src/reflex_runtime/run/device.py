@@ -193,8 +193,8 @@ class Device:
     notify: called when an answer is among the events, never with the lock held; on the device thread or a caller's.
         Take the events in one place, so that they stay in order. Events that answer nothing (a request queued, a batch
         scheduled) come with the next answer.
-    on_fatal: called once, from any thread, when the device is given up.
-    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit_of`); a thread
+    on_fatal: called once, from any thread, when the device is given up. watchdog: seconds after which a batch hangs.
+    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit`); a thread
         lost to one is replaced without being counted, and the group is paused: until its thread comes back and `REST`
         times its time has passed, or until `resume`.
     one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
@@ -216,6 +216,7 @@ class Device:
         clock: Clock = time.monotonic,
         on_fatal: Callable[[], None] | None = None,
         name: str = "reflex-device",
+        watchdog: float = inf,
         expendable: Collection[str] = (),
         one_thread: bool = False,
         ahead: bool = False,
@@ -226,6 +227,7 @@ class Device:
         self._notify = notify
         self._on_fatal = on_fatal
         self._name = name
+        self.watchdog = watchdog
         self.expendable = frozenset(expendable)
         self._astray: dict[int, tuple[str, float]] = {}  # by thread: the expendable batch it is in, and since when
         self._overrun = 0.0  # seconds that batches of other groups lately took beyond their prediction
@@ -312,31 +314,31 @@ class Device:
         self._notify()
         return result
 
-    def look(self, watchdog: float) -> float:
+    def look(self) -> float:
         """What a driver's timer does: settle what is past its deadline while the device is busy (a free one does so
-        itself), and give up a batch that has run for `watchdog` seconds (or its `limit_of`). Returns when to look
-        again: `look_at`."""
+        itself), and give up a batch that has run for its `limit`. Returns when to look again: `look_at`."""
         with self._lock:
             if self.busy:
                 self.scheduler.expire(self.clock())
-            hangs = self._running is not None and self.clock() - self._running[1] >= self.limit_of(watchdog)
+            hangs = self._running is not None and self.clock() - self._running[1] >= self.limit
             if hangs:
-                self._give_up_hung(self.limit_of(watchdog))
+                self._give_up_hung()
         if hangs:
             self._tell_lost()
-        return self.look_at(watchdog)
+        return self.look_at()
 
-    def soonest(self, watchdog: float) -> float:
+    @property
+    def soonest(self) -> float:
         """Seconds in which a batch may hang that starts at once."""
-        return min(watchdog, self.EXPENDABLE_S) if self.expendable and watchdog < inf else watchdog
+        return min(self.watchdog, self.EXPENDABLE_S) if self.expendable and self.watchdog < inf else self.watchdog
 
-    def look_at(self, watchdog: float) -> float:
+    def look_at(self) -> float:
         """When a driver must `look`: at the next deadline, or when the batch that runs has run for too long."""
         with self._lock:
             if self._running is not None:
-                return min(self.scheduler.wake_at(), self._running[1] + self.limit_of(watchdog))
+                return min(self.scheduler.wake_at(), self._running[1] + self.limit)
             at = self.scheduler.expires_at() if self._late else inf
-            return at if self.scheduler.idle else min(at, self.clock() + self.soonest(watchdog))
+            return at if self.scheduler.idle else min(at, self.clock() + self.soonest)
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""
@@ -370,16 +372,17 @@ class Device:
         """Whether the caller is the device thread itself, which must not wait for an answer."""
         return threading.current_thread() is self._thread
 
-    def limit_of(self, limit: float) -> float:
-        """Seconds that the batch now running may take. limit: of a batch that is not expendable.
+    @property
+    def limit(self) -> float:
+        """Seconds that the batch now running may take.
 
-        One of an expendable group has a second, ten times what was expected of it, or twice what others lately were
-        late on this machine: they wait behind it.
+        One of an expendable group has a second, ten times its prediction, or twice what others lately took beyond
+        theirs on this machine: those wait behind it.
         """
-        running = self._running
-        if running is None or running[0].group not in self.expendable or limit == inf:  # inf: the watchdog is off
-            return limit
-        return min(limit, max(self.EXPENDABLE_S, 10.0 * running[0].expected, 2.0 * self._overrun))
+        running, watchdog = self._running, self.watchdog
+        if running is None or running[0].group not in self.expendable or watchdog == inf:
+            return watchdog
+        return min(watchdog, max(self.EXPENDABLE_S, 10.0 * running[0].expected, 2.0 * self._overrun))
 
     def resume(self, group: str) -> None:
         """Ask a paused expendable group again."""
@@ -603,10 +606,10 @@ class Device:
             pass
         self._ended.set()
 
-    def _give_up_hung(self, limit: float) -> None:
-        """The batch that runs has run for `limit` seconds. The lock is held; `_tell_lost` follows without it."""
+    def _give_up_hung(self) -> None:
+        """The batch that runs has run for its limit. The lock is held; `_tell_lost` follows without it."""
         assert self._running is not None
-        batch, since = self._running
+        (batch, since), limit = self._running, self.limit
         self.hung += 1
         error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
         if self._one_thread:

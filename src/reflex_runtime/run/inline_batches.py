@@ -108,8 +108,8 @@ class LoopDevice(Device):
     """A `Device` that forms full batches ahead, and runs brief ones on the thread that calls `turn`.
 
     brief: seconds up to which batches may run there; 0: none do.
-    on_stuck: called on the device thread, once a `look_every`, while a batch that runs there has taken longer than
-        that: the thread that could answer is not free.
+    on_stuck: called on the device thread, once a watchdog, while a batch that runs there has taken longer than that:
+        the thread that could answer is not free.
     """
 
     def __init__(
@@ -119,20 +119,21 @@ class LoopDevice(Device):
         notify: Callable[[], None],
         clock: Clock,
         on_fatal: Callable[[], None] | None = None,
+        watchdog: float = inf,
         expendable: Collection[str] = (),
         one_thread: bool = False,
         brief: float = 0.0,
         on_stuck: Callable[[], None] | None = None,
-        look_every: float = inf,
     ) -> None:
         super().__init__(
-            scheduler, processors, notify, clock, on_fatal, expendable=expendable, one_thread=one_thread, ahead=True
-        )
+            scheduler, processors, notify, clock, on_fatal,
+            watchdog=watchdog, expendable=expendable, one_thread=one_thread, ahead=True,
+        )  # fmt: skip
         self._brief = BriefBatches(0.0 if one_thread else brief, processors)
         self._context = Context()  # as a thread has one: not that of the caller who woke the loop
         self._here = False  # the batch that runs is on the thread that called `turn`
         self._handed: Batch | None = None  # formed there, but for the device thread to run
-        self._on_stuck, self._look_every = on_stuck, look_every
+        self._on_stuck = on_stuck
 
     # -- the thread that calls `turn` ----------------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class LoopDevice(Device):
     def _look_here(self, now: float) -> None:
         """A batch runs on the thread that called `turn`. The lock is held."""
         self.scheduler.expire(now)
-        if self._running is None or now - self._running[1] < self._look_every:
+        if self._running is None or now - self._running[1] < self.watchdog:
             return
         batch, since = self._running
         log.error("batch %d has run for %.0f s on the event loop, which stands still", batch.id, now - since)
@@ -228,7 +229,7 @@ class LoopDevice(Device):
         return self._here or super()._has_work()
 
     def _wait(self, most: float = inf) -> None:
-        super()._wait(min(most, self._look_every))
+        super()._wait(min(most, self.watchdog))
 
     def _answer_running(self, error: ProcessorError) -> None:
         self._handed = None

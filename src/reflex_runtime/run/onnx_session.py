@@ -223,10 +223,7 @@ class OnnxSession:
         if outputs is not None:
             match(path, "output", outputs, self.outputs)
         self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
-        if whole:
-            self.batch_size: int | None = 1
-        else:
-            self.batch_size = self._fixed_inputs() if any_batch else None if self._batch_axis() else 1
+        self.batch_size = 1 if whole else self._batch_size(any_batch)
         if captured_sizes and not self.dynamic_batch:
             size = self.batch_size
             raise ConfigError(f"{path}: its batch axis is fixed at {size}, so no batch sizes can be captured")
@@ -352,37 +349,33 @@ class OnnxSession:
 
     # -- the graph's ports ---------------------------------------------------------------------------------------------
 
-    def _batch_axis(self) -> bool:
-        """Whether the leading axis is symbolic everywhere; it must be that, or 1 everywhere."""
-        axes = {("input " if p is self.inputs.get(n) else "output ") + repr(n): p.dims[:1] for n, p in self._ports()}
+    def _batch_size(self, any_batch: bool) -> int | None:
+        """The size at which the leading axis is fixed; None if it is symbolic everywhere.
+
+        It must be symbolic everywhere, or 1 everywhere. any_batch: or of one size in all inputs, and that or symbolic
+        in the outputs.
+        """
+        axes = {f"input {name!r}": port.dims[:1] for name, port in self.inputs.items()}
+        heads = set(axes.values())
+        axes |= {f"output {name!r}": self.outputs[name].dims[:1] for name in self._wanted}
+        size: int | None = 1
+        fixed = any_batch and len(heads) == 1 and heads.isdisjoint({(), (None,)})
+        if fixed:
+            ((size,),) = heads
         for port, dims in axes.items():
-            if dims not in ((None,), (1,)):
+            if dims not in ((None,), (size,)):
                 found = f"a fixed size of {dims[0]}" if dims else "no axis at all"
-                wanted = "expected a symbolic size, or 1"
-                raise BatchAxisError(f"{self.path}: {port}: leading axis: found {found}, {wanted}")
+                wanted = f"{size} as that of its inputs" if fixed else "a symbolic size, or 1"
+                raise BatchAxisError(f"{self.path}: {port}: leading axis: found {found}, expected {wanted}")
         symbolic = [port for port, dims in axes.items() if dims == (None,)]
-        if symbolic and len(symbolic) < len(axes):
-            fixed = next(port for port in axes if port not in symbolic)
+        if fixed or not symbolic:
+            return size
+        if len(symbolic) < len(axes):
+            one = next(port for port in axes if port not in symbolic)
             raise BatchAxisError(
-                f"{self.path}: {fixed}: leading axis is 1 but that of {symbolic[0]} is symbolic; make them agree"
+                f"{self.path}: {one}: leading axis is 1 but that of {symbolic[0]} is symbolic; make them agree"
             )
-        return bool(symbolic)
-
-    def _fixed_inputs(self) -> int | None:
-        """The size at which the leading axis of all inputs is fixed; None if it is symbolic everywhere."""
-        sizes = {port.dims[0] if port.dims else None for port in self.inputs.values()}
-        if len(sizes) != 1 or sizes == {None}:
-            return None if self._batch_axis() else 1
-        (size,) = sizes
-        for name, port in self.outputs.items():
-            if not port.dims or port.dims[0] not in (None, size):
-                found = f"a fixed size of {port.dims[0]}" if port.dims else "no axis at all"
-                wanted = f"{size} as that of its inputs"
-                raise BatchAxisError(f"{self.path}: output {name!r}: leading axis: found {found}, expected {wanted}")
-        return size
-
-    def _ports(self) -> list[tuple[str, Port]]:
-        return [*self.inputs.items(), *((name, self.outputs[name]) for name in self._wanted)]
+        return None
 
 
 def _padded(rows: Any, size: int) -> NDArray[Any]:

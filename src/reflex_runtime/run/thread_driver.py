@@ -217,14 +217,14 @@ class ThreadDriver:
         on_fatal: Callable[[], None] | None = None,
         one_thread: bool = False,
     ) -> None:
-        self.group, self.clock, self.watchdog = group.name, clock, watchdog
+        self.group, self.clock = group.name, clock
         self._name = name
         self._audience = Audience(sinks, label)
         self._delivery = Delivery(self._events, self._audience)
         scheduler = Scheduler([group])
         scheduler.unheard = self._audience.unheard
         self.device = Device(
-            scheduler, {group.name: processor}, self.deliver, clock, on_fatal, name=name, one_thread=one_thread
+            scheduler, {group.name: processor}, self.deliver, clock, on_fatal, name, watchdog, one_thread=one_thread
         )
         self.relay = Relay(clock, self.device.wake)
         self._setting = threading.Lock()  # of what follows
@@ -249,7 +249,7 @@ class ThreadDriver:
         if later:
             self.relay.came()
         if self._alarm == inf or ticket.deadline < self._alarm:
-            self._set_alarm(min(ticket.deadline, ticket.arrived + self.watchdog))
+            self._set_alarm(min(ticket.deadline, ticket.arrived + self.device.watchdog))
         return ticket
 
     def ask(self, request: Request, timeout: float, name: str) -> Any:
@@ -300,7 +300,7 @@ class ThreadDriver:
 
     def look(self) -> float:
         """Expire requests past their deadline, and give up a batch that hangs. Returns when to look again."""
-        at = self.device.look(self.watchdog)
+        at = self.device.look()
         self.deliver()
         return at
 
@@ -345,7 +345,7 @@ class ThreadDriver:
                 continue
             with self._setting:
                 self._alarm = inf  # first, so that later inputs set it again
-            at = self.clock() + self.watchdog
+            at = self.clock() + self.device.watchdog
             try:
                 at = self.look()
             except Exception:  # it must go on: batches and deadlines depend on it
