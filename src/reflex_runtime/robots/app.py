@@ -71,7 +71,7 @@ def _module(name: str) -> Any:
 
 
 def _missing(runtime: PolicyRuntime, path: str) -> str:
-    """What to say of a path that has no route."""
+    """The message for a path that has no route."""
     name = path.removeprefix(POLICIES).partition("/")[0]
     if path.startswith(POLICIES) and name not in runtime.policies:
         names = ", ".join(runtime.policies)

@@ -89,7 +89,7 @@ def document(routes: Iterable[Route], policies: Mapping[str, Mapping[str, Policy
 def _operations(
     slots: Mapping[str, PolicySpec], policy: str, models: Sequence[str] | None = None
 ) -> dict[str, Operation]:
-    """What is said of the paths of one policy. models: by which OIP names them, where they are the server's."""
+    """The operations of one policy. models: their names in OIP, where they are the server's."""
     served = [spec for slot, spec in slots.items() if slot != SHADOW]
     bodies = schemas_of(oip.InferBody, *BODIES)
     slot, rate = {"enum": list(slots)}, r"(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"

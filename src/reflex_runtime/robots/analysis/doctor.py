@@ -1,4 +1,4 @@
-"""Looks at a policy before a robot does: makes every check, and says what it expected, what it found and what to do.
+"""Checks a policy before it meets a robot: for each check what was expected, what was found and what to do.
 
 Checks run in a fixed order; one that needs what another found broken is skipped and says so. A check returns what it
 found. It raises errors of the loader and of the policy, or `CheckWarning`, `CheckFailure` or `CheckSkipped`. `examine`
@@ -86,7 +86,7 @@ class CheckSkipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What tells the time. resolution: seconds between two values of the monotonic clock."""
+    """The clocks. resolution: seconds between two values of the monotonic clock."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -132,7 +132,7 @@ class CheckContext:
 
     @property
     def instructions(self) -> list[str]:
-        """What the samples ask for: the one named, else the first and the last words of the vocabulary."""
+        """Of the samples: the one named, else the first and the last words of the vocabulary."""
         spec = self.spec
         if not spec.takes_text:
             return [""]
@@ -188,7 +188,7 @@ def check_export_files(context: CheckContext) -> str:
 
 
 def check_config(context: CheckContext) -> str:
-    """Of any source: its reader says what is wrong."""
+    """Of any source: errors are its reader's."""
     context.loaded = spec = read_source(context.source, context.device)
     spec.check()
     kind = f"{spec.model_id}, {spec.model_type}, {spec.inference_mode}, {spec.num_denoising_steps} steps"

@@ -124,7 +124,7 @@ class _Tails(ChunkTails):
     def prepare(
         self, episode: str, report: Mapping[str, Any] | None, executed: int | None
     ) -> tuple[int | None, int | None]:
-        """Before a request is made: what `Anchor.report` said of it. Returns `executed` and `delay` of the request."""
+        """`executed` and `delay` of a request, from the report of its recorded anchor."""
         if report is None:
             self.forget(episode)
             return executed, None
@@ -516,7 +516,7 @@ class ModelReplay:
         }
 
     def lines(self, diffs: Sequence[Diff]) -> list[str]:
-        """What people are told of these differences, slot by slot."""
+        """These differences for people, slot by slot."""
         told = [] if self.items else ["no answered request to replay"]
         for slot in sorted({item.slot for item in self.items}):
             found = self.summary(slot)

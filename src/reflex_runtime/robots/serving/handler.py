@@ -5,8 +5,8 @@ A wire writes, for each request,
     with handler.admit(pending):
         answer = await handler.infer(pending, question)
 
-`admit` is the one place that counts, records and tells rollout, objectives and spans how a request ended. `infer` reads
-from top to bottom: choose the version, submit, decode the pictures, await the batch. A caller that leaves cancels it.
+`admit` counts and records how a request ended, for rollout, objectives and spans too. `infer` reads from top to bottom:
+choose the version, submit, decode the pictures, await the batch. A caller that leaves cancels it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Asked = Question | Callable[[], Question]
 class PendingRequest(RequestScope):
     """One request; `RequestHandler` fills it in.
 
-    wire: one of `WIRES`. counted: the policy that it counts for before it is known which one it asks. question, served,
+    wire: one of `WIRES`. counted: the policy that it counts for until its own is known. question, served,
     routing, version, answer: None before they are known.
     """
 
@@ -92,7 +92,7 @@ class PendingRequest(RequestScope):
         self.answer: ActAnswer | None = None
 
     def rows(self, size: int) -> list[PendingRequest]:
-        """The requests of a message of several. Rows without a name are not one robot that asks again."""
+        """The requests of a message of several. Rows without a name are different robots."""
         ids = [(f"{self.request_id}.{row}", (self.client, row)) for row in range(size)]
         return [PendingRequest(self.wire, *own, self.started, self.source) for own in ids]
 
@@ -187,7 +187,7 @@ class PendingRequest(RequestScope):
         return f"infer {self.wire}"
 
     def join_span(self) -> None:
-        """It has been queued, and what it asks is known."""
+        """It is queued, and its question is known."""
         spans, span, ticket, question, served = self.server.spans, self.span, self.ticket, self.question, self.served
         if spans is None or span is None or ticket is None or question is None or not span.context.sampled:
             return
@@ -202,11 +202,11 @@ class PendingRequest(RequestScope):
 class RequestHandler:
     """Takes requests for one policy of a server, or for the one that each request names.
 
-    config: of the server; `served` has its own. prefix: of the paths that ask this policy, "" where no path names one.
+    config: of the server; `served` has its own. prefix: of the paths of this policy, "" where no path names one.
     """
 
     def __init__(self, runtime: PolicyRuntime, policy: str | None = None, prefix: str = "") -> None:
-        """policy: the one that is asked, whatever a request says; None for the default where a request says nothing."""
+        """policy: fixed for all requests; None for the one that a request names, else the default."""
         self.runtime, self.config, self.prefix = runtime, runtime.config, prefix
         self._fixed = policy is not None
         self._served = runtime.default if policy is None else runtime.policies[policy]
@@ -218,7 +218,7 @@ class RequestHandler:
 
     @property
     def served(self) -> ServedPolicy:
-        """The policy that is asked; 422 where there are several, and none is named."""
+        """The policy of requests that name none; 422 where there are several and no default."""
         if self._served is None:
             names = ", ".join(self.runtime.policies)
             path = f"/policies/{next(iter(self.runtime.policies))}/act"
@@ -248,7 +248,7 @@ class RequestHandler:
         return self._named[name]
 
     def one(self, name: str | None) -> RequestHandler:
-        """The same for a robot that asks one policy from now on: what its requests name is checked against it."""
+        """The same for a robot of one policy: its later requests may name no other."""
         return self.of(self.served.name if name is None else name)
 
     def reading(self, wire: str) -> ObservationReader:

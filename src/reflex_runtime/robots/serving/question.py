@@ -1,4 +1,4 @@
-"""What a robot asks of a policy and what it is answered, on whatever wire.
+"""Questions to a policy and their answers, the same on every wire.
 
 A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `RequestHandler` does everything in between.
 `ObservationReader` finds cameras, state and instruction of a policy in observations that name them as a wire does.
@@ -74,7 +74,7 @@ Level = Literal["urgent", "default", "background"]
 
 
 class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a request says beside its observation, by the same names on every wire. `Question` looks at the values."""
+    """The fields of a request beside its observation, by the same names on every wire. `Question` checks the values."""
 
     episode_id: Annotated[Id, says("what cached prefixes and held actions belong to, with robot_id")] = None
     request_id: Annotated[Id, says("comes back in the answer and as X-Request-Id; made when absent")] = None
@@ -99,7 +99,7 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Question(RequestLimits, kw_only=True, gc=False):
-    """What a robot asks. Checked when it is made: the 422 names the field.
+    """One observation with its limits. Checked when it is made: the 422 names the field.
 
     images: (camera, field to name in errors, picture). state: in the robot's units. deadline_ms: from when the request
     reached this machine. episode: by which things are kept of it; set.
@@ -264,7 +264,7 @@ class ObservationReader:
         """The observations of N robots that came as one, with a leading axis, by their episodes' ids where each has one
         and else by number; None for an observation of one robot.
 
-        Pictures and states that have a dimension more than one robot's say so; those of them that are read must agree.
+        Pictures and states with one dimension more than a robot's give N; those that are read must agree.
         Any other list or array of N, of instructions or limits too, has one value for each robot. Other values are for
         all; an id gets the robot's number.
         """

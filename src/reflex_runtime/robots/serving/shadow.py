@@ -95,7 +95,7 @@ class Shadowing:
     """The shadow of a server, and the sink that measures its cost for served requests.
 
     share: of served requests that are sampled. on_difference: called with every compared pair. on_change: called with
-    what is to be said when it is stopped, or is to be asked again by itself.
+    a text when it stops, or rests.
     """
 
     events = frozenset({BatchFinished, BatchScheduled, SchedulerPaused})
@@ -226,7 +226,7 @@ class Shadowing:
 
     @property
     def stopped(self) -> str:
-        """Why it is not asked at present; "" while it is."""
+        """Why it rests or has ended; "" while it runs."""
         return self._error if time.monotonic() < self._paused_until else ""
 
     @property

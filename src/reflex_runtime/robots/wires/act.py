@@ -87,7 +87,7 @@ _msgpack = msgspec.msgpack.Decoder(ActMsgpack)
 
 
 def decode(body: bytes, packed: bool) -> Question:
-    """What is asked, or the 400 or 422 that names what is wrong. packed: msgpack, else JSON."""
+    """The question in a body; 400 or 422 names what is wrong. packed: msgpack, else JSON."""
     sent = _decode_msgpack(body) if packed else _decode_json(body)
     limits = {name: getattr(sent, name) for name in LIMITS}
     return Question(images=_images(sent), state=sent.state, instruction=sent.instruction, **limits)
@@ -220,13 +220,13 @@ class Act:
         return HttpResponse(200, encode_json(answers[0]), JSON, _routed(pending))
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
-        """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""
+        """Clients of GR00T send it before an episode: nothing is kept of requests that do not name theirs."""
         self.handler.runtime.need_loaded()
         await request.body()
         return HttpResponse(200, b"{}")
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
-        """Count a request that may not be asked."""
+        """Count a request that is refused before its body is read."""
         self.handler.refused(_pending(request), error)
 
 
@@ -235,7 +235,7 @@ def _pending(request: HttpRequest) -> PendingRequest:
 
 
 async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
-    """What is asked; the body itself is not kept."""
+    """The question of a request; its body is not kept."""
     body, packed = await request.body(), request.sent_msgpack
     request.refuse_query()
     if len(body) <= LARGE:
@@ -247,7 +247,7 @@ async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
 
 
 def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
-    """What is asked. A body that /act's own fields refuse may be json-numpy: the usual one is looked at once."""
+    """The question in a body. One that /act's own fields refuse may be json-numpy: the usual one is decoded once."""
     try:
         return decode(body, packed)
     except InvalidRequest:
@@ -258,8 +258,7 @@ def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
 
 
 def _routed(pending: PendingRequest) -> Headers:
-    """What the headers say of the policy and the version that answers; nothing with one of each, or before they are
-    known."""
+    """Headers of the policy and the version that answers; none with one of each, or before they are known."""
     routing, served = pending.routing, pending.served
     if routing is None or served is None:
         return []

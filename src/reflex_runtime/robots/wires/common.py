@@ -1,5 +1,4 @@
-"""What the wires share: frames and arrays within bounds, identity and limits of a request, its question, and what
-answers tell."""
+"""Shared by the wires: frames and arrays within bounds, identity and limits of a request, sessions of websockets."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def limits_among(values: Mapping[str, Any]) -> RequestLimits:
 
 
 def limits_of_row(limits: RequestLimits, row: int) -> RequestLimits:
-    """Those of one of several robots, where they were said once: its ids have its number."""
+    """Those of one of several robots, where they came once for all: its ids have its number."""
     ids = {name: getattr(limits, name, None) for name in IDS}
     return msgspec.structs.replace(limits, **{name: f"{id}{IDS[name]}{row}" for name, id in ids.items() if id})
 
@@ -145,7 +144,7 @@ class Episodes:
 
 
 def answer_details(answer: ActAnswer) -> dict[str, Any]:
-    """What the wires tell of an answer beside its actions: fields of an answer of /act."""
+    """The fields of an answer beside its actions that every wire sends."""
     return {name: getattr(answer, name) for name in _TOLD}
 
 
@@ -266,7 +265,7 @@ class MessageSession(ABC):
 
     @abstractmethod
     def hello(self) -> bytes:
-        """The frame that tells what is served."""
+        """The frame that describes the policy."""
 
     @abstractmethod
     def answered(self, answer: ActAnswer) -> bytes:

@@ -90,7 +90,7 @@ def encode(value: Any) -> bytes:
 
 
 def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, Any]:
-    """What get_modality_config tells of one modality. as_text: as N1.5 reads it."""
+    """One modality in the answer to get_modality_config. as_text: as N1.5 reads it."""
     told = {"delta_indices": list(range(steps)), "modality_keys": names}
     return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
 

@@ -5,20 +5,17 @@
     SendObservations         sends one observation; it replaces an older one that still waits
     GetActions               waits for an observation and returns its actions; empty data after 2 s without one
 
-Nothing in these messages names a robot, and a `GetActions` names no observation. So a robot is a connection, and a
-connection is one robot: a second one on it is refused, because nothing would tell whose an answer is. Clients of one
-process share a connection if their channels have equal options, and so do those behind a proxy that pools connections;
-the metadata `x-reflex-robot` tells them apart.
+Messages name neither robots nor observations, so a connection is one robot, and a second one on it is refused. Clients
+of one process share a connection if their channels have equal options, and so do those behind a proxy that pools
+connections; the metadata `x-reflex-robot` tells them apart.
 
 A client sends its instructions once. If its connection breaks, gRPC makes another, and the client goes on without
-instructions: those of its kind that came before hold, or else what the export says of motors and cameras. The order in
-which an observation has its motors says nothing: HopeJR's arm reads its shoulder last, and names it first.
+instructions: those of earlier robots with the same names hold, else the export's motors and cameras. The order of the
+motors in an observation is no guide: HopeJR's arm reads its shoulder last, and names it first.
 
-Messages hold pickles, read by an `Unpickler` that knows ten names, each a class of this
-file. A pickle of a few hundred bytes can still claim gigabytes, and lists that hold the one before twice double with
-every line. So its opcodes are checked before it is loaded: which they are, how many, and how large the value would be
-with every shared part counted each time. The answer, a list of `TimedAction`s with tensors, is written opcode by
-opcode, without torch.
+Pickles are read by an `Unpickler` that knows ten names, each a class of this file. Few bytes could still claim
+gigabytes, or lists that double with every line. So opcodes are checked before: their kinds, their number, and how large
+the value would be with every shared part counted each time. Answers are written opcode by opcode, without torch.
 """
 
 from __future__ import annotations
@@ -195,7 +192,7 @@ def read(kind: type[T], sent: Mapping[str, Any]) -> T:
 
 
 class LerobotRobot:
-    """One robot, with its newest observation that still waits for GetActions. named: it says who it is itself."""
+    """One robot, with its newest observation that still waits for GetActions. named: by its own metadata."""
 
     def __init__(self, name: str, named: bool, bodies: Bodies) -> None:
         self.name, self.named, self.episodes = name, named, Episodes(name)
@@ -230,7 +227,7 @@ class LerobotRobot:
         self._timestep = timestep
 
     def executed(self, seen: LerobotObservation) -> int | None:
-        """How many actions of the episode's last chunk it has executed: the timesteps say so."""
+        """How many actions of the episode's last chunk it has executed, by the timesteps."""
         if self._answered is None or self._answered[0] != seen.question.episode_id:
             return None
         return min(max(0, seen.timestep - self._answered[1]), MAX_EXECUTED)
@@ -240,7 +237,7 @@ class LerobotRobot:
 
     @asynccontextmanager
     async def turn(self, peer: str) -> AsyncIterator[None]:
-        """The turn of a GetActions. A robot asks one by one, unless it gave the last up or lost its connection.
+        """The turn of a GetActions. A robot has one at a time, unless it gave the last up or lost its connection.
 
         Two calls of one connection that both wait are of two robots.
         """
@@ -448,7 +445,7 @@ class LerobotService:
 
 
 def _instructions(spec: PolicySpec, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client would say of an observation: its motors in the order of the export, and its cameras."""
+    """Instructions made of an observation: its motors in the order of the export, and its cameras."""
     motors = {name.removesuffix(MOTOR): name for name, value in seen.items() if type(value) in (int, float)}
     known = _plain(spec.embodiment.state_names or ())
     if spec.takes_state and set(known) != set(motors):

@@ -188,7 +188,7 @@ class OpenpiSession(MessageSession):
         ]
 
     def _question(self, observation: Any, part: str) -> Question:
-        """part: what tells robots of a message apart."""
+        """part: of the robot's name, where a message has several."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
         limits = limits_in(observation)
