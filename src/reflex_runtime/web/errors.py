@@ -150,11 +150,6 @@ def known(error: Exception, request_id: str) -> ReflexError:
     return ReflexError("internal error; the server's log has the details")
 
 
-def api_error(message: str, type: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """The body of a non-2xx answer in the form of the OpenAI API."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
-
-
 def describe_error(error: ReflexError, request_id: str) -> dict[str, Any]:
     """The body of a non-2xx answer."""
     body: dict[str, Any] = {"error": error.code, "message": error.message, "request_id": request_id}

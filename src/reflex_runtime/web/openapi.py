@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from string import Template
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -234,19 +236,9 @@ def page(described: bytes, host: bytes = b"") -> bytes:
 
 def _page(doc: Mapping[str, Any], body: str) -> bytes:
     """A page about a server, under its name."""
-    style = (
-        "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
-        "table{border-collapse:collapse;width:100%;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #d8dee6;"
-        "padding:.35rem .6rem;text-align:left;vertical-align:top}code{background:#f1f4f8;padding:.1rem .3rem;"
-        "border-radius:4px}h2{margin-top:2.5rem}pre{background:#f1f4f8;padding:.8rem;border-radius:4px;"
-        "white-space:pre-wrap;overflow-wrap:anywhere}pre code{padding:0}h2 code{overflow-wrap:anywhere}"
-        ".codes{color:#5b6876;font-size:.9rem}"
-        "@media(max-width:30rem){td{overflow-wrap:anywhere}td:first-child{min-width:8rem}}"
-    )
-    title = html.escape(doc["info"]["title"])
-    head = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-    head += f"<title>{title} API</title><style>{style}</style>"
-    return f"{head}<h1>{title} {html.escape(__version__)}</h1>{body}</html>".encode()
+    frame = Template((Path(__file__).parent / "dashboard" / "docs.html").read_text("utf-8"))
+    title, version = html.escape(doc["info"]["title"]), html.escape(__version__)
+    return frame.substitute(title=title, version=version, body=body).encode()
 
 
 def _example(url: str, body: Any, key: bool) -> str:

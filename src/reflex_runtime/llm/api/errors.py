@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.llm.server.lifecycle import ModelNotFound
-from reflex_runtime.web.errors import JSON, ClientError, ErrorForm, HttpResponse, Unauthorized, api_error
+from reflex_runtime.web.errors import JSON, ClientError, ErrorForm, HttpResponse, Unauthorized
 from reflex_runtime.web.fields import encode, printable
 
 
@@ -91,7 +91,7 @@ def _queue_full(error: QueueFull) -> str:
 def error_body(error: ReflexError) -> bytes:
     """The body of an answer that is no success."""
     found = told(error)
-    return encode(api_error(found.message, found.type, found.code, found.param))
+    return encode({"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}})
 
 
 def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
