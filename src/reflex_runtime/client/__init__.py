@@ -1,4 +1,4 @@
-"""The client for a robot's program: asks a `reflex serve` for actions over HTTP, sync or async, and reports outcomes.
+"""The client for a robot's program: gets actions from a `reflex serve` over HTTP, sync or async, and reports outcomes.
 
     with Client("http://127.0.0.1:8000") as client, client.episode(robot_id="r7") as episode:
         chunk = episode.act(image=picture, instruction="open the drawer", state=state)
@@ -14,8 +14,8 @@ Errors (`docs/errors.md` has the codes):
     └── ServerError             an error from the server
         ├── BadRequest          the request or its key is wrong
         │   └── NotFound
-        ├── StaleRequest        too late: ask with a newer observation
-        ├── ServerBusy          it did not run: ask again later
+        ├── StaleRequest        too late: send a newer observation
+        ├── ServerBusy          it did not run: retry later
         └── ProcessorFailed     it ran and failed
 
 `Client` and `AsyncClient` share all code that does not wait (`clients.py`). The package imports nothing from the rest

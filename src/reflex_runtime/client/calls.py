@@ -52,7 +52,7 @@ class ActFields(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Retries:
-    """Whether and when to ask again. Pure: times are passed in.
+    """Whether and when to send again. Pure: times are passed in.
 
     most: further attempts. until: the next attempt must begin by then. spread: a random number in [0, 1); up to a tenth
     is added to each pause, so that robots that were refused together do not return together.

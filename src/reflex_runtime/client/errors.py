@@ -38,7 +38,7 @@ class ClientError(Exception):
 
 
 class Unreachable(ClientError):
-    """No answer. retry_safe says whether the request may have arrived."""
+    """No answer. retry_safe: it cannot have arrived."""
 
     code = "unreachable"
 
@@ -56,7 +56,7 @@ class BadAnswer(ClientError):
 
 
 class ServerError(ClientError):
-    """An answer that is not 2xx; `code` says which."""
+    """An answer that is not 2xx; `code` names it."""
 
 
 class BadRequest(ServerError):
@@ -68,11 +68,11 @@ class NotFound(BadRequest):
 
 
 class StaleRequest(ServerError):
-    """It came too late, or a newer request of the same robot replaced it: ask with a newer observation."""
+    """It came too late, or a newer request of the same robot replaced it: send a newer observation."""
 
 
 class ServerBusy(ServerError):
-    """It did not run: the server is full, not ready, or stopping. `retry_after` says when to ask again."""
+    """It did not run: the server is full, not ready, or stopping. `retry_after`: seconds until the next attempt."""
 
 
 class ProcessorFailed(ServerError):
@@ -93,6 +93,6 @@ _PASSING: Final = {"http_408", "http_425", "http_429"}
 
 
 def class_of(code: str, status: int) -> type[ServerError]:
-    """The class of an error of the server. A proxy's 408, 425 and 429 say nothing of the request itself."""
+    """The class of an error of the server. A proxy's 408, 425 and 429 are not about the request itself."""
     ours = 400 <= status < 500 and code not in _PASSING
     return _KINDS.get(code, BadRequest if ours else ServerError)

@@ -1,6 +1,6 @@
 """One attempt over httpx, and what becomes of its reply: a chunk that is safe to execute, or an error.
 
-httpx keeps the connections, and knows proxies, TLS and Unix sockets. This file adds what a robot needs beside that: one
+httpx keeps the connections, with proxies, TLS and Unix sockets. This file adds what a robot needs beside that: one
 limit for the whole attempt, a bound on the answer, and one more attempt where a kept connection had been closed.
 """
 
@@ -37,7 +37,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Attempt:
-    """What one attempt knows without waiting: its limits for httpx, what came so far, and which error a failure is.
+    """The state of one attempt, without waiting: its limits for httpx, what came so far, and which error a failure is.
 
     limit: seconds until its answer must be there. An answer that trickles in ends late, at most after twice the limit:
     httpx bounds a part, not the body.
@@ -188,7 +188,7 @@ def decoded(reply: Reply) -> dict[str, Any]:
 
 
 class _Refusal(msgspec.Struct):
-    """A body in the server's own form: only that can say that a retry is safe."""
+    """A body in the server's own form: only that has `retry_safe`."""
 
     error: str
     message: str

@@ -73,7 +73,7 @@ class Function:
             log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)
 
     def checked(self, results: Any, count: int) -> Sequence[Any]:
-        """One result for each item, or the error that says what came instead; the call is then repeated in parts."""
+        """One result for each item, or an error that names what came instead; the call is then repeated in parts."""
         return checked_results(self.function, results, ProcessorError, count)
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ class FunctionSeries:
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """What a request says beside its item, in the query, or in a header X-Reflex-NAME."""
+    """Options of a request, in the query or in a header X-Reflex-NAME."""
 
     deadline_ms: float | None = None
     priority: Literal["urgent", "default", "background"] = "default"
@@ -139,7 +139,7 @@ _HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name 
 
 
 def asked_in(request: HttpRequest) -> Asked | None:
-    """What the query and the headers say; None for nothing. 422 names the field."""
+    """The options in query and headers; None without any. 422 names the field."""
     said = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
     if request.query_string:
         query = request.query
@@ -150,7 +150,7 @@ def asked_in(request: HttpRequest) -> Asked | None:
 
 
 def converted(said: Mapping[str, Any]) -> Asked:
-    """What is said by name; 422 names the field."""
+    """Options from their texts; 422 names the field."""
     try:
         asked = msgspec.convert(said, Asked, strict=False)
     except msgspec.ValidationError as error:
@@ -200,7 +200,7 @@ class Predict:
         self.server, self.served = server, served
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
-        """Count a request that may not be asked."""
+        """Count a request that was refused before `run`."""
         self._of(request).refuse(error)
 
     async def run(self, request: HttpRequest) -> HttpResponse | None:
@@ -367,7 +367,7 @@ def _failed(request_id: str, error: ReflexError) -> bytes:
 
 
 def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:
-    """What the headers tell of the batch."""
+    """Headers about the batch."""
     if ticket is None or (admission := ticket.admission) is None or (started := ticket.started) is None:
         return []
     return [

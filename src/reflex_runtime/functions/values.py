@@ -69,7 +69,7 @@ class Values:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def decode(self, body: bytes, content_type: bytes) -> Any:
-        """The value in a body; 400, 415 or 422 says what is wrong."""
+        """The value in a body; 400, 415 or 422 for a wrong one."""
         kind = content_type.partition(b";")[0].strip().lower()
         if kind.startswith(FORM):
             return self.convert(_form(body, content_type))
@@ -90,7 +90,7 @@ class Values:
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
 
     def _is_raw(self, kind: bytes) -> bool:
-        """Whether a body of this type is the value itself. What curl says by itself is JSON where that is a text."""
+        """Whether a body of this type is the value itself. The default type of curl is JSON where that is a text."""
         if self.hint is str:
             return kind.startswith(b"text/")
         return bool(self.raw) and not (kind in _NOT_RAW or kind.endswith(b"+json"))
@@ -105,7 +105,7 @@ class Values:
         return self.convert(body)
 
     def convert(self, value: Any) -> Any:
-        """What a form, a tensor or the body itself is; 422 says what is wrong."""
+        """The value of a form, a tensor or the body itself; 422 for a wrong one."""
         try:
             if self.hint is bytes:
                 return value if isinstance(value, bytes) else msgspec.convert(value, bytes)
@@ -120,7 +120,7 @@ class Values:
             raise invalid("body", printable(f"body: {error}")) from None
 
     def _read(self, hint: Any, value: Any) -> Any:
-        """A value of a type that msgspec does not know; ValueError says why it is none."""
+        """A value of a type that msgspec does not have; ValueError for a wrong one."""
         if (array := array_type(self, hint)) is not None:
             return _array(value, array)
         if is_picture(hint):
@@ -149,8 +149,8 @@ class Values:
 
 
 def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
-    """A result as (body, content type). packed: the caller reads msgpack. ProcessorError says what `name` returned that
-    cannot be written."""
+    """A result as (body, content type). packed: the caller reads msgpack. ProcessorError names what `name`
+    returned that cannot be written."""
     if isinstance(value, bytes):
         return value, BYTES
     if is_picture(type(value)):
@@ -161,7 +161,7 @@ def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
 
 
 def encode_text(value: Any, name: str) -> bytes:
-    """A value in JSON, bytes and pictures in base64. ProcessorError says what else `name` returned."""
+    """A value in JSON, bytes and pictures in base64. ProcessorError for anything else that `name` returned."""
     return _written(msgspec.json.encode, value, _plain, name)
 
 
@@ -333,7 +333,7 @@ def _is_pydantic(hint: Any) -> bool:
 
 
 def _array_type(hint: Any) -> ArrayType:
-    """What `NDArray[np.float32]` says."""
+    """The type in `NDArray[np.float32]`."""
     of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
     known = of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT
     return ArrayType(np.dtype(of[0]) if known else None)

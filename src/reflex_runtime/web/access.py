@@ -1,4 +1,4 @@
-"""Who may ask a server: programs with its key, operators with theirs; without a key programs on this machine and, if
+"""Access to a server: programs with its key, operators with theirs; without a key programs on this machine and, if
 bound so, on its network, but no web pages; and with --cors the pages of these sites.
 
 A browser lets every web page send a simple POST to any address, and sends the page's site in `Origin`. A site that
@@ -100,8 +100,8 @@ def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes],
 
 
 def check_once(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise ClientError where a header is sent twice that may say one thing only: what is in front of this server may
-    have read the other one."""
+    """Raise ClientError where a header that has one value is sent twice: what is in front of this server may have read
+    the other one."""
     counts = Counter(name for name, _ in headers)
     for name in _ONE:
         if counts[name] > 1:
@@ -207,12 +207,12 @@ def _as_sent(origin: str) -> bytes:
 
 
 def is_preflight(request: HttpRequest) -> bool:
-    """Whether a browser asks what it may send."""
+    """Whether it is a browser's preflight."""
     return request.method == "OPTIONS" and b"access-control-request-method" in request.headers
 
 
 def answer_preflight(route: Route) -> Handler:
-    """Says what may be sent: this path's method, and the headers that were asked for."""
+    """Allows this path's method, and the headers of the preflight."""
 
     async def answer(request: HttpRequest) -> HttpResponse:
         asked = request.headers.get(b"access-control-request-headers", b"")
@@ -249,7 +249,7 @@ class AddressShares:
         return 0 if sender == UNIX else self._open[sender] - self.most
 
     def refused(self, client: Client) -> Overloaded:
-        """What is said to a connection too many; the log says it once."""
+        """The error for a connection too many; the log has one line of it."""
         if _CROWDED.first():
             told = "%d connections of %s are open (--max-connections-per-address): its new ones are refused"
             log.warning(told, self.most, _sender(client))

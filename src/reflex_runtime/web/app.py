@@ -1,8 +1,8 @@
 """The ASGI application of every server: routes, the key, and the state that its requests share.
 
 A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). A request takes one
-way: `_route` says whether it may be asked here, the route's coroutine answers, and what it raises becomes an error in
-the product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
+way: `_route` finds its route and checks the caller, the route's coroutine answers, and what it raises becomes an error
+in the product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
 """
 
 from __future__ import annotations
@@ -90,13 +90,12 @@ class App:
     """The application of one server.
 
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each request
-    and its status. missing: what to say of a path that has no route. cors: sites whose pages may read answers.
+    and its status. missing: the error's text for a path without a route. cors: sites whose pages may read answers.
 
     asked: requests so far. active: those that are being answered, messages of other protocols too. closing: refuse
     POSTs, and close connections after their next answer. listeners: other than that of HTTP; they are closed last.
     apart: connections that are theirs alone. shares: of each address. reading: of messages of unknown size.
-    all_left: in a drain, no connection is left. life: set by the server, for ASGI's
-    lifespan.
+    all_left: in a drain, no connection is left. life: set by the server, for ASGI's lifespan.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class App:
             self._on_answer(request, status)
 
     def _check_caller(self, request: HttpRequest, route: Route | None, crosses: bool) -> None:
-        """crosses: it is from a page of another site that may ask this."""
+        """crosses: it is from a page of another site, and admitted."""
         keys = self.keys
         socket = isinstance(request, WebSocket)
         if needed := keys.of(route, socket):
@@ -277,7 +276,7 @@ class App:
         return bool(self.keys.operators) and self.keys.sent(request.headers, self.keys.operators)
 
     def knows(self, request: HttpRequest) -> bool:
-        """Whether this caller sent the key, or none is needed; for paths that tell more to those who have it."""
+        """Whether this caller sent the key, or none is needed; for paths that show more to those who have it."""
         return not self.keys.callers or self.keys.sent(request.headers, self.keys.callers)
 
     def may_change(self, request: HttpRequest) -> bool:

@@ -108,7 +108,7 @@ class BatchServer(Host):
             raise self.unready()
 
     def check_open(self) -> None:
-        """Raise where no request may enter now. The one that asks counts as active already."""
+        """Raise where no request may enter now. The one at the door counts as active already."""
         limit, others = self._config.max_concurrent, self.active - 1
         if limit and others >= limit:
             many = f"{others} requests are being answered, at most {limit} may be"
@@ -128,7 +128,7 @@ class BatchServer(Host):
         turn_all()
 
     def open_journals(self, recording: Recording | None) -> None:
-        """The trace and the recording that were asked for."""
+        """Open the trace and the recording of the settings."""
         if self._config.trace:
             self.trace = self.add_journal(self._config.trace)
         if recording is not None:
@@ -161,7 +161,7 @@ class BatchServer(Host):
         return self.state
 
     def process_health(self) -> dict[str, Any]:
-        """What /health says of the process, its files and its device."""
+        """What /health has of the process, its files and its device."""
         told: dict[str, Any] = {"error": self.error} if self.error else {}
         if (parent := self.parent) is not None:
             told |= {"restarts": parent.lives.restarts, "last_exit": parent.lives.last_exit}
@@ -351,8 +351,8 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks behind an error that was told: their frames hold the batch, the batch this ticket, the ticket
-    the error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
+    """Drop the tracebacks behind an error that was answered: their frames hold the batch, the batch this ticket, the
+    ticket the error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -49,7 +49,7 @@ _FULL: Final = Seldom()
 
 
 class _Timed:
-    """One timer for a connection: it is set anew only when it fires early, so that a request costs no timer."""
+    """One timer for a connection: it is set again only when it fires early, so that a request costs no timer."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits, late: Callable[[TooSlow], None]
@@ -120,7 +120,7 @@ class _OfApp:
     client: tuple[str, int] | None
 
     def _number(self) -> None:
-        """Put a number for the port, by which nobody knows a caller, and which comes again."""
+        """A number in place of the port: ports are reused."""
         self.client = (self.client[0] if self.client else UNIX, next(_NUMBERS))
 
 
@@ -488,7 +488,7 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def _release(self) -> None:
-        """Count no longer what has come, if all of it is whole and taken."""
+        """Release what has come, once all of it is whole and taken."""
         if self.held and not (any(self.frames) or self.conn.reader.buffer or self.queue.qsize()):
             self.reflex.bodies.release(self)
 

@@ -24,7 +24,7 @@ ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000
 
 class _Brief(reprlib.Repr):
     """At most 6 parts on each of 2 levels. It has no method for bytes, which it would write whole before it cuts; a
-    dictionary and a set it would sort whole, and what it does not know, such as an array of objects, it would write."""
+    dictionary and a set it would sort whole, and any other value, such as an array of objects, it would write whole."""
 
     def repr_dict(self, table: dict[Any, Any], level: int) -> str:
         if len(table) <= self.maxdict:
@@ -88,7 +88,7 @@ def invalid_input(name: str, why: str) -> InvalidRequest:
 
 
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
-    """The 422 for an error of msgspec. kind: of the body, to say what was meant."""
+    """The 422 for an error of msgspec. kind: of the body, for the name that was meant."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
     path = _PATH.search(text)
@@ -155,7 +155,7 @@ def check_id(name: str, value: str) -> None:
 
 
 def is_json(body: bytes) -> bool:
-    """Whether a body is JSON to its end, asked once a field is wrong. Of a large body nothing is built."""
+    """Whether a body is JSON to its end; for bodies with a wrong field. Of a large body nothing is built."""
     decode: Any = _skip.decode if len(body) > LARGE_JSON or body.count(b",") > MAX_VALUES else json.loads
     try:
         decode(body)

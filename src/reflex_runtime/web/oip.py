@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2 (KServe, Triton), over HTTP; `oip_grpc` reads its own bytes with this.
+"""The Open Inference Protocol, version 2 (KServe, Triton), over HTTP; `grpc_listener` serves the same over gRPC.
 
 A body becomes an `InferRequest`; what its tensors mean is each product's `OipModel`. The binary tensor extension: the
 header `Inference-Header-Content-Length` says how long the JSON is. Behind it are the tensors that have a
@@ -173,8 +173,8 @@ class OipAnswer:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A decoded request. outputs: wanted names; empty means all. id: the caller's, or an empty text. binary: the
-    caller wants the answer's tensors as raw bytes."""
+    """A decoded request. outputs: their names; empty means all. id: the caller's, or an empty text. binary: the
+    answer's tensors are raw bytes."""
 
     inputs: Sequence[Tensor]
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -504,7 +504,7 @@ def _ready(ready: bool) -> HttpResponse:
 
 
 def operations(models: Sequence[str], codes: Sequence[str], body: Mapping[str, Any]) -> dict[str, Operation]:
-    """What OpenAPI says of these paths. models: their names. codes: of errors of an inference. body: its schema."""
+    """These paths in OpenAPI. models: their names. codes: of errors of an inference. body: its schema."""
     raw = content({}, BINARY.decode())
     ready = Operation("OIP: 200 when requests are answered, else 503", unready=True)
     found = {

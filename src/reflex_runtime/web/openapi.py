@@ -80,7 +80,7 @@ PLAIN_ERROR: Final = {"Error": schemas_of(PlainError)["PlainError"]}
 
 
 class Operation(NamedTuple):
-    """What a document says of a path. answer: its content, with 200, and where it is `unready`, with 503. codes: of
+    """A path in the document. answer: its content, with 200, and where it is `unready`, with 503. codes: of
     errors, beside those of every request. request: the content of its body, which may be left out if `optional`;
     example: of it. parameters, query: the schemas of those in the path, and in the query. error: the schema of
     errors."""
@@ -120,7 +120,7 @@ def described(
     always: Sequence[str] = ("401", "403", "405", "408"),
 ) -> bytes:
     """The document of these routes; KeyError where one has no description, but for the files of /dashboard and for
-    websockets, which OpenAPI does not know.
+    websockets, which OpenAPI does not have.
 
     operations: by path. errors: what each status means. keys: which routes need one. always:
     statuses of every request.
@@ -207,7 +207,7 @@ def _linked(name: str) -> str:
 def page(described: bytes, host: bytes = b"") -> bytes:
     """A page for people: every path, its fields, its answers, and an example where the document has one.
 
-    host: the name under which the server was asked, for the examples.
+    host: of the request, for the examples.
     """
     address = host.decode() if _HOST.fullmatch(host) else "127.0.0.1:8000"
     doc = json.loads(described)
@@ -250,7 +250,7 @@ def _example(url: str, body: Any, key: bool) -> str:
 
 
 def _fields(title: str, schema: Mapping[str, Any], doc: Mapping[str, Any]) -> list[str]:
-    """A table of the fields of an object; of another value a line that says what it is."""
+    """A table of the fields of an object; of another value a line with its type."""
     name = schema.get("$ref", "").rpartition("/")[2]
     schema = doc["components"]["schemas"][name] if name else schema
     required = schema.get("required", ())

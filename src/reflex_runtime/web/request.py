@@ -63,7 +63,7 @@ Session = Callable[["WebSocket"], Awaitable[None]]
 class Route:
     """What answers the requests for one path.
 
-    path: as metrics tell it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD too)
+    path: as metrics show it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD too)
     or POST. open: needs no key. operators: needs the operators' key, where there is one. changes: changes state, so
     that without the key that it needs only programs on this machine may ask it. most: bytes that a body may have.
     socket: serves each websocket on the path, which always needs the key. form: of its errors, where it is not the
@@ -199,7 +199,7 @@ class HttpRequest:
 
     @property
     def wants_msgpack(self) -> bool:
-        """Whether the answer is to be msgpack: as accepted, else as it was asked."""
+        """Whether the answer is to be msgpack: by Accept, else as the body."""
         accepted = self.headers.get(b"accept", b"*/*").lower()
         return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
 
@@ -274,7 +274,7 @@ class SocketMessage:
 
 class WebSocket(HttpRequest):
     """One websocket: `async for message in socket`, each answered before the next is taken. A message counts among the
-    bodies that are held, and as a request that is being answered, until the next one is asked for. Leaving cancels."""
+    bodies that are held, and as a request that is being answered, until the next one is taken. Leaving cancels."""
 
     __slots__ = ("_inbox", "_message", "accepted", "open")
 
@@ -370,7 +370,7 @@ class WebSocket(HttpRequest):
             self.app.answered(self)
 
     async def connecting(self) -> None:
-        """Take the message that asks for the websocket."""
+        """Take the first message, `websocket.connect`."""
         await self._receive()
 
 
@@ -499,7 +499,7 @@ class Bodies:
         owner.held += size
 
     def release(self, owner: Holder) -> None:
-        """The body is no longer needed: stop counting it."""
+        """Stop counting the body."""
         self.held -= owner.held
         owner.held = 0
 

@@ -64,7 +64,7 @@ class Host:
         return False
 
     async def load(self) -> None:
-        """Load and warm up; ConfigError says what is wrong with a directory or a setting."""
+        """Load and warm up. ConfigError names a wrong directory or setting."""
 
     async def not_loaded(self) -> None:
         """Give back what a failed `load` has begun."""
@@ -110,7 +110,7 @@ class Host:
             tell()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        """Finish what was asked until `until`, by the loop's clock, and end the rest. Returns whether no thread is left
+        """Finish the requests until `until`, by the loop's clock, and end the rest. Returns whether no thread is left
         running. answered: returns when every request has its answer."""
         return self._clean
 
@@ -301,7 +301,7 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _giving_back(app: App) -> Iterator[None]:
-    """Freed memory goes back while nobody asks."""
+    """Give freed memory back while no requests come."""
     freed = freed_memory()
     if freed is None:
         yield

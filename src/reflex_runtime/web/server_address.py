@@ -1,4 +1,4 @@
-"""Asking a running server with GET: its address as people write it, and errors that say what to do."""
+"""GET from a running server: its address as people write it, and errors with what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 64 * 2**20  # bytes of it
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is. url: as it was written. path: before every path that is asked."""
+    """Where a server is. url: as it was written. path: prefix of every path."""
 
     url: str
     scheme: str

@@ -47,7 +47,7 @@ class Watchers:
     """The watchers of one server. Everything happens on the loop.
 
     fold: made when the first watcher comes, from the time. add, remove: it as a sink of the server's events; it is one
-    until the last watcher has left. server: what the server itself tells in a snapshot; called before each, so that it
+    until the last watcher has left. server: what a snapshot has of the server itself; called before each, so that it
     may have events delivered.
     """
 
@@ -147,7 +147,7 @@ class JournalStreams:
 
     begin: adds a journal to the server's; end: takes it away.
 
-    A journal ends with its footer after the seconds that were asked for, or in a drain; one that fails has none. A
+    A journal ends with its footer after its seconds, or in a drain; one that fails has none. A
     caller that reads slowly makes its writer wait; what finds its queue full then is left out, and counted in the
     footer. One that does not read when a drain begins is cut off: the server does not wait for it.
     """

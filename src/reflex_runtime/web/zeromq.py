@@ -1,6 +1,6 @@
 """ZeroMQ clients on a listener of their own: messages in, one answer to each, on the event loop.
 
-libzmq reads and writes in a thread of its own. A descriptor says that something has changed, once: so everything is
+libzmq reads and writes in a thread of its own. A descriptor becomes readable once for each change: so everything is
 looked at again after each message that is taken or sent. There is no timer and no polling.
 
 - REQ, DEALER: an answer goes back with the frames that came before the message.
@@ -46,7 +46,7 @@ class ZmqMessage:
 
 class ZmqListener:
     """A bound ROUTER socket. setting: that names the address. most: bytes that a message may have. answer: makes the
-    answer to a message, errors too; failed: what says that one is answered with an error."""
+    answer to a message, errors too; failed: makes that to a message that is refused."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ZmqListener:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _look(self) -> None:
-        """Read in a later turn of the loop, if there is something to read: the descriptor does not say so again."""
+        """Read in a later turn of the loop, if there is something to read: the descriptor stays silent."""
         if self._loop is not None and not self._again and self._something_came:
             self._again = True
             self._loop.call_soon(self._read)
