@@ -33,7 +33,7 @@ from bench.report import Row, row, say
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.runtime.pipeline import SourceClock
-from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.coordinator import BatchEntry
 
 RATES: Final = (5, 10, 15, 30)
 EACH: Final = 4  # cameras of each rate

@@ -23,9 +23,8 @@ from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.sources.shapes import DETECTOR, Shapes
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.batched import batched
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchEntry
 
 FEEDS = 8
 AHEAD = 256  # most unanswered futures

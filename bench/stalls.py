@@ -26,7 +26,7 @@ from bench.detectors import write_model, write_video
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.feeds import Pipeline, Result, Runtime, source_of
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.run.coordinator import BatchConfig
 
 EVERY_S: Final = 0.02  # between two looks at the threads
 BEFORE_S: Final = 0.06  # of a loss

@@ -32,7 +32,7 @@ from reflex_runtime.core.holding import NO_HOLD, Hold, ThinkTimes
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import AffineFit
-from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.run.coordinator import BatchConfig
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.report import Report, columns

@@ -14,7 +14,7 @@ from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.run.coordinator import BatchConfig
 from reflex_runtime.settings.policies import ServeConfig, serving_group
 from reflex_runtime.sim import Affine
 

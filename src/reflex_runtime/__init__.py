@@ -67,15 +67,15 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.observe.journal_reader import read_journal as read_journal
     from reflex_runtime.observe.journal_writer import JournalWriter as JournalWriter
     from reflex_runtime.run.audience import Audience as Audience
-    from reflex_runtime.run.batch_processor import BatchConfig as BatchConfig
-    from reflex_runtime.run.batch_processor import BatchEntry as BatchEntry
-    from reflex_runtime.run.batch_processor import BatchProcessor as BatchProcessor
-    from reflex_runtime.run.batch_processor import NewestFrame as NewestFrame
     from reflex_runtime.run.batched import BatchedCoroutine as BatchedCoroutine
     from reflex_runtime.run.batched import BatchedFunction as BatchedFunction
     from reflex_runtime.run.batched import batched as batched
     from reflex_runtime.run.batcher import Batcher as Batcher
+    from reflex_runtime.run.coordinator import BatchConfig as BatchConfig
     from reflex_runtime.run.coordinator import BatchCoordinator as BatchCoordinator
+    from reflex_runtime.run.coordinator import BatchEntry as BatchEntry
+    from reflex_runtime.run.coordinator import BatchProcessor as BatchProcessor
+    from reflex_runtime.run.coordinator import NewestFrame as NewestFrame
     from reflex_runtime.run.processor import BaseProcessor as BaseProcessor
     from reflex_runtime.run.processor import FunctionProcessor as FunctionProcessor
     from reflex_runtime.run.processor import Processor as Processor
@@ -99,10 +99,9 @@ _NAMES = {
     "core.token_budget": "TimedTokens",
     "run.audience": "Audience",
     "observe.batch_metrics": "BatchMetrics",
-    "run.batch_processor": "BatchConfig BatchEntry BatchProcessor NewestFrame",
     "run.batched": "BatchedCoroutine BatchedFunction batched",
     "run.batcher": "Batcher",
-    "run.coordinator": "BatchCoordinator",
+    "run.coordinator": "BatchConfig BatchCoordinator BatchEntry BatchProcessor NewestFrame",
     "feeds.runtime.runtime": "Runtime",
     "run.processor": "BaseProcessor FunctionProcessor Processor",
     "observe.journal_reader": "read_journal",

@@ -12,7 +12,7 @@ import numpy as np
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import Frame, Picture, Result, SourceError
-from reflex_runtime.run.batch_processor import BatchEntry, NewestFrame
+from reflex_runtime.run.coordinator import BatchEntry, NewestFrame
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 END = None

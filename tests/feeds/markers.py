@@ -19,7 +19,7 @@ from tools.shape_detector.scoring import write_pictures
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.feeds.sources import DRAWN
 from reflex_runtime.feeds.sources.shapes import DrawnSource, Image, made_of, size_of
-from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.coordinator import BatchEntry
 
 NUMBERS: Final = 1000
 """Markers in the dictionary (5×5, 1000). Feeds are below it, frames count modulo it."""

@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import to_arrays, to_supervision
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.runtime.pipeline import Frame, Result
-from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.coordinator import BatchEntry
 
 PLACE = (16, 8, 48, 56)
 

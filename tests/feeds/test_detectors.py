@@ -31,7 +31,7 @@ from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.detectors.picture_input import GREY, cropped, letterboxed, result_of, stretched
 from reflex_runtime.feeds.detectors.recognise import GraphFacts, Trial, dialect_of, facts_of, names_of_file
 from reflex_runtime.feeds.stages import cells_of
-from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.coordinator import BatchEntry
 
 BOX = (120, 40, 240, 160)
 FORMS = {

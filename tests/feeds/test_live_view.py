@@ -14,7 +14,7 @@ from reflex_runtime.feeds.pages import FeedPages
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime
-from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.run.coordinator import BatchConfig
 from reflex_runtime.web.access import Keys
 
 

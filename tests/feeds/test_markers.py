@@ -21,8 +21,7 @@ from feeds.markers import (
     write_marker_video,
 )
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchEntry
 
 
 def read(*pictures: Any) -> list[Any]:

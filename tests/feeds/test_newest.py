@@ -16,7 +16,7 @@ from feeds.fakes import END, Camera, Clock, Collector, Detector, balanced, ended
 from reflex_runtime.core.errors import Expired, ReflexError, ResultCountMismatch
 from reflex_runtime.feeds.runtime.feed import CurrentFrame, Feed, FeedConfig
 from reflex_runtime.feeds.runtime.pipeline import Pipeline
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry, NewestFrame
+from reflex_runtime.run.coordinator import BatchConfig, BatchEntry, NewestFrame
 from run.coordinated import Caller, Coordinator, busy_with, nobody_left
 from run.coordinated import Detector as Answering
 

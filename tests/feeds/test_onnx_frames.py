@@ -18,8 +18,7 @@ from feeds.fakes import PATIENCE
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.heads import Queries
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchEntry
 from reflex_runtime.run.onnx_session import OnnxSession
 
 Dim = str | int

@@ -32,7 +32,7 @@ from reflex_runtime.feeds.runtime.health import (
 )
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import LIMIT, Events, Runtime
-from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.run.coordinator import BatchConfig
 
 QUICK = BatchConfig(max_batch_size=4, max_latency=0.002)
 

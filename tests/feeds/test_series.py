@@ -16,8 +16,7 @@ from reflex_runtime.feeds.pages import FeedSeries
 from reflex_runtime.feeds.runtime.health import FeedSnapshot, OutputSnapshot, RuntimeSnapshot, StageFigures
 from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
 from reflex_runtime.observe.series import SIZES
-from reflex_runtime.run.batch_processor import BatchConfig
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator
 from run.helpers import PATIENCE
 
 Page = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -22,7 +22,7 @@ from reflex_runtime.feeds.sources.shapes import (
     ShapesSource,
     shapes_source,
 )
-from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.coordinator import BatchEntry
 
 HELD_OUT = 2_000_000  # seeds from here on were neither trained on nor looked at when the figures were made
 

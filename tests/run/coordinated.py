@@ -12,8 +12,7 @@ from typing import Any
 from reflex_runtime.core.flush import Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchEntry
 from run.helpers import PATIENCE
 
 Answer = Callable[[Sequence[BatchEntry]], Any]

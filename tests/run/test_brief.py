@@ -16,7 +16,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.run.inline_batches import BRIEF, KINDS, MOST_PROOF, PROOF, BriefBatches
+from reflex_runtime.run.device import BRIEF, KINDS, MOST_PROOF, PROOF, BriefBatches
 from reflex_runtime.run.processor import BaseProcessor
 from run.helpers import PATIENCE, Log, run
 

@@ -13,7 +13,7 @@ from reflex_runtime import BatchConfig
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.holding import JUST_LATE
 from reflex_runtime.core.request import Request
-from reflex_runtime.run.batch_processor import FIRST, FORMING, LEAST, PayingSize
+from reflex_runtime.run.coordinator import FIRST, FORMING, LEAST, PayingSize
 from reflex_runtime.sim import Affine, Around, Arrival, Callers, RecordedArrivals, WorkloadPart
 from run.coordinated import nobody_left
 from run.virtual import played

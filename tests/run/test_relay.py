@@ -11,9 +11,8 @@ import pytest
 
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.run import thread_driver
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.run.batched import BatchedFunction, batched
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchEntry
 from reflex_runtime.run.thread_driver import STALLED, Relay, Sleeper
 from run.helpers import PATIENCE
 

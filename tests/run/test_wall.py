@@ -15,10 +15,9 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
-from reflex_runtime.run.batch_processor import NewestFrame
 from reflex_runtime.run.batched import batched
 from reflex_runtime.run.batcher import Batcher
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchCoordinator, NewestFrame
 from reflex_runtime.run.processor import ASYNC_WALL, WALL, BaseProcessor, Panic, Wall
 from run.helpers import PATIENCE, run
 

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from math import inf
 from typing import Any
 
-from reflex_runtime.run.batch_processor import BatchConfig, BatchEntry
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchEntry
 from reflex_runtime.sim import Arrival, RequestStream, WorkloadPart
 from run.helpers import PATIENCE
 

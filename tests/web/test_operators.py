@@ -23,7 +23,7 @@ from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.sources.export_directory import Export
-from reflex_runtime.run.batch_processor import BatchConfig
+from reflex_runtime.run.coordinator import BatchConfig
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.read import load
 from reflex_runtime.web.access import Keys

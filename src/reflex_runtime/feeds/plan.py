@@ -25,8 +25,7 @@ from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.feeds.sources import DRAWN, pictures_in, source_of
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.feeds.stages import stages_of
-from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchProcessor
 from reflex_runtime.run.model_files import check_kind
 from reflex_runtime.run.modules import imported, in_one_line, made, told
 from reflex_runtime.settings import FeedsConfig

@@ -20,8 +20,7 @@ from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStage
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.table import Board, undecoded
 from reflex_runtime.observe.logs import leave
-from reflex_runtime.run.batch_processor import BatchProcessor
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchCoordinator, BatchProcessor
 from reflex_runtime.run.modules import in_one_line
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle
 from reflex_runtime.run.audience import Sink as Sink
-from reflex_runtime.run.device import Clock, complete
-from reflex_runtime.run.inline_batches import BRIEF, LoopDevice
+from reflex_runtime.run.device import BRIEF, Clock, LoopDevice, complete
 from reflex_runtime.run.processor import Processor, kind_of, wrapped
 
 if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
@@ -135,7 +134,7 @@ class Batcher(LoopDriver[V]):
     on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
     one_thread: see `Device`; for processors that no second thread may call, even when the first one hangs.
     brief: batches that take at most so many seconds run on the loop itself if their processor has `any_thread` and many
-        before them were as brief (`inline_batches`); 0: none do. The watchdog cannot answer for one that hangs there:
+        before them were as brief (`BriefBatches`); 0: none do. The watchdog cannot answer for one that hangs there:
         it is logged, and on_stuck is called, on the device thread.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.run.inline_batches import PROOF
+from reflex_runtime.run.device import PROOF
 from serving.harness import Server
 from serving.requests import numbered, right
 
@@ -28,7 +28,7 @@ OnnxWhole.chunk = _slow
 # Run in the server's process: every batch counts as brief, and a call on the event loop does not come back.
 HANGS = """
 import threading, time
-from reflex_runtime.run.inline_batches import BriefBatches
+from reflex_runtime.run.device import BriefBatches
 from reflex_runtime.robots.sources.export_directory import OnnxWhole
 _chunk, _ran = OnnxWhole.chunk, BriefBatches.ran
 def _hang(self, rows, noise):

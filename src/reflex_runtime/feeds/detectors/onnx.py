@@ -25,7 +25,7 @@ from reflex_runtime.feeds.detectors.picture_input import (
     result_of,
 )
 from reflex_runtime.feeds.detectors.recognise import LARGEST, GraphFacts, Trial, dialect_of, facts_of
-from reflex_runtime.run.batch_processor import BatchEntry
+from reflex_runtime.run.coordinator import BatchEntry
 from reflex_runtime.run.onnx_session import PROVIDERS, OnnxSession
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 

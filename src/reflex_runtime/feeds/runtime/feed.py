@@ -63,8 +63,7 @@ from reflex_runtime.feeds.runtime.pipeline import (
     turned,
 )
 from reflex_runtime.pacing import Throttle, doubled
-from reflex_runtime.run.batch_processor import NewestFrame
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchCoordinator, NewestFrame
 from reflex_runtime.run.device import Clock
 from reflex_runtime.run.processor import WALL, place_of
 from reflex_runtime.settings.declare import option, validate

@@ -30,8 +30,7 @@ from reflex_runtime.feeds.runtime.health import (
 )
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.run.audience import Sink as EventSink
-from reflex_runtime.run.batch_processor import BatchConfig, BatchProcessor
-from reflex_runtime.run.coordinator import BatchCoordinator
+from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchProcessor
 
 LIMIT = 1024  # events kept for a reader
 
