@@ -6,9 +6,11 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,9 @@ from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, FeedSpec, batching_asked, refusal_of
-from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError
+from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError, words_of
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
-from reflex_runtime.feeds.table import Board, undecoded
+from reflex_runtime.feeds.table import EVERY_S, lines_of, log_console, summary, undecoded
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.coordinator import BatchCoordinator, BatchProcessor
 from reflex_runtime.run.modules import in_one_line
@@ -53,7 +55,7 @@ class FeedsSession:
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
-        self._board = Board(self._runtime)
+        self._console = log_console()
         self._registry: CollectorRegistry | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
         self._hangups: SimpleQueue[None] = SimpleQueue()
@@ -86,8 +88,7 @@ class FeedsSession:
             try:
                 self._start()
                 _thread("reflex-feeds-reload", partial(self._reload, fleet))
-                with self._board:
-                    why = self._wait(fleet)
+                why = self._wait(fleet)
             except BaseException:
                 self._runtime.stop()
                 raise
@@ -97,7 +98,7 @@ class FeedsSession:
             logging.info("stopped: the reader of standard output has left")
         elif why in signal.Signals.__members__:
             logging.info("stopped by %s", why)
-        self._board.summary()
+        self._console.print(summary(self._runtime.snapshot()), soft_wrap=False)
         complete = self._complete(coordinator, report)
         return (0 if complete or why == _READER_GONE else 1), not report.detached
 
@@ -178,12 +179,16 @@ class FeedsSession:
         self._files.begin()
 
     def _wait(self, fleet: FeedFleet) -> str:
-        """Why it stops: a signal's name, or what there is no more."""
+        """Why it stops: a signal's name, or what there is no more. Until then lines tell how the feeds are doing."""
         self._look(fleet)  # feeds may have ended before the watcher began
-        try:
-            return self._news.get(timeout=self._config.duration_s or None)
-        except Empty:
-            return _TIME
+        until = time.monotonic() + (self._config.duration_s or inf)
+        while (left := until - time.monotonic()) > 0.0:
+            try:
+                return self._news.get(timeout=min(EVERY_S, left))
+            except Empty:
+                for line in lines_of(list(self._runtime.snapshot().feeds.values())) if left > EVERY_S else ():
+                    logging.info("%s", line)
+        return _TIME
 
     def _watch(self, coordinator: BatchCoordinator, fleet: FeedFleet) -> None:
         """Say what happens, and notice the end. On a thread of its own."""
@@ -196,7 +201,7 @@ class FeedsSession:
                 lost = True
                 self._news.put(_LOST)
             else:
-                self._board.tell(event)
+                logging.log(*words_of(event))
             if isinstance(event, (FeedEnded, FeedFailed)):
                 self._look(fleet)
 

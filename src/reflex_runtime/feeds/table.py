@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -15,17 +14,15 @@ from rich.text import Text
 
 from reflex_runtime.feeds.runtime.health import (
     FeedSnapshot,
-    HealthEvent,
     OutputSnapshot,
     RuntimeSnapshot,
     frames,
-    words_of,
 )
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.run.modules import in_one_line, told
 
 if TYPE_CHECKING:
-    from reflex_runtime.feeds.runtime.runtime import Runtime
+    pass
 
 EVERY_S: Final = 5.0  # seconds between lines on the feeds
 LINES: Final = 8  # feeds of which each has its own line; more have one together
@@ -34,46 +31,12 @@ _LEVELS: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITI
 _STYLES: Final = {"running": "green", "ended": "dim", "stopped": "dim", "failed": "bold red"}
 
 
-class Board:
-    """What a person sees of a run, on standard error. A context manager: inside it lines tell how the feeds are doing.
-
-    Everything goes through one console, so that lines of two threads do not write into each other.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        terminal = sys.stderr.isatty()
-        self.console = Console(
-            file=sys.stderr,
-            highlight=False,
-            width=None if terminal else WIDE,
-            soft_wrap=not terminal,
-        )
-        self._over = threading.Event()
-        logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(self.console)], force=True)
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._show, name="reflex-feeds-lines", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def tell(self, event: HealthEvent) -> None:
-        """One line for what happened."""
-        logging.log(*words_of(event))
-
-    def summary(self) -> None:
-        """The last table, which stays."""
-        self.console.print(summary(self._runtime.snapshot()), soft_wrap=False)
-
-    def _show(self) -> None:
-        while not self._over.wait(EVERY_S):
-            feeds = list(self._runtime.snapshot().feeds.values())
-            for line in map(line_of, feeds) if len(feeds) <= LINES else [line_of_all(feeds)]:
-                logging.info("%s", line)
+def log_console() -> Console:
+    """Standard error, with all log lines: through one console, so that those of two threads do not mix."""
+    terminal = sys.stderr.isatty()
+    console = Console(file=sys.stderr, highlight=False, width=None if terminal else WIDE, soft_wrap=not terminal)
+    logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(console)], force=True)
+    return console
 
 
 class _ConsoleLog(logging.Handler):
@@ -98,6 +61,11 @@ class _ConsoleLog(logging.Handler):
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(feeds: list[FeedSnapshot]) -> list[str]:
+    """How the feeds are doing: a line each, or one together where they are many."""
+    return [line_of(feed) for feed in feeds] if len(feeds) <= LINES else [line_of_all(feeds)]
 
 
 def line_of(feed: FeedSnapshot) -> str:

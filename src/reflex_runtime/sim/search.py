@@ -13,7 +13,6 @@ from math import inf
 from typing import Final, Literal, NamedTuple
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.sim.recorded import (
     Changes,
@@ -25,7 +24,7 @@ from reflex_runtime.sim.recorded import (
     scheduler_of,
 )
 from reflex_runtime.sim.report import Report, columns, doubt, ms
-from reflex_runtime.sim.run import simulate
+from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
 
 Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
 
@@ -184,19 +183,15 @@ class Tuner:
     def measured(self) -> TunedFigures:
         """What the journal itself has, over the span that a run reports. Latency is the server's own: from the request
         to the answer."""
-        first = self.load.requests[0].came + self.warmup * (self.warmup < 0.5 * self.load.span)
-        last = self.load.requests[0].came + self.load.span
-        asked = [one for one in self.load.requests if one.came >= first and one.outcome != "cancelled"]
-        good = sorted(one.served for one in asked if one.outcome == "ok")
-        answered = sum(one.outcome == "ok" and first <= one.ended < last for one in self.load.requests)
-        limits = ((one, one.request.time_limit) for one in asked if one.outcome == "ok")
-        on_time = sum(limit is None or one.ended - one.came <= limit for one, limit in limits)
-        batches = [b for b in self.journal.batches if first <= b.at < last]
-        busy = sum(b.elapsed for b in batches) / (last - first)
-        p50, p95, p99 = (percentile(good, share) if good else 0.0 for share in (0.50, 0.95, 0.99))
-        size = sum(b.size for b in batches) / max(1, len(batches))
-        rate, share = answered / (last - first), on_time / max(1, len(asked))
-        return TunedFigures(p50, p95, p99, rate, share, size, min(1.0, busy))
+        first, span = self.load.requests[0].came, self.load.span
+        run = Run(self.warmup * (self.warmup < 0.5 * span), span)
+        for one in self.load.requests:
+            if one.outcome != "cancelled":
+                came, limit = one.came - first, one.request.time_limit
+                limit = inf if limit is None else limit
+                run.answers.append(RequestEnd(one.request, came, came + one.served, one.outcome, limit, 0.0))
+        run.batches += [Ran(b.at - first, b.elapsed, b.size, 0.0, b.cause) for b in self.journal.batches]
+        return figures_of(Report.of(run))
 
     def tune(self, aim: Aim | None = None) -> Tuning:
         """Search: one setting after another, twice, then with every seed. aim: by default deadlines if requests miss
