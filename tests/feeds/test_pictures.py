@@ -119,7 +119,7 @@ def test_i18_a_stream_has_at_most_ten_pictures_a_second_each_made_once(
         assert len(made) - before <= 6  # not four for each of the two
     for _ in range(1000):
         cameras.show()
-    until(lambda: not cameras.pictures._views)
+    until(lambda: not cameras.pictures._lookers)
     seen = len(made)
     cameras.show()
     assert len(made) == seen
@@ -137,10 +137,10 @@ def test_i18_several_feeds_come_in_one_answer_and_each_picture_names_its_feed(
     with cameras.play(), cameras.page.asked("/feeds.mjpeg") as every, cameras.page.asked("/feeds.mjpeg?feed=door"):
         while len(seen) > 1:
             seen.discard(named(every))
-        assert {size for _, size in cameras.pictures._views} == {MIDDLE}  # each is made once for both
+        assert {size for _, size in cameras.pictures._made} == {MIDDLE}  # each is made once for both
     with cameras.play(), cameras.page.asked("/feeds.mjpeg?feed=wall&feed=door") as rest:  # one was removed meanwhile
         assert named(rest) == "door"
-    until(lambda: not cameras.pictures._views)
+    until(lambda: not cameras.pictures._lookers)
     told = [cameras.page.ask(f"/feeds.mjpeg?{query}") for query in ("feed=wall", "feed=door&feed=a&feed=b")]
     assert [(code, json.loads(body)["message"]) for code, _, body in told] == [
         (404, "there is no feed wall"),

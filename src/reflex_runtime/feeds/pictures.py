@@ -14,12 +14,13 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
-from typing import Any, Final
+from itertools import count
+from typing import Final
 from urllib.parse import parse_qsl, quote
 
 import numpy as np
@@ -38,6 +39,7 @@ log = logging.getLogger("reflex.feeds")
 STREAMS: Final = 16  # callers whose answers go on
 TOGETHER: Final = 64  # feeds in one answer
 RESTS: Final = 3.0  # times as long as a picture took
+SOON: Final = 0.02  # seconds until a caller of /feeds/NAME.jpg looks again
 PATIENCE: Final = 3.0  # seconds that a caller of /feeds/NAME.jpg waits for the next frame; then it is 204
 UNREAD: Final = 10.0  # seconds without reading after which a stream is cut off
 NEXT: Final = b"--frame\r\n"  # behind each picture, so that a browser shows it without waiting for the next one
@@ -64,59 +66,13 @@ MIDDLE: Final = PictureSize(480, 0.1, 75)
 LARGE: Final = PictureSize(960, 0.1, 80)
 
 
-class PictureView:
-    """One feed in one size, while somebody looks. `came` is called on the feed's thread, everything else on the loop.
+@dataclass(frozen=True, slots=True)
+class MadePicture:
+    """number: of its result. due: when the next one may be made. task: makes it, None of what has no picture."""
 
-    users: those who look. make: makes a picture of a result; None if it has none.
-    """
-
-    def __init__(self, feed: str, size: PictureSize, make: Callable[[Result, PictureSize], Any]) -> None:
-        self.feed, self.size, self.users = feed, size, 0
-        self._make = make
-        self._loop = asyncio.get_running_loop()
-        self._picture, self._made = b"", -inf  # the newest one, and when its frame came
-        self._due = -inf  # when the next one may be made
-        self._making: asyncio.Task[None] | None = None
-        self._frame: asyncio.Future[Result | None] | None = None
-        self._hungry = self._over = False
-
-    async def newest(self, seen: float = -inf) -> tuple[float, bytes] | None:
-        """The newest picture, and when its frame came: later than `seen`. None once there is no feed any more."""
-        if self._loop.time() >= self._due:  # what there is is too old
-            seen = max(seen, self._made)
-        while not self._over and self._made <= seen:
-            self._making = self._making or self._loop.create_task(self._take())
-            await asyncio.shield(self._making)  # others may wait for it, too
-        return None if self._over else (self._made, self._picture)
-
-    async def _take(self) -> None:
-        """Make a picture of the next frame, for all who wait."""
-        try:
-            await asyncio.sleep(self._due - self._loop.time())
-            self._frame, self._hungry = self._loop.create_future(), True
-            if (result := await self._frame) is not None:
-                made, self._due = self._loop.time(), self._loop.time() + self.size.every
-                if (picture := await self._make(result, self.size)) is not None:
-                    self._made, self._picture = made, picture
-        finally:
-            self._frame = self._making = None
-
-    def came(self, result: Result) -> None:
-        """The feed has a result."""
-        if self._hungry:
-            self._hungry = False  # one frame in hand, not all that come
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._give, result)
-
-    def leave(self, over: bool = False) -> None:
-        """Nobody looks any more. over: and nobody can."""
-        self._over = self._over or over
-        self._give(None)
-
-    def _give(self, result: Result | None) -> None:
-        self._hungry = False
-        if self._frame is not None and not self._frame.done():
-            self._frame.set_result(result)
+    number: int
+    due: float
+    task: asyncio.Task[bytes | None]
 
 
 class FeedPictures:
@@ -127,8 +83,10 @@ class FeedPictures:
 
     def __init__(self, known: Callable[[], Collection[str]]) -> None:
         self._known = known
-        self._views: dict[tuple[str, PictureSize], PictureView] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lookers: Counter[str] = Counter()  # callers by feed
+        self._newest: dict[str, tuple[int, Result]] = {}  # results of feeds that somebody looks at, numbered
+        self._numbers = count()
+        self._made: dict[tuple[str, PictureSize], MadePicture] = {}
         self._streams = 0
         self._thread = ThreadPoolExecutor(1, "reflex-pictures")
         self._over = threading.Event()
@@ -141,9 +99,8 @@ class FeedPictures:
         self.routes = {"/feeds.mjpeg": Route("/feeds.mjpeg", self._watch_some, own_pages=True, form=PLAIN)}
 
     def _take(self, result: Result) -> None:
-        for size in (SMALL, MIDDLE, LARGE):
-            if (view := self._views.get((result.feed, size))) is not None:
-                view.came(result)
+        if result.feed in self._lookers:
+            self._newest[result.feed] = next(self._numbers), result
 
     def find(self, path: str) -> Route | None:
         """The route of a picture; None for other paths."""
@@ -155,34 +112,22 @@ class FeedPictures:
         """All routes."""
         return [*self._one.values(), *self.routes.values()]
 
-    def gone(self, feed: str) -> None:
-        """On any thread: a feed was removed, and nobody waits for its pictures any more."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._end, feed)
-
     def close(self) -> None:
         """End every answer."""
-        self._end()
         self._over.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _end(self, feed: str | None = None) -> None:
-        for key, view in list(self._views.items()):
-            if feed in (None, view.feed):
-                del self._views[key]
-                view.leave(over=True)
 
     # -- who looks -----------------------------------------------------------------------------------------------------
 
     async def _ask(self, request: HttpRequest) -> HttpResponse:
         """The last small picture if it is younger than two seconds, else the next."""
-        feed = request.path[len("/feeds/") : -len(".jpg")]
+        feed, found = request.path[len("/feeds/") : -len(".jpg")], None
         self._check(request, [feed])
-        found = None
-        with self._watched(feed, SMALL) as view, suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE):
-                found = await view.newest()
+        with self._looking([feed]):
+            for _ in range(round(PATIENCE / SOON)):
+                if (found := await self._picture(feed, SMALL)) is not None or self._over.is_set():
+                    break
+                await asyncio.sleep(SOON)
         return HttpResponse(*((204, b"") if found is None else (200, found[1])), b"image/jpeg", list(HEADERS))
 
     async def _watch(self, request: HttpRequest) -> None:
@@ -195,43 +140,50 @@ class FeedPictures:
         await self._stream(request, there or names, MIDDLE)
 
     async def _stream(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
-        """Answer with the pictures of these feeds until the caller leaves, or there is no such feed any more."""
+        """Answer with the pictures of these feeds until the caller leaves, or all of the feeds are gone."""
         self._check(request, names)
         if self._streams >= STREAMS:
             raise TooManyRequests(f"{STREAMS} watch feeds already, which is the most", retry_after=10.0)
         self._streams += 1
         try:
-            with ExitStack() as watching:
-                views = [watching.enter_context(self._watched(name, size)) for name in names]
+            with self._looking(names):
                 kind = b"multipart/x-mixed-replace; boundary=frame"
                 await request.begin(200, [(b"content-type", kind), *HEADERS])
                 if request.method != "HEAD":
                     await request.write(NEXT)
-                    await _send(request, views)
+                    await self._send(request, names, size)
             await request.end()
         except TimeoutError:  # it does not read
             request.abort()
         finally:
             self._streams -= 1
 
-    @contextmanager
-    def _watched(self, feed: str, size: PictureSize) -> Iterator[PictureView]:
-        """The view of a feed; kept until its picture is too old to be given to the next one who looks."""
-        self._loop = asyncio.get_running_loop()
-        key = (feed, size)
-        view = self._views[key] = self._views.get(key) or PictureView(feed, size, self._made)
-        view.users += 1
-        try:
-            yield view
-        finally:
-            view.users -= 1
-            if not view.users:
-                view.leave()
-                self._loop.call_later(size.every, self._forget, view)
+    async def _send(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
+        """Send every new picture; what comes while the caller does not read is left out. TimeoutError: see `UNREAD`."""
+        seen: dict[str, int] = {}
+        while (there := [name for name in names if name in self._known()]) and not self._over.is_set():
+            for name in there:
+                if (found := await self._picture(name, size, seen.get(name, -1))) is None:
+                    continue
+                seen[name], picture = found
+                head = b"X-Feed: %b\r\nContent-Type: image/jpeg\r\nContent-Length: %d"
+                head %= quote(name, safe="").encode(), len(picture)
+                async with asyncio.timeout(UNREAD):
+                    await request.write(b"%b\r\n\r\n%b\r\n%b" % (head, picture, NEXT))
+            await asyncio.sleep(size.every)
 
-    def _forget(self, view: PictureView) -> None:
-        if not view.users and self._views.get((view.feed, view.size)) is view:
-            del self._views[view.feed, view.size]
+    @contextmanager
+    def _looking(self, feeds: Sequence[str]) -> Iterator[None]:
+        """Results of these feeds are kept, the newest one of each."""
+        self._lookers.update(feeds)
+        try:
+            yield
+        finally:
+            self._lookers.subtract(feeds)
+            for feed in feeds:
+                if not self._lookers[feed]:
+                    del self._lookers[feed]
+                    self._newest.pop(feed, None)
 
     def _check(self, request: HttpRequest, names: Sequence[str]) -> None:
         """Raise what stands against an answer."""
@@ -240,13 +192,29 @@ class FeedPictures:
         if not names:
             raise NotFound("there are no feeds")
         known = self._known()
+        self._made = {key: made for key, made in self._made.items() if key[0] in known}
         for name in names:
             if name not in known:
                 raise NotFound(printable(f"there is no feed {name[:200]}"))
 
     # -- pictures ------------------------------------------------------------------------------------------------------
 
-    async def _made(self, result: Result, size: PictureSize) -> bytes | None:
+    async def _picture(self, feed: str, size: PictureSize, seen: int = -1) -> tuple[int, bytes] | None:
+        """A picture of a later result than the one that was seen, made once for all who look, and its number; None if
+        there is none now."""
+        loop, key = asyncio.get_running_loop(), (feed, size)
+        made = self._made.get(key)
+        if made is None or loop.time() >= made.due:  # too old
+            number, result = self._newest.get(feed, (-1, None))
+            if result is None or (made is not None and number <= made.number):
+                return None
+            task = loop.create_task(self._jpeg(result, size))
+            made = self._made[key] = MadePicture(number, loop.time() + size.every, task)
+        if made.number <= seen or (picture := await asyncio.shield(made.task)) is None:
+            return None
+        return made.number, picture
+
+    async def _jpeg(self, result: Result, size: PictureSize) -> bytes | None:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, result, size)
         except Exception:  # such as a frame of a form that no picture has
@@ -260,28 +228,6 @@ class FeedPictures:
             return jpeg_of(result, size)
         finally:
             self._over.wait(RESTS * (time.thread_time() - began))
-
-
-async def _send(request: HttpRequest, views: Sequence[PictureView]) -> None:
-    """Send every new picture; what is made while the caller does not read is left out. TimeoutError after `UNREAD`."""
-    waits = {asyncio.ensure_future(view.newest()): view for view in views}
-    try:
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            parts = []
-            for wait in done:
-                view = waits.pop(wait)
-                if (found := wait.result()) is not None:
-                    made, picture = found
-                    name = quote(view.feed, safe="").encode()
-                    head = b"X-Feed: %b\r\nContent-Type: image/jpeg\r\nContent-Length: %d" % (name, len(picture))
-                    parts.append(b"%b\r\n\r\n%b\r\n%b" % (head, picture, NEXT))
-                    waits[asyncio.ensure_future(view.newest(made))] = view
-            async with asyncio.timeout(UNREAD):
-                await request.write(b"".join(parts))
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def jpeg_of(result: Result, size: PictureSize) -> bytes:

@@ -368,7 +368,7 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 class FeedFleet:
     """Makes feeds of a plan, and of later ones.
 
-    sinks: makes those of a feed. gone: called with the name of each feed that there is no more.
+    sinks: makes those of a feed.
     """
 
     def __init__(
@@ -377,10 +377,9 @@ class FeedFleet:
         coordinator: BatchCoordinator,
         plan: FeedPlan,
         sinks: Callable[[FeedSpec], Sequence[Sink]],
-        gone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._runtime, self._coordinator, self._began = runtime, coordinator, plan.config
-        self._plan, self._sinks, self._gone = plan, sinks, gone
+        self._plan, self._sinks = plan, sinks
         self._turn = threading.Lock()
         for spec in plan.specs:
             self._add(spec, plan.sources[spec.name], self._pipeline(spec))
@@ -408,8 +407,6 @@ class FeedFleet:
                 self._runtime.remove(name)
             for spec, source, pipeline in new:
                 self._add(spec, source, pipeline)
-        for name in before.keys() - after.keys():
-            self._gone(name)
         later = _at_the_next_start(self._began, plan.config)
         self._plan = plan
         told = {

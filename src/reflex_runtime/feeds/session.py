@@ -137,8 +137,7 @@ class FeedsSession:
             shown = [] if pictures is None else [pictures.take]
             return [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs), *shown]
 
-        gone = pictures.gone if pictures is not None else lambda name: None
-        fleet = FeedFleet(self._runtime, coordinator, self._plan, sinks, gone)
+        fleet = FeedFleet(self._runtime, coordinator, self._plan, sinks)
         if pictures is not None:
             self._serve(coordinator, pictures, closing)
         return fleet
