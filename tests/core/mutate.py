@@ -729,12 +729,6 @@ MUTANTS = [
         "            if not self.active:\n                self.tenant.enter(self)",
         "            if self.unsettled == 0:\n                self.tenant.enter(self)",
     ),
-    M(
-        "core/group.py",
-        "the newcomer is another",
-        "len(partition.unsettled) - 1)",
-        "len(partition.unsettled))",
-    ),
     # two groups or one
     M("core/statistics.py", "a slow-down is in every part", "if fixed < 0.0 else", "if True else"),
     M("core/flush.py", "who is not followed is greedy", " if key[2] is not None else self._counts[key]", ""),
@@ -878,10 +872,6 @@ MUTANTS = [
         " or client.partition != partition:",
         ":",
     ),
-    M("core/flush.py", "a crowd that varies is steady", " and min(peaks) >= STEADY * most", ""),
-    M("core/flush.py", "batches are full", "ceil(callers / max(least, ceil(callers / most)))", "int(most)"),
-    M("core/flush.py", "work in steps is split evenly", "if request.wants == 1.0:", "if True:"),
-    M("core/flush.py", "deadlines are split evenly", " and self._alike():", ":"),
     M("core/flush.py", "a fixed part has no limit", "min(times * a, self.LONGEST)", "times * a"),
     M(
         "core/flush.py",

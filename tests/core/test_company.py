@@ -60,7 +60,7 @@ def test_g3_default_waits_max_hold_from_the_arrival_of_the_oldest() -> None:
 class Ends:
     """A controller by which holds end at 1.002."""
 
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+    def arrived(self, ticket: Ticket, now: float) -> None:
         pass
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:

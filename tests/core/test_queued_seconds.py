@@ -66,7 +66,7 @@ def test_b13_retry_after_is_the_predicted_time_until_the_queue_is_empty() -> Non
 
 
 def test_b13_what_waits_is_counted_at_the_size_of_the_batches_that_run() -> None:
-    """40 + 4 n ms: 15 fit into 100 ms, 6.7 ms each; 70 into eight times the fixed part, 4.6 ms each."""
+    """40 + 4 n ms: 15 fit into 100 ms, 6.7 ms each; 150 into sixteen times the fixed part, 4.3 ms each."""
     model = trained(0.040, 0.004)
     flush = FlushPolicy.window(None, 0.0)
     scheduler = scheduler_of(flush=flush, cost=lambda: model, controller=Planner(), max_queued_seconds=1.0)
@@ -75,7 +75,7 @@ def test_b13_what_waits_is_counted_at_the_size_of_the_batches_that_run() -> None
         batch = scheduler.next_batch(now)
         assert batch is not None
         scheduler.complete(batch, [Done()], 0.044, now + 0.044)
-    assert admitted(scheduler) == pytest.approx(1.0 / (0.004 + 0.040 / 70), rel=0.05)
+    assert admitted(scheduler) == pytest.approx(1.0 / (0.004 + 0.040 / 150), rel=0.05)
 
 
 def test_b13_a_guess_refuses_nobody() -> None:

@@ -12,24 +12,16 @@ fill a batch from those with at least that slack so that it ends in time, and sc
 its expected on-time value. The best one is sent. In overload this brings a third to all of the answers on time
 (docs/benchmarks.md#the-schedulers-rules).
 
-Even batches, for callers that wait for their answers and do not fit into one batch together. If 40 fit and 128 come
-back again and again, batches of 40 leave 8 over: each caller waits for three batches, and now and then for four. With
-batches of 43 all wait equally long. And each of them waits for all batches of a round, so fewer and longer ones are
-sooner through for everybody: a round takes as many fixed parts as it has batches. One is enough where all are back
-within the fixed part, which a second batch would cost; else two, and those answered come back while the other runs.
-With 128 callers this brings 3 % of the mean and 30 % of p99, and one batch 8 % of the rate where all come at once.
-
 Controllers compute another `FlushPolicy` from slowly learned quantities. A controller never decides a batch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import ceil, erf, exp, expm1, inf, log, sqrt
+from math import erf, exp, expm1, inf, log, sqrt
 from operator import itemgetter
 from typing import Protocol, Self
 
@@ -39,7 +31,7 @@ from reflex_runtime.core.request import Priority, Ticket
 
 Tiers = tuple[float, float, float]
 BUDGET = 0.100  # seconds that a batch may take by default
-TIMES_FIXED = 8.0  # and how many times its fixed part, where that is more: 1/8 of the device's time goes to fixed parts
+TIMES_FIXED = 16.0  # and how many times its fixed part, if that is more: 1/16 of the device's time goes to fixed parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,55 +184,6 @@ def expected_loss(
     return 0.5 * sum([values[t] * (1.0 - erf(log(slacks[t] / seconds) * scale)) for t in unsure])
 
 
-# -- even batches ------------------------------------------------------------------------------------------------------
-
-
-WINDOW = 0.25  # seconds of which the most is taken
-WINDOWS = 4  # that must agree
-STEADY = 0.9  # least of them over the largest
-OVER = 1.1  # times the budget that a batch may take if that makes them fewer
-
-
-class Crowd:
-    """How many requests are here at most, if that stays the same: callers that come back make it so."""
-
-    __slots__ = ("_most", "_peaks", "_until")
-
-    def __init__(self) -> None:
-        self._peaks: deque[int] = deque(maxlen=WINDOWS)
-        self._most, self._until = 0, 0.0
-
-    def seen(self, count: int, now: float) -> None:
-        """So many are here."""
-        if now >= self._until:
-            if self._most:
-                self._peaks.append(self._most)
-            self._most, self._until = 0, now + WINDOW
-        if count > self._most:
-            self._most = count
-
-    @property
-    def callers(self) -> int:
-        """Their number, 0 if it varies."""
-        peaks = self._peaks
-        most = max(peaks, default=0)
-        return most if len(peaks) == WINDOWS and min(peaks) >= STEADY * most else 0
-
-
-def even_size(callers: int, budget: float, longest: float, fixed: float, marginal: float, least: int = 2) -> int:
-    """How many of the callers share a batch, if they do not fit into the budget together; otherwise 0.
-
-    budget: of a batch, if nobody comes back. longest: of a batch of such a crowd. These, fixed and marginal: seconds;
-    marginal above 0. least: batches of a round.
-    """
-    if fixed + marginal * callers <= budget:
-        return 0
-    if fixed + marginal * callers <= OVER * budget:
-        return callers
-    most = (max(longest, OVER * budget) - fixed) / marginal
-    return ceil(callers / max(least, ceil(callers / most))) if most >= 1.0 else 0
-
-
 # -- controllers -------------------------------------------------------------------------------------------------------
 
 
@@ -250,8 +193,8 @@ Affine = Callable[[], tuple[float, float, float]]
 class Controller(Protocol):
     """Adapts a group's flush policy."""
 
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
-        """A ticket was admitted. others: tickets of its partition that have not settled."""
+    def arrived(self, ticket: Ticket, now: float) -> None:
+        """A ticket was admitted."""
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         """The policy to use now for this partition. affine: asks for (fixed, marginal) seconds of the work at hand and
@@ -273,9 +216,6 @@ class Planner:
     one client asks for more than its share, others would wait for longer batches and gain nothing. Then k is SHARED.
     It is for tiers and limits in overload (without it urgent requests on time fall by 53 %), one greedy client beside
     modest ones (Jain by 15 %), and a large fixed part near saturation (the mean at 95 % nearly doubles).
-
-    In the other case, and without deadlines, callers that do not fit into one batch are split evenly, into batches of
-    up to CROWD · k · a.
     """
 
     PERIOD = 0.100  # seconds between plans
@@ -283,19 +223,16 @@ class Planner:
     CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one for each time limit, roughly
     KINDS = 64  # (tier, time limit) planned for as they are; if there are more, time limits count roughly
     LONGEST = 2.0  # seconds that a batch may take because of its fixed part
-    CROWD = 2.0  # times as long, where all who come wait for each other, and no other policy for them
     SHARED = 2.0  # times its fixed part, where others would wait for it: half of the device's time
 
     def __init__(self) -> None:
-        self.at_once: Callable[[float], bool] = lambda seconds: False  # `ThinkTimes.at_once` of its group
         self._counts: dict[_Key, float] = {}  # decayed arrivals
         self._weights: dict[_Key, float] = {}
         self._since = self._planned = -inf
         self._demand: dict[tuple[Priority, float], _Demand] = {}
         self._policies: dict[Hashable, FlushPolicy] = {}  # planned now, by partition
-        self._crowd = Crowd()
 
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+    def arrived(self, ticket: Ticket, now: float) -> None:
         request = ticket.request
         key = (request.priority, inf if request.time_limit is None else round(request.time_limit, 3), request.client)
         count = self._counts.get(key)
@@ -307,8 +244,6 @@ class Planner:
             count = self._counts.get(key, 0.0)
             self._weights[key] = request.weight
         self._counts[key] = count + 1.0
-        if request.wants == 1.0:  # work in steps has no rounds of batches
-            self._crowd.seen(others + 1, now)
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         if len(self._counts) < 2 and not base.times_fixed:
@@ -318,19 +253,8 @@ class Planner:
             self._policies.clear()
         policy = self._policies.get(partition)
         if policy is None:
-            policy = self._policies[partition] = self._made(base, *affine())
+            policy = self._policies[partition] = replace(base, max_batch_cost=self._plan(base, *affine()))
         return policy
-
-    def _made(self, base: FlushPolicy, a: float, b: float, sigma: float) -> FlushPolicy:
-        budget = self._plan(base, a, b, sigma)
-        size = 0
-        if base.times_fixed and b > 0.0 and self._alike():
-            alone = base.times_fixed > self.SHARED
-            longest = min(self.CROWD * base.times_fixed * a, self.LONGEST) if alone else budget
-            size = even_size(self._crowd.callers, budget, longest, a, b, 1 if self.at_once(a) else 2)
-        if 0 < size < base.max_batch_size:
-            return replace(base, max_batch_cost=max(budget, OVER * (a + b * size)), max_batch_size=size)
-        return base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
 
     def _plan(self, base: FlushPolicy, a: float, b: float, sigma: float) -> float:
         demands = self._demand
@@ -361,10 +285,6 @@ class Planner:
             if any(d.greedy for d in self._demand.values()):
                 return shared
         return longest
-
-    def _alike(self) -> bool:
-        """Whether all requests are of one priority, without deadlines, and no client is known to be greedy."""
-        return len(self._demand) == 1 and all(k[1] == inf and not d.greedy for k, d in self._demand.items())
 
     def _find_greedy(self, budget: float, a: float, b: float) -> float:
         """Mark the demands in which a client asks for more than its share, while another asks for less. Returns a

@@ -265,7 +265,7 @@ class Group(ShareHolder):
             self._age(ticket)
         self.turns.came(partition)
         if self.config.controller is not None:
-            self.config.controller.arrived(ticket, now, len(partition.unsettled) - 1)
+            self.config.controller.arrived(ticket, now)
         self._count(ticket)
         self.unsettled += 1
 

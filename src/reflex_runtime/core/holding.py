@@ -51,7 +51,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf, log
 
-from reflex_runtime.core.flush import Filled, FlushPolicy, Planner, Tiers
+from reflex_runtime.core.flush import Filled, FlushPolicy, Tiers
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.request import DEFAULT, PREPARING, URGENT, Ticket
@@ -62,7 +62,7 @@ RECENT = 128  # absent clients considered per decision: those answered last
 REMEMBERED = 1024  # clients whose habits are kept
 HISTORY = 32  # values of each habit
 REGULAR = 3  # gaps needed for a prediction
-SEVERAL, NEARLY = 5, 7.0 / 8.0  # think times of a client, and share of the clients, that tell how soon all come back
+NEARLY = 7.0 / 8.0  # share of the callers that tells how soon all come back
 IRREGULAR = 0.67  # spread of think times, as a share of a chunk, above which clients that met do not meet again
 PACE = 0.125  # weight of the latest time that preparing took
 PARTS = 3  # steps by which a habit's distribution is summed
@@ -206,11 +206,6 @@ class ThinkTimes:
         if len(self._absent) > RECENT:
             self._absent.popitem(last=False)
 
-    def at_once(self, seconds: float) -> bool:
-        """Whether nearly all clients that come back have always done so within that time of their answer."""
-        known = [client.thinks.ordered for client in self._clients.values() if len(client.thinks.ordered) >= SEVERAL]
-        return 0 < NEARLY * len(known) <= sum([ordered[-1] <= seconds for ordered in known])
-
     def in_turns(self, seconds: float, now: float) -> float:
         """Share of the device that the active clients take if each comes in turn, for `seconds`. inf if they are not so
         regular that two of them that once met do not meet again.
@@ -331,9 +326,6 @@ class Holding:
 
     def __init__(self, configs: Iterable[GroupConfig]) -> None:
         self.think_times = {config.name: ThinkTimes() for config in configs}
-        for config in configs:
-            if isinstance(config.controller, Planner):
-                config.controller.at_once = self.think_times[config.name].at_once
         self.free_since = -inf
         self.draining = False
         self.inputs = 0

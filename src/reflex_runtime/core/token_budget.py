@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import WARM_SAMPLES, Tally, TokenCost, TokenTally
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import BUDGET, TIMES_FIXED
+from reflex_runtime.core.flush import BUDGET
 from reflex_runtime.core.request import URGENT, WAITING, Ticket
 from reflex_runtime.core.statistics import AffineFit, Counts
 
@@ -186,6 +186,7 @@ SHARE = 0.25  # of the time of the rows of a step, that its first prompt gets in
 SURE = 3.0  # times the spread of measured times that is left free: 99 of 100 steps then keep the gap
 COLD = 64.0  # prompt tokens of a step, while too little was measured
 COLD_ROWS = 8.0  # and sequences, where a gap is promised
+TIMES_FIXED = 8.0  # times its fixed part that a step may take if no gap is given: 1/8 of the time goes to fixed parts
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
 EVEN = 2.0  # times the rows of a step, that it may take whatever gap a request asks for
 SHARED = 2.5  # times the rows of the others, that a step may take because a client has more than they
@@ -199,7 +200,7 @@ class TimedTokens(TokenCost):
     """Grants as many tokens of prompts as keep the gap between two tokens of the sequences that run.
 
     gap: seconds, most; None is `BUDGET`, or `TIMES_FIXED` times the fixed part of a step where that is more, at most
-    `LONGEST`: then 1/8 of the time goes to fixed parts. A gap that is given is a promise, so no further sequence
+    `LONGEST`. A gap that is given is a promise, so no further sequence
     enters while one more row would break it; unless a single row already does. Urgent ones enter beside others, and
     break it for them, but not for each other.
     A request may say a gap of its own (`Request.max_gap`). Prompts then get what the shortest gap of the sequences that

@@ -118,7 +118,7 @@ class StepHold:
         """So long was a step of a stream that has ended, in the mean."""
         self._step += (self.GAIN if self._step else 1.0) * (seconds - self._step)
 
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+    def arrived(self, ticket: Ticket, now: float) -> None:
         """See `Controller`."""
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:

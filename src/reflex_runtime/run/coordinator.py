@@ -202,7 +202,7 @@ class PayingSize:
         """Whether the next batch has one frame only."""
         return self._alone != self._trying
 
-    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+    def arrived(self, ticket: Ticket, now: float) -> None:
         return
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:

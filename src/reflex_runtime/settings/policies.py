@@ -91,8 +91,8 @@ class ServeConfig(ServerConfig):
     lerobot: str = option("", "serve LeRobot's clients over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
     max_batch_cost_ms: float | None = option(
         None,
-        "most predicted device time of a batch; by default 100, or eight times the model's fixed part if that is more "
-        "(twice beside other policies)",
+        "most predicted device time of a batch; by default 100, or sixteen times the model's fixed part if that is "
+        "more (twice beside other policies)",
         low=10,
         high=10_000,
         unit="ms",

@@ -127,7 +127,7 @@ def test_v13_a_batch_of_a_version_that_was_let_go_fails_and_nothing_else(
 # -- the server's slot -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("watchdog_s", "times"), [(0.0, 8.0), (7.9, 0.0), (10.0, 8.0)])
+@pytest.mark.parametrize(("watchdog_s", "times"), [(0.0, 16.0), (7.9, 0.0), (10.0, 16.0)])
 def test_no_batch_is_planned_that_a_short_watchdog_would_give_up(
     tmp_path: Path, watchdog_s: float, times: float
 ) -> None:
