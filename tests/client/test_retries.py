@@ -7,11 +7,11 @@ import pytest
 from reflex_runtime.client import (
     ClientError,
     ProcessorFailed,
-    Retries,
     ServerBusy,
     StaleRequest,
     Unreachable,
 )
+from reflex_runtime.client.calls import pause_after
 
 from .callers import Make, Time
 from .stub import Stub, refusal, reply
@@ -70,15 +70,10 @@ def test_what_ran_or_came_too_late_is_not_asked_again(make: Make, answer: bytes,
 
 def test_the_decision_is_pure() -> None:
     busy, safe = ServerBusy("full", retry_safe=True, retry_after=1.0), Unreachable("gone", retry_safe=True)
-    retries = Retries(10, until=100.0, spread=lambda: 0.5)
-    assert retries.after(busy, 0.0) == 1.05, "no less than was said, and a little more"
-    assert [retries.after(safe, 0.0) for _ in range(6)] == pytest.approx([0.21, 0.42, 0.84, 1.68, 2.1, 2.1])
-    assert retries.made == 7
-    assert retries.after(busy, 98.95) is None, "until then the next attempt must have begun"
-    assert retries.after(busy, 98.9) == 1.05
-    assert retries.after(Unreachable("broken off"), 0.0) is None
-    assert Retries(0, until=100.0).after(busy, 0.0) is None
-    assert all(1.0 <= (Retries(1, 100.0).after(busy, 0.0) or 0.0) < 1.1 for _ in range(100))
+    assert pause_after(busy, 0, 0.5) == 1.05, "no less than was said, and a little more"
+    assert [pause_after(safe, made, 0.5) for made in range(1, 7)] == pytest.approx([0.21, 0.42, 0.84, 1.68, 2.1, 2.1])
+    assert pause_after(Unreachable("broken off"), 0, 0.0) is None
+    assert pause_after(StaleRequest("late", retry_safe=True), 0, 0.0) is None
 
 
 @pytest.mark.parametrize("text", ["Wed, 21 Oct 2026 07:28:00 GMT", "-1", "nan", "inf", ""])

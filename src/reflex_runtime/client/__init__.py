@@ -22,7 +22,7 @@ Errors (`docs/errors.md` has the codes):
 of `reflex_runtime`.
 """
 
-from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority, Retries, Wire
+from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority, Wire
 from reflex_runtime.client.clients import AsyncClient, Client, Episode
 from reflex_runtime.client.errors import (
     BadAnswer,
@@ -40,6 +40,6 @@ from reflex_runtime.client.exchange import Chunk
 
 __all__ = [
     "ActFields", "AsyncClient", "BadAnswer", "BadRequest", "Chunk", "Client", "ClientError", "Encoding",
-    "Episode", "NotFound", "Picture", "Priority", "ProcessorFailed", "Retries", "ServerBusy", "ServerError",
+    "Episode", "NotFound", "Picture", "Priority", "ProcessorFailed", "ServerBusy", "ServerError",
     "StaleRequest", "TimedOut", "Unreachable", "Wire",
 ]  # fmt: skip

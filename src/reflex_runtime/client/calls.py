@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import msgspec
@@ -50,34 +48,17 @@ class ActFields(TypedDict, total=False):
     delay: int | None
 
 
-@dataclass(slots=True)
-class Retries:
-    """Whether and when to send again. Pure: times are passed in.
-
-    most: further attempts. until: the next attempt must begin by then. spread: a random number in [0, 1); up to a tenth
-    is added to each pause, so that robots that were refused together do not return together.
+def pause_after(error: ClientError, made: int, spread: float) -> float | None:
+    """Seconds until the next attempt; None for no more. made: further attempts so far. spread: in [0, 1); up to a tenth
+    is added, so that robots that were refused together do not return together.
 
     Only requests that cannot run twice (`retry_safe`) are repeated, and not those that were late or that a newer
     request replaced. The pause is at least Retry-After, else 0.1 s, doubling to 2 s.
     """
-
-    most: int
-    until: float
-    spread: Callable[[], float] = random.random
-    made: int = 0
-
-    def after(self, error: ClientError, now: float) -> float | None:
-        """Seconds to wait before the next attempt, or None to give up."""
-        if not error.retry_safe or self.made >= self.most or isinstance(error, StaleRequest):
-            return None
-        pause = error.retry_after
-        if pause is None:
-            pause = doubled(FIRST_PAUSE, LONGEST_PAUSE, self.made)
-        pause *= 1.0 + 0.1 * self.spread()
-        if now + pause >= self.until:
-            return None
-        self.made += 1
-        return pause
+    if not error.retry_safe or isinstance(error, StaleRequest):
+        return None
+    pause = doubled(FIRST_PAUSE, LONGEST_PAUSE, made) if error.retry_after is None else error.retry_after
+    return pause * (1.0 + 0.1 * spread)
 
 
 def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:

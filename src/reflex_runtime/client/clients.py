@@ -25,11 +25,11 @@ from reflex_runtime.client.calls import (
     ActFields,
     Encoding,
     Priority,
-    Retries,
     Wire,
     check_deadline,
     encoded,
     observation,
+    pause_after,
     plain_item,
 )
 from reflex_runtime.client.errors import BadAnswer, ClientError, Unreachable
@@ -92,7 +92,7 @@ class BaseClient:
 
     url: http://HOST:PORT, with an optional path prefix. api_key: sent as Authorization: Bearer.
     timeout: most seconds of a call, pauses and further attempts included.
-    retries: most further attempts after a refusal, see `Retries`; 0 is none.
+    retries: most further attempts after a refusal, see `pause_after`; 0 is none.
     wire: "msgpack", which carries pictures and numbers as bytes, or "json".
     encoding: of pictures given as arrays: "raw" (uncompressed; over JSON as PNG), "png" (smaller, the same pixels) or
         "jpeg" (smallest, and not quite the same pixels).
@@ -249,8 +249,7 @@ class BaseClient:
         if episode:
             headers["X-Reflex-Episode"] = quote(str(episode), safe="", errors="replace")
         deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
-        limit = min(self._timeout, deadline + GRACE)
-        retries = Retries(self._retries, began + min(self._timeout, deadline), self._spread)
+        limit, until, made = min(self._timeout, deadline + GRACE), began + min(self._timeout, deadline), 0
         while True:
             now = self._clock()
             left_ms = None if deadline_ms is None else max(1e-3, deadline_ms - (now - began) * 1e3)
@@ -262,16 +261,17 @@ class BaseClient:
             try:
                 reply = yield from self._sent(method, path, headers, sent, max(1e-3, began + limit - now))
                 if 200 <= reply.status < 300:
-                    return reply, retries.made + 1
+                    return reply, made + 1
                 raise refused(reply)
             except ClientError as error:
                 if method == "GET" and (isinstance(error, Unreachable) or error.status in (502, 503, 504)):
                     error.retry_safe = True  # it changes nothing
                 if error.request_id is None and fields is not None:
                     error.request_id = fields.get("request_id")
-                pause = retries.after(error, self._clock())
-                if pause is None:
+                pause = pause_after(error, made, self._spread())
+                if pause is None or made >= self._retries or self._clock() + pause >= until:
                     raise
+            made += 1
             yield pause
 
     def _headers(self, wire: Wire) -> dict[str, str]:
