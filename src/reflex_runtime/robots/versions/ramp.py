@@ -70,25 +70,18 @@ class Objective:
 
 
 class SloTracker:
-    """Follows one objective: a sink. violated: whether it is now.
-
-    prefix: what the slots begin with whose answers count.
-    """
+    """Follows one objective: a sink. prefix: of the slots whose answers count."""
 
     events = frozenset({RequestAnswered})
 
     WINDOW, EVERY, PERIOD, CLEAR, CHECKS, ADMIT = 1000, 32, 1.0, 0.8, 3, 10
 
     def __init__(self, objective: Objective, mode: str, prefix: str = "") -> None:
-        self.objective, self._prefix = objective, prefix
-        self.mode = mode
-        self.violated = False
-        self.value = 0.0
+        self.objective, self.mode, self._prefix = objective, mode, prefix
+        self.violated, self.value = False, 0.0
         self._samples: deque[float] = deque(maxlen=self.WINDOW)
-        self._since = 0
-        self._checked_at = 0.0
-        self._good = 0
-        self._asked = 0
+        self._since, self._checked_at = 0, 0.0  # samples since the last check, and its time
+        self._good = self._asked = 0  # checks in a row that were good; requests while it is violated
 
     def __call__(self, event: Event) -> None:
         """Count a served answer."""
@@ -109,7 +102,7 @@ class SloTracker:
         return round(self.value * 1e3, 3)
 
     def admits(self) -> bool:
-        """Whether the next request may enter; in mode 503 one in ten does while violated, so that it can clear."""
+        """Whether the next request may enter; in mode 503 one in ten while it is violated, so that it can clear."""
         if not self.violated or self.mode != "503":
             return True
         self._asked += 1
@@ -121,22 +114,12 @@ class SloTracker:
         if (value := self.objective.value(self._samples)) is None:
             return
         self.value = value
-        limit = self.objective.limit
-        if self.value > limit:
-            self._good = 0
-            if not self.violated:
-                self.violated = True
-                log.warning("slo violated: p%g is %.1f ms, limit %.1f ms", *self._numbers())
-        elif self.value < self.CLEAR * limit:
-            self._good += 1
-            if self._good >= self.CHECKS and self.violated:
-                self.violated = False
-                log.warning("slo met again: p%g is %.1f ms, limit %.1f ms", *self._numbers())
-        else:
-            self._good = 0
-
-    def _numbers(self) -> tuple[float, float, float]:
-        return self.objective.percentile, self.value * 1e3, self.objective.limit * 1e3
+        rank, limit, before = self.objective.percentile, self.objective.limit, self.violated
+        self._good = self._good + 1 if value < self.CLEAR * limit else 0
+        self.violated = value > limit or (before and self._good < self.CHECKS)
+        if self.violated != before:
+            what = "violated" if self.violated else "met again"
+            log.warning("slo %s: p%g is %.1f ms, limit %.1f ms", what, rank, value * 1e3, limit * 1e3)
 
 
 # -- the guard of a version --------------------------------------------------------------------------------------------
@@ -244,15 +227,14 @@ State = Literal["running", "finished", "rolled_back"]
 
 
 class Ramp:
-    """b's share in stages. Pure: `now` is passed in, in seconds that never go back; `evaluate` is called once a second.
+    """b's share in stages. Pure: `now` is in seconds that never go back; `evaluate` is called once a second.
 
     shares: b's percent in each stage, ascending, in [1, 100]. every: seconds a stage lasts. guard: b is rolled back as
         soon as it triggers.
     least: answers of b that a stage with a guard needs before it may end, because a time without traffic proves
         nothing. Nor does a stage end while b is above a limit of the guard, even if by chance.
 
-    The last stage is watched too; then the ramp is finished and keeps the share. After a roll-back the share stays 0:
-    for another attempt start another ramp.
+    The last stage is watched too; then the ramp is finished and keeps the share. After a roll-back the share stays 0.
     """
 
     def __init__(

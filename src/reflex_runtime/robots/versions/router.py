@@ -57,12 +57,11 @@ class _Episode:
 
 
 class Router:
-    """Sends a share of the episodes to each of two slots. Pure: times are given, seconds that never go back.
+    """Sends a share of the episodes to each of two slots. Pure: `now` is in seconds that never go back.
 
-    split: percent of the keys that go to a, in [0, 100]; 0 is all to b, 100 all to a.
-    episodes: size of the table of running episodes; the longest unused is forgotten. idle: seconds without a request
-        after which an episode is forgotten. The key of a forgotten episode decides again; the slot is the same unless
-        the split changed or the episode was moved.
+    split: percent of the keys that go to a, in [0, 100].
+    episodes: most running episodes; the longest unused is forgotten. idle: seconds without a request after which an
+        episode is forgotten. Then its key decides again: as before unless the split changed or the episode was moved.
     """
 
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
@@ -73,7 +72,7 @@ class Router:
         self._now = 0.0
 
     def set_split(self, split: int) -> None:
-        """Change it for episodes that begin from now on. ConfigError outside [0, 100]."""
+        """For episodes that begin from now on. ConfigError outside [0, 100]."""
         self.split = _checked(split)
 
     def route(
@@ -107,11 +106,7 @@ class Router:
         return Routing(episode.slot, key, cached=True, changed=moved, entry=entry)
 
     def move(self, routing: Routing, slot: str) -> Routing:
-        """Move a request to another slot, and its episode with it.
-
-        `changed` is set only if the episode had begun on the other slot: not for a request without an episode, nor for
-        the first request of one.
-        """
+        """Move a request to another slot, and its episode with it. `changed` if the episode had begun on the other."""
         if routing.slot == slot:
             return routing
         if not routing.entry:
@@ -132,10 +127,7 @@ class Router:
 
     def rollback(self, slot: str, now: float) -> list[str]:
         """Send all to `slot`, running episodes too; the next answer of each that moved says so. Returns these episodes,
-        without robots and connections that moved and name none.
-
-        The caller must drop the state of moved episodes in their old slot.
-        """
+        whose state in the old slot the caller must drop."""
         self._forget(now)
         self.split = BUCKETS if slot == "a" else 0
         moved = []

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import TimeCost
@@ -26,7 +26,6 @@ from reflex_runtime.robots.policy.processors import (
     Fault,
     FaultyProcessor,
     GuardedProcessor,
-    OnBadAction,
     parse_fault,
 )
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
@@ -49,14 +48,14 @@ class Version:
     """One loaded policy of a slot and what runs its batches.
 
     number: counts the slot's versions from 1; from the second on it is part of the policy's shape, so that versions
-    share neither batches nor learned costs. users: exchanges that still need it, kept by the server.
+    share neither batches nor learned costs. users: requests that still need it, counted by the server.
     name: `model_id@hash`. told: its fields in every answer: inference mode, model hash and config hash.
     """
 
     def __init__(self, policy: Policy, processor: Processor, number: int = 1) -> None:
         if number > 1:
             policy.shape = f"{policy.shape} #{number}"
-        self.policy, self.processor, self.number = policy, processor, number
+        self.policy, self.processor = policy, processor
         self.users = 0
         spec = policy.spec
         self.name = f"{spec.model_id}@{spec.model_hash}"
@@ -102,8 +101,7 @@ class Slot:
         config = self._config
         self._made += 1
         faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
-        on_bad_action: OnBadAction = "hold" if config.on_bad_action == "hold" else "error"
-        guard = ActionGuard(policy.spec.embodiment, on_bad_action)
+        guard = ActionGuard(policy.spec.embodiment, "hold" if config.on_bad_action == "hold" else "error")
         return Version(policy, GuardedProcessor(faulty, guard), self._made)
 
     def inject(self, faults: Sequence[Fault]) -> None:
@@ -116,14 +114,11 @@ class Slot:
         self.previous, self.version = self.version if keep else None, version
 
     def go_back(self) -> Version | None:
-        """Send new requests to the version before again; None if there is none.
-
-        Its stored chunks are from before the exchange.
-        """
+        """Send new requests to the version before again; None if there is none."""
         if self.previous is None:
             return None
         self.version, self.previous = self.previous, None
-        self.policy.forget()
+        self.policy.forget()  # chunks from before the exchange
         return self.version
 
     def settle(self) -> None:
@@ -180,7 +175,7 @@ MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError
 
 
 def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exception,)) -> WarmUp:
-    """What warming a policy teaches; ConfigError for one that does not answer. wrong: if it raised one of these."""
+    """Warm a policy up; ConfigError for one that raises one of these."""
     try:
         return policy.warm_up(WARM_SIZES)
     except ConfigError:
@@ -193,10 +188,7 @@ def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exceptio
 
 
 def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") -> Policy:
-    """The policy of a source as the settings say. For a thread that may take long; ConfigError when it is wrong.
-
-    group: of its requests, where it is not called as the slot.
-    """
+    """The policy of a source by the settings. Slow; ConfigError when it is wrong. group: by default the slot."""
     if spec.takes_text and config.default_prompt is not None:
         spec = replace(spec, default_prompt=config.default_prompt)
     rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
@@ -213,14 +205,13 @@ def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") ->
 
 
 def device_of(config: ServeConfig) -> DeviceOptions:
-    """How the settings say that models are loaded."""
-    provider = PROVIDERS.get(config.provider, config.provider)
-    dtype: Any = config.dtype
+    """How the settings load models."""
+    provider, dtype = PROVIDERS.get(config.provider, config.provider), cast(Any, config.dtype)
     return DeviceOptions(provider, config.threads, config.captured_sizes, dtype, config.compile)
 
 
 def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0, tenant: str = "") -> GroupConfig:
-    """How the scheduler is to treat a slot. Served slots share the device's time evenly; a shadow gets what is left.
+    """A slot's group in the scheduler. Served slots share the device's time evenly; a shadow gets the rest.
 
     weight, tenant: of the policy, where there are several.
     """
@@ -253,7 +244,7 @@ def check_alike(specs: Mapping[str, PolicySpec]) -> None:
 
 
 def faults_of(texts: Sequence[str], slots: Sequence[str], option: str) -> dict[str, list[Fault]]:
-    """Faults by slot; ConfigError for a slot that is not served. option: what the texts were given as."""
+    """Faults by slot; ConfigError for a slot that is not served. option: of the texts."""
     found: dict[str, list[Fault]] = {slot: [] for slot in slots}
     for text in texts:
         fault = parse_fault(text)
