@@ -30,7 +30,7 @@ _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla", FLOAT_LEV
 
 
 class Doubt(NamedTuple):
-    """A field of a request that has no effect, although the caller may expect one. kind: for the counter."""
+    """A field of a request without the effect that its caller may expect. kind: for the counter."""
 
     kind: Literal["instruction_ignored", "instruction_unknown"]
     message: str
@@ -44,23 +44,17 @@ class Observation:
 
     images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself. One that
         was not sent is black. present: whether it was sent, by name; a tuple of n where there is history.
-    instruction: the text, "" for none.
-    tokens: int64 [max_tokens], or None if the policy reads no text, or if its model makes the tokens. token_mask: bool
+    tokens: int64 [max_tokens], None if the policy reads no text, or its model makes the tokens. token_mask: bool
         [max_tokens], which of them are no padding.
-    state: float32 [state_dim], normalised, or None if the policy takes none. robot_state: the newest one, float32
-        [state_dim], in the robot's units after the state transforms, or None.
+    state: float32 [state_dim], normalised. robot_state: the newest, in the robot's units, transformed.
     seed: of the noise, in [0, 2⁶⁴).
     episode_id: "" if the caller named none; nothing is then kept between its requests.
-    prefix_key: the key of its prefix in the cache, or None.
-    cache, prefix: set by `Policy.request`: the cache's result, and the prefix found. The reference keeps it in memory
-        until the request is settled, even if the cache evicts it.
-    ready: what the model's own `prepare` made of it.
-    moment: what is kept of it for the next ones of its episode, or None; past: the request ids of those it looks back
-        to, oldest first.
+    cache, prefix: set by `Policy.request`: the cache's result, and the prefix found, which stays in memory until the
+        request is settled, even if the cache evicts it.
+    ready: of the model's own `prepare`.
+    moment: kept for the next ones of its episode; past: the request ids of those it looks back to, oldest first.
     doubts: the warnings for the answer.
-    executed: actions of the episode's last chunk that were executed before this observation, or None. delay: those that
-        are executed until the new chunk arrives, or None. received: when the server had it, or None. anchor: set by
-        `Policy.request`: the old actions that the new chunk continues.
+    executed, delay, received: as in `ChunkTails.anchor`. anchor: set by `Policy.request`.
     """
 
     images: Mapping[str, Image] = field(default_factory=dict)
@@ -104,8 +98,8 @@ class Observation:
 class GuardReport:
     """The changes of the action guard in one chunk.
 
-    clamped: number of values that were outside their range. joints: their names or else indices, in order.
-    held: the chunk was not finite; it was replaced by the episode's last good action, repeated.
+    clamped: values outside their range. joints: their names or else indices, in order. held: the chunk was not finite
+    and is the episode's last good action, repeated.
     """
 
     clamped: int = 0
@@ -121,9 +115,8 @@ class GuardReport:
 class ActionChunk:
     """The output of a policy.
 
-    actions: float32 [chunk_size, action_dim] in the robot's units (denormalised), the first to be executed first.
-    denoising_steps: number of Euler steps. cache: the prefix cache's result ("off" if there is none).
-    guard: the guard's report, or None without a guard.
+    actions: float32 [chunk_size, action_dim] in the robot's units, the first to be executed first.
+    denoising_steps: number of Euler steps. cache: of the prefix ("off" without a cache).
     rtc: how it continues the episode's last chunk (`Anchor.report`), or None if it does not.
     """
 
@@ -149,8 +142,8 @@ def decode_image(
 ) -> Image:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
 
-    size: (height, width) of the result; None keeps the size. resize: see `resize_image`. A JPEG that is at least twice
-    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled.
+    size: (height, width); None keeps its own. resize: see `resize_image`. A JPEG that is at least twice as large is
+    decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled.
     """
     if size is None:
         return decode_picture(data, field)
@@ -282,9 +275,8 @@ MAX_WORD = 40  # characters of each
 
 
 class ObservationFields:
-    """Reads the fields of requests to a policy with this specification: checked, pictures decoded, state normalised,
-    text as tokens. Slow, for worker threads. InvalidRequest names the field when something that the policy needs is
-    missing or wrong.
+    """Reads the fields of requests to a policy: checked, pictures decoded, state normalised, text as tokens. Slow, for
+    worker threads. InvalidRequest names a field that the policy needs and that is missing or wrong.
 
     names: under which its images may come.
     """
@@ -303,12 +295,11 @@ class ObservationFields:
     def pictures(self, sent: Mapping[str, tuple[Sent, str]]) -> tuple[dict[str, Image], dict[str, bool]]:
         """The picture of every camera, decoded and resized, black for one that was left out; and whether it was sent.
         sent: see `found`."""
-        sizes = self.spec.images
-        kind = np.float32 if self.spec.resize == FLOAT_LEVELS else np.uint8
-        made = {
-            name: self._image(name, *sent[name]) if name in sent else _black(size, kind) for name, size in sizes.items()
-        }
-        return made, {name: name in sent for name in sizes}
+        spec, made = self.spec, {}
+        for name, size in spec.images.items():
+            black = (*size, np.float32 if spec.resize == FLOAT_LEVELS else np.uint8)
+            made[name] = self._image(name, *sent[name]) if name in sent else _black(*black)
+        return made, {name: name in sent for name in made}
 
     def found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
         """The image sent for each camera and the field name for errors, without those that were left out and may be."""
@@ -339,9 +330,8 @@ class ObservationFields:
     def _image(self, name: str, sent: Sent, field: str) -> Image:
         size, resize = self.spec.images[name], self.spec.resize
         if isinstance(sent, bytes | bytearray | memoryview):
-            image = (
-                decode_image(bytes(sent), field) if resize == "none" else decode_image(bytes(sent), field, size, resize)
-            )
+            fit = () if resize == "none" else (size, resize)
+            image = decode_image(bytes(sent), field, *fit)
         else:
             pixels_of(sent, field)
             image = sent if resize == "none" else resize_image(sent, *size, resize)
@@ -399,8 +389,8 @@ def names_of(spec: PolicySpec) -> set[str]:
 
 
 @cache
-def _black(size: tuple[int, int], kind: type[Any]) -> Image:
-    """A black picture of that size, read only."""
-    black = np.zeros((*size, 3), kind)
+def _black(height: int, width: int, kind: type[Any]) -> Image:
+    """Read only."""
+    black = np.zeros((height, width, 3), kind)
     black.setflags(write=False)
     return black

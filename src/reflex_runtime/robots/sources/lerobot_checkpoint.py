@@ -9,9 +9,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -127,8 +126,6 @@ class LeRobotCheckpoint(PolicySource):
                     f"{self.path / name}: not found: it was saved by LeRobot before 0.4. Convert it: python "
                     f"-m lerobot.processor.migrate_policy_normalization --pretrained-path {self.path}"
                 )
-        served = (*self.cameras.values(), *(name for name, _ in self.states))
-        check_statistics(self.path, self.config, served)
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         self.check()
@@ -295,10 +292,9 @@ def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:
         raise ConfigError(f"--provider={device.provider}: {what} run on cpu or cuda")
 
 
-# -- processors, read before LeRobot leaves anything out ---------------------------------------------------------------
+# -- processors --------------------------------------------------------------------------------------------------------
 #
-# A feature without statistics passes LeRobot's normaliser as it is, and a robot would get z-scores for degrees. So the
-# statistics are looked for here, and steps that a request or an answer here has nothing for are refused by name.
+# Steps that a request or an answer here has nothing for are refused by name.
 
 
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -309,15 +305,10 @@ RUN: Final = {
 }
 """Keys that name a repository of which LeRobot runs the code, with those that LeRobot's own configurations name."""
 
-NORMALISERS: Final = (
-    {"normalizer_processor", "molmoact2_masked_normalizer"},
-    {"unnormalizer_processor", "molmoact2_masked_unnormalizer"},
-)
-"""Of each processor."""
-
 RENAMING: Final = "rename_observations_processor"
 
-STEPS: Final = frozenset().union(*NORMALISERS) | {
+STEPS: Final = {
+    "normalizer_processor", "molmoact2_masked_normalizer", "unnormalizer_processor", "molmoact2_masked_unnormalizer",
     RENAMING, "to_batch_processor", "to_batch_processor_action", "to_batch_processor_observation",
     "to_batch_processor_complementary_data", "device_processor", "tokenizer_processor", "action_tokenizer_processor",
     "smolvla_new_line_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor",
@@ -334,11 +325,6 @@ REFUSED_STEPS: Final = {
     "image_crop_resize_processor": "it crops pictures of the camera's size, which config.json does not tell",
     "xvla_rotation_6d_to_axis_angle": "it makes other actions of them than config.json tells, one by one",
 }
-
-PAIRS: Final = {
-    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
-}  # fmt: skip
-"""The statistics of each mode."""
 
 
 class ProcessorStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -373,7 +359,10 @@ def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
         reason = REFUSED_STEPS.get(name, "only steps that are known to do all they do on a request or a chunk are run")
         told = f"{shorten(name)} is not applied: {reason}; serve it as python:module:make"
         raise ConfigError(f"{file}: steps[{i}]: {told}")
-    step: ProcessorStep = _converted(f"{file}: steps[{i}]", entry, ProcessorStep)
+    try:
+        step = msgspec.convert(entry, ProcessorStep)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: steps[{i}]: {shorten(str(error))}") from None
     check_code(file, f"steps[{i}].config.", step.config)
     return step
 
@@ -404,87 +393,3 @@ def renames_of(file: Path, steps: Iterable[ProcessorStep], features: Iterable[st
                 raise ConfigError(f"{file}: rename_map: {what} renamed to {new}; take that out, and send {new} itself")
             found[new] = old
     return found
-
-
-class _Normaliser(msgspec.Struct, kw_only=True):
-    """The configuration of a step that normalises."""
-
-    features: dict[str, Feature] = {}
-    norm_map: dict[str, Literal["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]] = {}
-    normalize_observation_keys: list[str] | None = None
-    stats: dict[str, dict[str, Any]] | None = None
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether its own keys leave a feature as it is."""
-        keys = self.normalize_observation_keys
-        return keys is not None and name != "action" and name not in keys
-
-    def mode(self, name: str, kind: str) -> str:
-        return "IDENTITY" if self.leaves_out(name) else self.norm_map.get(kind, "IDENTITY")
-
-
-def check_statistics(root: Path, config: Mapping[str, Any], inputs: Iterable[str]) -> None:
-    """That both processors have the statistics of all that they normalise. inputs: the features that are served."""
-    modes = config.get("normalization_mapping") or {}
-    served = ((inputs, config["input_features"]), (("action",), config["output_features"]))
-    for name, kinds, (wanted, features) in zip(PROCESSORS, NORMALISERS, served, strict=True):
-        file = root / name
-        steps: list[tuple[ProcessorStep, _Normaliser]] = [
-            (step, _converted(f"{file}: {step.registry_name}", step.config, _Normaliser))
-            for step in read_steps(file)
-            if step.registry_name in kinds
-        ]
-        for feature in wanted:
-            kind = features[feature]["type"]
-            used = [(step, how) for step, how in steps if how.mode(feature, kind) != "IDENTITY"]
-            for step, how in used:
-                _check_feature(file, step, how, feature, how.mode(feature, kind))
-            named = modes.get(kind, "IDENTITY")
-            if not used and named != "IDENTITY" and not any(how.leaves_out(feature) for _, how in steps):
-                raise ConfigError(
-                    f"{file}: no step normalises {feature}, which is {named} in config.json (normalization_mapping)"
-                )
-
-
-def _converted(where: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {shorten(str(error))}") from None
-
-
-def _check_feature(file: Path, step: ProcessorStep, how: _Normaliser, name: str, mode: str) -> None:
-    """That a step normalises a feature, and with statistics of its size."""
-    feature = how.features.get(name)
-    if feature is None:
-        raise ConfigError(f"{file}: {step.registry_name}: {name}, which is {mode}, is not in its features")
-    sizes = _statistics(file, step, how)
-    where = "" if step.state_file is None else f" in {step.state_file}"
-    expected = feature.shape[0] if feature.type == "VISUAL" else prod(feature.shape)
-    for key in PAIRS[mode]:
-        size = sizes.get(f"{name}.{key}")
-        if size is None:
-            others = sorted(other.removesuffix(f".{key}") for other in sizes if other.endswith(f".{name}.{key}"))
-            there = f" (there are those of {', '.join(map(shorten, others[:3]))})" if others else ""
-            raise ConfigError(
-                f"{file}: {step.registry_name} has no {key} of {name}, which is {mode}{where}{there}: LeRobot would "
-                "leave it as it is. Train the policy on your robot's data, or save its processors with the statistics "
-                "of that data (make_pre_post_processors(config, dataset_stats=…))"
-            )
-        if size != expected:
-            raise ConfigError(f"{file}: the {key} of {name} has {size} numbers{where}, expected {expected}")
-
-
-def _statistics(file: Path, step: ProcessorStep, how: _Normaliser) -> dict[str, int]:
-    """How many numbers there are of each statistic, by its name in the state file."""
-    if how.stats:  # LeRobot takes these alone
-        return {f"{name}.{key}": _count(value) for name, found in how.stats.items() for key, value in found.items()}
-    if step.state_file is None:
-        return {}
-    if Path(step.state_file).name != step.state_file:
-        raise ConfigError(f"{file}: state_file: {shorten(step.state_file)} is not the name of a file beside it")
-    return {name: prod(tensor.shape) for name, tensor in read_table(file.parent / step.state_file).items()}
-
-
-def _count(value: Any) -> int:
-    return sum(map(_count, value)) if isinstance(value, list) else 1

@@ -23,8 +23,8 @@ from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.lerobot_checkpoint import PAIRS, LeRobotCheckpoint
-from reflex_runtime.robots.sources.lerobot_policy import LeRobotWhole, LoadedPolicy
+from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
+from reflex_runtime.robots.sources.lerobot_policy import PAIRS, LeRobotWhole, LoadedPolicy
 from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged, PackedCache, with_room
 from reflex_runtime.robots.sources.torch_models import taken
 

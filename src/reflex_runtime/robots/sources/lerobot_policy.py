@@ -12,11 +12,12 @@ import json
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import WEIGHTS
 from reflex_runtime.robots.sources.torch_models import is_half, taken, torch_device
+from reflex_runtime.run.model_files import shorten
 
 Batch = dict[str, Any]
 States = Sequence[tuple[str, int]]  # the features that make the state, in order, with their sizes
@@ -54,7 +56,11 @@ class LoadedPolicy:
         self.spec, self._cameras, self._states, name = spec, cameras, states, torch_device(device)
         torch.set_num_threads(device.threads)
         with loading(spec, partial(_hub_hint, path, spec)):
-            policy, self.pre, self.post = _opened(path, device, name)
+            config, kind, self.pre, self.post = _processors_of(path, device, name)
+            served = (*cameras.values(), *(feature for feature, _ in states))
+            for pipeline, features in ((self.pre, served), (self.post, ("action",))):
+                check_statistics(path / f"{pipeline.name}.json", pipeline, spec.config, features)
+            policy = _opened(path, device, name, config, kind)
         check_loaded(spec.source, path / WEIGHTS, policy)
         self.device, self.policy, self.config = name, policy, policy.config
         self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -179,7 +185,8 @@ def loading(spec: PolicySpec, hub_hint: Callable[[], str] = str) -> Iterator[Non
             raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{text}") from error
 
 
-def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any]:
+def _processors_of(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any, Any]:
+    """(configuration, class of the policy, preprocessor, postprocessor)."""
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
@@ -187,16 +194,66 @@ def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any
     config.device = name
     if device.dtype != "stored" and hasattr(config, "dtype"):
         config.dtype = device.dtype
-    policy = _loaded(get_policy_class(config.type), config, path)
+    kind, host = get_policy_class(config.type), {"device_processor": {"device": "cpu"}}
+    pre, post = make_pre_post_processors(
+        config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
+    )
+    return config, kind, pre, post
+
+
+def _opened(path: Path, device: DeviceOptions, name: str, config: Any, kind: Any) -> Any:
+    policy = _loaded(kind, config, path)
     policy.to(name)
     if device.dtype != "stored" and not hasattr(config, "dtype"):
         policy.to(getattr(torch, device.dtype))
     policy.eval().requires_grad_(False)
-    host = {"device_processor": {"device": "cpu"}}
-    pre, post = make_pre_post_processors(
-        config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
-    )
-    return policy, pre, post
+    return policy
+
+
+PAIRS: Final = {
+    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
+}  # fmt: skip
+"""The statistics of each mode of normalisation."""
+
+
+def check_statistics(file: Path, pipeline: Any, config: Mapping[str, Any], wanted: Iterable[str]) -> None:
+    """That a processor has the statistics of the features that it normalises, before the weights are loaded.
+
+    LeRobot leaves a feature without statistics as it is, and a robot would get z-scores for degrees.
+    """
+    steps = [step for step in pipeline.steps if hasattr(step, "norm_map")]
+    for name in wanted:
+        kind = {**config["input_features"], **config["output_features"]}[name]["type"]
+        found = False  # a step normalises it, or leaves it as it is by its own keys
+        for step in steps:
+            modes, keys = {of.value: mode.value for of, mode in step.norm_map.items()}, step.normalize_observation_keys
+            left_out = keys is not None and name != "action" and name not in keys
+            mode = modes.get(kind, "IDENTITY")
+            found = found or left_out or mode != "IDENTITY"
+            if not left_out and mode != "IDENTITY":
+                _check_feature(f"{file}: {step._registry_name}", step, name, mode)
+        named = (config.get("normalization_mapping") or {}).get(kind, "IDENTITY")
+        if not found and named != "IDENTITY":
+            what = f"{name}, which is {named} in config.json (normalization_mapping)"
+            raise ConfigError(f"{file}: no step normalises {what}")
+
+
+def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
+    feature, stats = step.features.get(name), step._tensor_stats
+    if feature is None:
+        raise ConfigError(f"{where}: {name}, which is {mode}, is not in its features")
+    expected = feature.shape[0] if feature.type.value == "VISUAL" else prod(feature.shape)
+    for key in PAIRS[mode]:
+        if key not in stats.get(name, {}):
+            others = sorted(other for other in stats if other.endswith(f".{name}") and key in stats[other])
+            there = f" (there are those of {', '.join(map(shorten, others[:3]))})" if others else ""
+            raise ConfigError(
+                f"{where} has no {key} of {name}, which is {mode}{there}: LeRobot would leave it as it is. Train the "
+                "policy on your robot's data, or save its processors with the statistics of that data "
+                "(make_pre_post_processors(config, dataset_stats=…))"
+            )
+        if (size := stats[name][key].numel()) != expected:
+            raise ConfigError(f"{where}: the {key} of {name} has {size} numbers, expected {expected}")
 
 
 def _loaded(kind: Any, config: Any, path: Path) -> Any:
