@@ -11,6 +11,7 @@ import shutil
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,9 @@ def test_p10_a_device_thread_that_was_given_up_changes_no_later_answer(
 
     def interrupted(step: Any, transition: Any) -> Any:
         if late:
-            policy.model.finish([late.pop()], x)
+            thread = threading.Thread(target=policy.model.finish, args=([late.pop()], x))
+            thread.start()
+            thread.join()
         return unnormalise(step, transition)
 
     monkeypatch.setattr(UnnormalizerProcessorStep, "__call__", interrupted)
@@ -167,11 +170,12 @@ def test_p10_threads_have_processors_of_their_own_and_one_tokenizer(checkpoints:
     """A copy of π0's tokenizer takes half a second and 360 MB."""
     policy = loaded(checkpoints[family])
     library = policy.model.loaded
-    with library._processors() as (one, _), library._processors() as (other, _):
-        steps = [(a, b) for a, b in zip(one.steps, other.steps, strict=True) if hasattr(a, "input_tokenizer")]
-        assert one is not other
-        assert [a is b for a, b in steps] == [False]
-        assert [a.input_tokenizer is b.input_tokenizer for a, b in steps] == [True]
+    with ThreadPoolExecutor(1) as thread:
+        (one, _), (other, _) = library._pair(), thread.submit(library._pair).result()
+    steps = [(a, b) for a, b in zip(one.steps, other.steps, strict=True) if hasattr(a, "input_tokenizer")]
+    assert one is not other
+    assert [a is b for a, b in steps] == [False]
+    assert [a.input_tokenizer is b.input_tokenizer for a, b in steps] == [True]
     fields = [asked(policy.spec, i) for i in range(4)]
     alone = [policy.prepare(**f).ready.tokens for f in fields]
     found: list[bool] = []

@@ -426,7 +426,7 @@ class Policy(BaseProcessor):
         }
 
     def _describe(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return {"prefix_cache": None}
 
 
 def _with_past(o: Observation, history: ObservationHistory, received: float) -> Observation:
@@ -486,9 +486,6 @@ class MonolithicPolicy(Policy):
 
     def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
         return "off", "", 1.0
-
-    def _describe(self) -> dict[str, Any]:
-        return {"prefix_cache": None}
 
 
 # -- tickets without a scheduler: for warming up, trials and replays ---------------------------------------------------

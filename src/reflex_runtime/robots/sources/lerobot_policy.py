@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import io
 import json
-import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -45,9 +44,9 @@ class Prepared(NamedTuple):
 class LoadedPolicy:
     """A policy of LeRobot on its device, with its processors.
 
-    Processors keep what they work on between their steps, and the postprocessor reads a state that the preprocessor
-    kept: so each call takes a pair that no other thread uses, also one that was given up. Pairs are copied as needed,
-    from one that is never used. Their tokenizer is one: a copy of π0's takes half a second and 360 MB.
+    Processors keep data between their steps, and the postprocessor reads a state that the preprocessor kept: so each
+    thread has a pair of its own, copied from one that is never used. Their tokenizer is one: a copy of π0's takes half
+    a second and 360 MB.
     """
 
     def __init__(
@@ -63,9 +62,7 @@ class LoadedPolicy:
             policy = _opened(path, device, name, config, kind)
         check_loaded(spec.source, path / WEIGHTS, policy)
         self.device, self.policy, self.config = name, policy, policy.config
-        self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._copying = threading.Lock()
-        self._beginning, self._tokenized = threading.Lock(), False
+        self._own, self._lock, self._tokenized = threading.local(), threading.Lock(), False
         self._relative = self._slopes()
 
     def prepare(self, observation: Observation) -> Prepared:
@@ -82,10 +79,12 @@ class LoadedPolicy:
         batch["task"] = observation.instruction
         if self.spec.observation_steps > 1:  # the batch axis is added to single observations only
             batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
-        with self._alone_at_first(), self._processors() as (pre, _), torch.inference_mode():
+        pre, _ = self._pair()
+        step = _relative_step(pre)
+        # A tokenizer changes with its first call, which tells it how to pad, and by none after it.
+        with nullcontext() if self._tokenized else self._lock, torch.inference_mode():
             made = pre(batch)
             self._tokenized = True
-            step = _relative_step(pre)
             return Prepared(made, None if step is None else step.get_cached_state())
 
     def on_device(self, batch: Batch) -> Batch:
@@ -118,29 +117,20 @@ class LoadedPolicy:
         return (slope[0, 0], added[0, 0]) if added.any() else None
 
     def _finished(self, actions: Any, state: Any) -> Floats:
-        with self._processors() as (pre, post), torch.inference_mode():
-            step = _relative_step(pre)
-            if step is not None and state is not None:
-                step._last_state = state
+        pre, post = self._pair()
+        step = _relative_step(pre)
+        if step is not None and state is not None:
+            step._last_state = state
+        with torch.inference_mode():
             return taken(post(actions))
 
-    def _alone_at_first(self) -> AbstractContextManager[Any]:
-        """A tokenizer changes with its first call, which tells it how to pad, and by none after it."""
-        return nullcontext() if self._tokenized else self._beginning
-
-    @contextmanager
-    def _processors(self) -> Iterator[tuple[Any, Any]]:
-        """(preprocessor, postprocessor) for this call alone."""
-        try:
-            pair = self._free.get_nowait()
-        except queue.Empty:
-            with self._copying:
-                # Together: the steps of one look at those of the other.
-                pair = copy.deepcopy((self.pre, self.post), _tokenizers(self.pre))
-        try:
-            yield pair
-        finally:
-            self._free.put(pair)
+    def _pair(self) -> tuple[Any, Any]:
+        """(preprocessor, postprocessor) of this thread."""
+        if not hasattr(self._own, "pair"):
+            with self._lock:  # together: the steps of one look at those of the other
+                self._own.pair = copy.deepcopy((self.pre, self.post), _tokenizers(self.pre))
+        pair: tuple[Any, Any] = self._own.pair
+        return pair
 
 
 def stacked_batch(batches: Sequence[Batch]) -> Batch:
@@ -148,9 +138,8 @@ def stacked_batch(batches: Sequence[Batch]) -> Batch:
     found: Batch = {}
     for name, first in batches[0].items():
         if isinstance(first, torch.Tensor) and name.startswith("observation."):
-            found[name] = torch.cat(
-                padded([batch[name] for batch in batches], 1) if first.ndim == 2 else [batch[name] for batch in batches]
-            )
+            tensors = [batch[name] for batch in batches]
+            found[name] = torch.cat(padded(tensors, 1) if first.ndim == 2 else tensors)
     return found
 
 
@@ -202,12 +191,20 @@ def _processors_of(path: Path, device: DeviceOptions, name: str) -> tuple[Any, A
 
 
 def _opened(path: Path, device: DeviceOptions, name: str, config: Any, kind: Any) -> Any:
-    policy = _loaded(kind, config, path)
+    """The policy with its weights, without those of others that the checkpoint's own would replace at once."""
+    if hasattr(config, "pretrained_backbone_weights"):
+        config.pretrained_backbone_weights = None  # torchvision would download them
+    if config.type == "smolvla" and config.load_vlm_weights:
+        config.load_vlm_weights = False  # 2 GB
+        policy = kind(config)
+        policy.model.vlm_with_expert.vlm.to(torch.bfloat16)  # as they would have come
+        policy = kind._load_as_safetensor(policy, str(path / WEIGHTS), config.device, False)
+    else:
+        policy = kind.from_pretrained(str(path), config=config)
     policy.to(name)
     if device.dtype != "stored" and not hasattr(config, "dtype"):
         policy.to(getattr(torch, device.dtype))
-    policy.eval().requires_grad_(False)
-    return policy
+    return policy.eval().requires_grad_(False)
 
 
 PAIRS: Final = {
@@ -254,18 +251,6 @@ def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
             )
         if (size := stats[name][key].numel()) != expected:
             raise ConfigError(f"{where}: the {key} of {name} has {size} numbers, expected {expected}")
-
-
-def _loaded(kind: Any, config: Any, path: Path) -> Any:
-    """The policy with its weights, without those of others that the checkpoint's own would replace at once."""
-    if hasattr(config, "pretrained_backbone_weights"):
-        config.pretrained_backbone_weights = None  # torchvision would download them
-    if config.type != "smolvla" or not config.load_vlm_weights:
-        return kind.from_pretrained(str(path), config=config)
-    config.load_vlm_weights = False  # 2 GB
-    policy = kind(config)
-    policy.model.vlm_with_expert.vlm.to(torch.bfloat16)  # as they would have come
-    return kind._load_as_safetensor(policy, str(path / WEIGHTS), config.device, False)
 
 
 def _tokenizers(pipeline: Any) -> dict[int, Any]:
