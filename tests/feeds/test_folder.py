@@ -170,7 +170,7 @@ def test_an_interrupted_directory_gives_no_more(pictures: Path) -> None:
 
 
 def test_results_name_the_file(pictures: Path) -> None:
-    out, sink = io.StringIO(), Collector()
+    out, sink = io.BytesIO(), Collector()
     lines = JsonLines(out)
     feed = Feed("cam", PictureFolder(pictures), sinks=[lines, sink], emit=Log())
     feed.start()
@@ -180,7 +180,7 @@ def test_results_name_the_file(pictures: Path) -> None:
     out.truncate(0)
     lines(Result(result.frame, "cam", None, 0.0))
     lines.close()
-    assert "file" not in out.getvalue()
+    assert b"file" not in out.getvalue()
 
 
 @pytest.mark.parametrize("setting", ["realtime", "loop", "hwaccel", "max_age_ms", "restarts", "read_timeout_s"])

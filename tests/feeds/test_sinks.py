@@ -111,13 +111,13 @@ def test_many_feeds_share_a_file_and_no_line_is_torn(tmp_path: Path) -> None:
 
 
 def test_one_feed_at_a_time_writes() -> None:
-    class Narrow(io.StringIO):
+    class Narrow(io.BytesIO):
         inside = crowded = 0
 
         def isatty(self) -> bool:
             return True  # every line at once
 
-        def write(self, text: str) -> int:
+        def write(self, text: bytes) -> int:
             self.inside += 1
             time.sleep(0)  # let others in, if they may
             self.crowded += self.inside > 1
@@ -157,17 +157,17 @@ def test_a_file_is_written_anew_and_after_a_close_it_goes_on(tmp_path: Path) -> 
 
 
 def test_a_stream_is_written_and_not_closed() -> None:
-    stream = io.StringIO()
+    stream = io.BytesIO()
     sink = JsonLines(stream, Clock())
     sink(result(0))
     sink(result(1))
-    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().count(b"\n") == 1
     sink.close()
-    assert stream.getvalue().count("\n") == 2
+    assert stream.getvalue().count(b"\n") == 2
 
 
 def test_a_terminal_sees_every_line_at_once() -> None:
-    class Terminal(io.StringIO):
+    class Terminal(io.BytesIO):
         def isatty(self) -> bool:
             return True
 
@@ -175,7 +175,7 @@ def test_a_terminal_sees_every_line_at_once() -> None:
     sink = JsonLines(stream, Clock())
     for i in range(3):
         sink(result(i))
-        assert stream.getvalue().count("\n") == i + 1
+        assert stream.getvalue().count(b"\n") == i + 1
 
 
 def test_a_full_disk_is_told_once() -> None:
@@ -188,8 +188,8 @@ def test_a_full_disk_is_told_once() -> None:
 
 
 def test_a_reader_that_left_is_told_once() -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
+    class Gone(io.BytesIO):
+        def write(self, text: bytes) -> int:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     sink = JsonLines(Gone(), Clock())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class ResultFiles:
         self.trace = JournalWriter(config.trace, groups) if config.trace else None
         self._results: JsonLines | None = None
         if config.results == "-":
-            self._results = JsonLines(ResultStream(output, gone))  # type: ignore[arg-type]
+            self._results = JsonLines(FileIO(output.fileno(), "w", closefd=False), gone=gone)
         elif config.results:
             self._results = JsonLines(config.results)
         self._videos: dict[str, Path] = {}
@@ -73,27 +73,6 @@ class ResultFiles:
         if written:
             logging.info("wrote %s", "; ".join(written))
         return whole
-
-
-class ResultStream:
-    """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left; the rest is dropped."""
-
-    def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
-        self._file, self._gone = stream.fileno(), gone
-        self.isatty = stream.isatty
-
-    def write(self, text: str) -> None:
-        data = memoryview(text.encode())
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            if error.errno != errno.EPIPE:
-                raise
-            self._gone()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,21 +102,26 @@ class JsonLines:
     """A line of JSON per result: feed, sequence, file if it is one of a directory, pts, latency_ms, value. Any number
     of feeds may share it.
 
-    target: a path, which is written anew (what is there is kept as PATH.1, see `files.create`), or a text stream, which
-    is not closed. Lines are written out at least every
-    second while results come, at the first result after a pause, and at `close`; to a terminal at once. After `close` a
-    further result opens the file again and is appended.
+    target: a path, which is written anew (what is there is kept as PATH.1, see `files.create`), or a binary stream,
+    which is not closed. gone: called in place of an error when the reader of a stream has left; the rest is dropped.
+    Lines are written out at least every second while results come, at the first result after a pause, and at `close`;
+    to a terminal at once. After `close` a further result opens the file again and is appended.
     lost: results that could not be written after the sink had failed.
     """
 
     FLUSH_S = 1.0
 
-    def __init__(self, target: str | os.PathLike[str] | IO[str], clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | IO[bytes],
+        clock: Clock = time.monotonic,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
         self._path = Path(target) if isinstance(target, (str, os.PathLike)) else None
         self._stream: Any = None if isinstance(target, (str, os.PathLike)) else target
         self._every = 0.0 if self._path is None and _is_terminal(self._stream) else self.FLUSH_S
         self._fresh = True  # this sink has not written to the file yet
-        self._clock = clock
+        self._clock, self._gone = clock, gone
         self._lock = threading.Lock()
         self._lines: list[bytes] = []
         self._flushed = -float("inf")
@@ -158,14 +163,13 @@ class JsonLines:
         if not lines:
             return
         try:
-            if self._path is None:
-                self._stream.write(b"".join(lines).decode())
-                self._stream.flush()
-                return
             if self._stream is None:
                 self._open()
             files.write_all(self._stream, b"".join(lines))
         except (OSError, ValueError) as error:  # ValueError: the stream was closed elsewhere
+            if isinstance(error, BrokenPipeError) and self._gone is not None:
+                self._gone()
+                return
             self._failed = True
             self.lost += len(lines)
             self._close_file()
