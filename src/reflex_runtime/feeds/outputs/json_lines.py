@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,36 +29,27 @@ NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
 _PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
 
 
-@dataclass(frozen=True, slots=True)
-class ResultRecord:
+class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A result without its picture, so that one that waits to be sent holds no frame.
 
-    pts: seconds in the stream, or None. latency_ms: from the frame's capture to its answer. value: as the stages left
-    it. file: the picture's name in a directory, or "".
+    file: the picture's name in a directory, or "". pts: seconds in the stream, or None. latency_ms: from the frame's
+    capture to its answer. value: as the stages left it.
     """
 
     feed: str
     sequence: int
+    file: str = ""
     pts: float | None
     latency_ms: float
     value: Any
-    file: str = ""
 
     def as_json(self) -> bytes:
         """One line, without its end. Arrays become lists, numbers that are not finite null, anything unknown its
         text."""
-        line = {
-            "feed": self.feed,
-            "sequence": self.sequence,
-            **({"file": self.file} if self.file else {}),
-            "pts": self.pts,
-            "latency_ms": self.latency_ms,
-            "value": self.value,
-        }
         try:
-            return _ENCODER.encode(line)
+            return _ENCODER.encode(self)
         except UnicodeEncodeError:  # half a pair of surrogates, such as in the name of a file
-            return json.dumps(msgspec.to_builtins(line, enc_hook=_plain)).encode()
+            return json.dumps(msgspec.to_builtins(self, enc_hook=_plain)).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -78,9 +68,11 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 def record_of(result: Result) -> ResultRecord:
     """What is written of a result."""
-    frame = result.frame
-    latency_ms = round(1e3 * result.latency, 3)
-    return ResultRecord(result.feed, frame.sequence, frame.pts, latency_ms, result.value, frame.file)
+    frame, latency_ms = result.frame, round(1e3 * result.latency, 3)
+    return ResultRecord(
+        feed=result.feed, sequence=frame.sequence, file=frame.file, pts=frame.pts, latency_ms=latency_ms,
+        value=result.value,
+    )  # fmt: skip
 
 
 def path_name(feed: str) -> str:
