@@ -18,7 +18,6 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.settings.policies import serving_group
 
 FIXED, MARGINAL = 0.020, 0.002  # seconds of a batch of n: FIXED + MARGINAL · n
 WAITING = 64
@@ -64,7 +63,7 @@ def _per_request(batches: int) -> float:
 
 def _next_batch(callers: int, rounds: int) -> float:
     """Seconds of `next_batch` a member, where so many callers come back together, by the settings of `reflex serve`."""
-    scheduler, now, spent = Scheduler([serving_group(ServeConfig(), "default")]), 0.0, 0.0
+    scheduler, now, spent = Scheduler([ServeConfig().group("default")]), 0.0, 0.0
     for turn in range(-100, rounds):  # the first ones teach it, and callers come together
         for i in range(callers):
             scheduler.submit(Request(client=i), now)

@@ -34,7 +34,6 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import AffineFit
 from reflex_runtime.run.coordinator import BatchConfig
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.report import Report, columns
 from reflex_runtime.sim.run import Affine, Noisy, Service, simulate
 from reflex_runtime.sim.workload import (
@@ -65,7 +64,7 @@ Switch = tuple[Any, str, Any]  # an object, a name of it, and what stands there 
 
 def served(**settings: Any) -> list[GroupConfig]:
     """What `reflex serve` schedules by."""
-    return [serving_group(ServeConfig(**settings), "default")]
+    return [ServeConfig(**settings).group("default")]
 
 
 def short(budget_ms: float = 100.0) -> list[GroupConfig]:
@@ -81,7 +80,7 @@ def of_feeds() -> list[GroupConfig]:
 
 
 def of_tenants() -> list[GroupConfig]:
-    return [serving_group(ServeConfig(), name, tenant=name) for name in ("one", "two")]
+    return [ServeConfig().group(name, tenant=name) for name in ("one", "two")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal import WarmUpLine
-from reflex_runtime.settings.policies import ServeConfig, serving_group
+from reflex_runtime.settings.policies import ServeConfig
 from reflex_runtime.sim.recorded import teach
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Affine, Noisy, Run, simulate
@@ -292,7 +292,7 @@ def _owners(robots: int, names: Sequence[str]) -> Counter[str]:
 def _scheduler(plan: FleetPlan) -> Scheduler:
     hold = None if plan.hold == inf else plan.hold * 1e3
     serve = ServeConfig(max_batch_cost_ms=plan.max_batch_cost * 1e3, batch_timeout_ms=hold)
-    scheduler = Scheduler([serving_group(serve, "default")])
+    scheduler = Scheduler([serve.group("default")])
     sizes = [("", n, plan.device.of(n)) for n in (1, 2, 4)] * 3
     warm = WarmUpLine("default", "", "", 1.0, sizes, [])  # as a server warms up
     teach(scheduler.cost_model("default"), "default", warm)

@@ -15,7 +15,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.coordinator import BatchConfig
-from reflex_runtime.settings.policies import ServeConfig, serving_group
+from reflex_runtime.settings.policies import ServeConfig
 from reflex_runtime.sim import Affine
 
 Decider: TypeAlias = Any  # a `Scheduler`, or what has the methods of one that `simulate` calls
@@ -78,7 +78,7 @@ class Rule:
 
 
 def _window(s: Setting) -> Decider:
-    return Scheduler([serving_group(s.serve, "default")])
+    return Scheduler([s.serve.group("default")])
 
 
 def _by_cost(s: Setting) -> Decider:
@@ -114,7 +114,7 @@ def _unheld(s: Setting) -> Decider:
 
 
 def _unplanned(s: Setting) -> Decider:
-    group = serving_group(replace(s.serve, max_batch_cost_ms=s.max_batch_cost * 1e3), "default")
+    group = replace(s.serve, max_batch_cost_ms=s.max_batch_cost * 1e3).group("default")
     return Scheduler([replace(group, controller=None)])
 
 

@@ -22,7 +22,7 @@ from .test_scheduling import IN_FLIGHT, WAITING, plugged
 
 
 def group(**settings: Any) -> Any:
-    return FunctionsConfig(**settings).group("f", 1.0, True)
+    return FunctionsConfig(**settings).group("f")
 
 
 def test_h10_options_of_functions_need_only_options_of_functions() -> None:

@@ -55,7 +55,9 @@ class FunctionServer(BatchServer):
         self.series = FunctionSeries(list(self.functions))
         super().__init__(config, self.series, self.series.registry, parent)
         alone = len(functions) == 1
-        groups = [config.group(served.name, served.weight, alone) for served in functions]
+        groups = [
+            config.group(served.name, weight=served.weight, tenant="" if alone else served.name) for served in functions
+        ]
         self.batcher = Batcher(
             {served.name: served.processor for served in functions}, groups, self.audience, config.watchdog_s,
             on_fatal=on_lost, brief=config.brief_ms / 1e3, on_stuck=leave_stuck,

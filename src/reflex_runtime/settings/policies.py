@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any
 
 from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError
@@ -24,16 +23,110 @@ _ZMQ_ADDRESS = r"tcp://(localhost|127(\.[0-9]{1,3}){3}|\[::1\]):(?P<port>[0-9]{1
 
 
 @dataclass(frozen=True)
-class ServeConfig(ServerConfig):
-    """The settings of `reflex serve` for a policy."""
+class DeviceConfig(ServerConfig):
+    """The settings that servers of policies and of functions share: those of a device, its batches and its queue."""
 
     provider: str = option("cpu", "cpu, cuda or an ONNX Runtime provider name", group="what is served")
     threads: int = option(1, "threads of the model per call", low=1, high=256)
+    replicas: int = option(1, "worker processes on one port, each with a copy of the policy", low=1, high=64)
+    devices: str = option("", "a worker for each device, such as cuda:0,cuda:1", metavar="DEVICES")
+    max_concurrent: int = option(
+        0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000, group="listening and trust"
+    )
+    oip_grpc: str = option(
+        "", "serve OIP (Triton, KServe) over gRPC; beyond loopback with --api-key", metavar="HOST:PORT"
+    )
+    max_batch_cost_ms: float | None = option(
+        None,
+        "most predicted device time of a batch; by default 100, or sixteen times the model's fixed part if that is "
+        "more (twice beside other policies)",
+        low=10,
+        high=10_000,
+        unit="ms",
+        group="batching",
+    )
+    batch_timeout_ms: float | None = option(
+        None,
+        "longest wait of a free device for clients that are due; by default as long as a batch may take; 0: never",
+        low=0,
+        high=1000,
+        unit="ms",
+    )
+    max_batch_size: int = option(256, "most requests in a batch", low=1, high=4096)
+    brief_ms: float = option(
+        0.3, "batches proven to be this brief run on the event loop; 0: none", low=0, high=5, unit="ms"
+    )
+    deadline_ms: float = option(
+        0.0,
+        "time limit of requests without one; 0 is none",
+        low=0,
+        high=600_000,
+        unit="ms",
+        group="deadlines and queue",
+    )
+    max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_queue_s: float = option(
+        2.0,
+        "most predicted device time that waits per slot, without background; beyond it 503 queue_full; 0 is no limit",
+        low=0,
+        high=3600,
+        unit="s",
+    )
+    max_in_flight_per_client: int = option(
+        0, "most unanswered requests per robot; beyond it 429; 0 is off", low=0, high=100_000
+    )
+    watchdog_s: float = option(
+        10.0, "give up a batch that runs longer; 0 is off", low=0, high=3600, unit="s", group="faults and the end"
+    )
+    drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
+    trace: str = option("", "write every batch to FILE, for reflex trace", metavar="FILE", group="recording and trace")
+    record: str = option("", "write every request and answer to DIR, for reflex replay and report", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_address("oip_grpc", self.oip_grpc)
+
+    def group(
+        self, name: str, cost: Callable[..., CostModel] = TimeCost, weight: float = 1.0, tenant: str = ""
+    ) -> GroupConfig:
+        """How the scheduler treats the requests of a policy or function, in `reflex serve` and in what simulates it.
+
+        weight, tenant: where there are several.
+        """
+        budget = None if self.max_batch_cost_ms is None else self.max_batch_cost_ms / 1e3
+        hold = inf if self.batch_timeout_ms is None else self.batch_timeout_ms / 1e3
+        flush = FlushPolicy.window(budget, hold, self.max_batch_size)
+        if budget is None:
+            flush = replace(flush, times_fixed=self._times_fixed(alone=not tenant))
+        return GroupConfig(
+            name=name,
+            flush=flush,
+            capacity=self.max_queue,
+            max_queued_seconds=self.max_queue_s or inf,
+            max_in_flight_per_client=self.max_in_flight_per_client,
+            weight=weight,
+            tenant=tenant,
+            cost=cost,
+            controller=Planner(),
+        )
+
+    def _times_fixed(self, alone: bool) -> float:
+        """How many times its fixed part a batch may take. alone: no other one would wait for it."""
+        if 0.0 < self.watchdog_s < WATCHED * Planner.LONGEST:
+            return 0.0
+        return TIMES_FIXED if alone else Planner.SHARED
+
+
+@dataclass(frozen=True)
+class ServeConfig(DeviceConfig):
+    """The settings of `reflex serve` for a policy."""
+
     dtype: str = option(
         "stored",
         "number format; by default that of the file",
         choices=("stored", "float32", "bfloat16", "float16"),
         needs="a model in PyTorch",
+        group="what is served",
     )
     compile: bool = option(False, "torch.compile; the warm-up takes minutes", needs="a model in PyTorch")
     cuda_graphs: str = option(
@@ -42,8 +135,6 @@ class ServeConfig(ServerConfig):
         metavar="SIZES",
         bare="1,2,4,8,16,32",
     )
-    replicas: int = option(1, "worker processes on one port, each with a copy of the policy", low=1, high=64)
-    devices: str = option("", "a worker for each device, such as cuda:0,cuda:1", metavar="DEVICES")
     robot_id: str = option("", "name of this server's robot, for /health")
     default_prompt: str | None = option(
         None, "instruction of requests without one (an empty one is one)", needs="a policy that takes an instruction"
@@ -76,36 +167,17 @@ class ServeConfig(ServerConfig):
     guard: str = option(
         "", "limits on a ramp and after a hot swap; beyond them roll back", metavar="p99=150ms,error=1%"
     )
-    max_concurrent: int = option(
-        0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000, group="listening and trust"
-    )
     gr00t: str = option(
-        "", "serve GR00T's clients on this ZeroMQ address (loopback only)", metavar="tcp://127.0.0.1:5555"
+        "",
+        "serve GR00T's clients on this ZeroMQ address (loopback only)",
+        metavar="tcp://127.0.0.1:5555",
+        group="listening and trust",
     )
     gr00t_config: str = option(
         "n1.6", "release whose form get_modality_config has", choices=("n1.6", "n1.5"), needs="gr00t"
     )
-    oip_grpc: str = option(
-        "", "serve OIP (Triton, KServe) over gRPC; beyond loopback with --api-key", metavar="HOST:PORT"
-    )
     lerobot: str = option("", "serve LeRobot's clients over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
-    max_batch_cost_ms: float | None = option(
-        None,
-        "most predicted device time of a batch; by default 100, or sixteen times the model's fixed part if that is "
-        "more (twice beside other policies)",
-        low=10,
-        high=10_000,
-        unit="ms",
-        group="batching",
-    )
-    batch_timeout_ms: float | None = option(
-        None,
-        "longest wait of a free device for clients that are due; by default as long as a batch may take; 0: never",
-        low=0,
-        high=1000,
-        unit="ms",
-    )
-    max_batch_size: int = option(256, "most requests in a batch", low=1, high=4096, unless="deterministic")
+    max_batch_size: int = again(DeviceConfig, "max_batch_size", 256, unless="deterministic")
     deterministic: int = option(
         0,
         "rows of every call, filled up with copies, so that answers do not depend on what shares the batch; without "
@@ -114,35 +186,16 @@ class ServeConfig(ServerConfig):
         high=256,
         metavar="ROWS",
         bare="8",
+        group="batching",
     )
     cost_model: str = option(
         "affine",
         "prediction of batch time: a fixed and a marginal part, or the median of time / size",
         choices=("affine", "median"),
     )
-    brief_ms: float = option(
-        0.3, "batches proven to be this brief run on the event loop; 0: none", low=0, high=5, unit="ms"
-    )
     max_batch: int = option(1, "ignored, for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
-    deadline_ms: float = option(
-        0.0,
-        "time limit of requests without one; 0 is none",
-        low=0,
-        high=600_000,
-        unit="ms",
-        group="deadlines and queue",
-    )
-    max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
-    max_queue_s: float = option(
-        2.0,
-        "most predicted device time that waits per slot, without background; beyond it 503 queue_full; 0 is no limit",
-        low=0,
-        high=3600,
-        unit="s",
-    )
-    latest_only: bool = option(False, "a robot's newer request replaces its waiting one (409 superseded)")
-    max_in_flight_per_client: int = option(
-        0, "most unanswered requests per robot; beyond it 429; 0 is off", low=0, high=100_000
+    latest_only: bool = option(
+        False, "a robot's newer request replaces its waiting one (409 superseded)", group="deadlines and queue"
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
     slo_mode: str = option(
@@ -172,11 +225,12 @@ class ServeConfig(ServerConfig):
         high=1000,
         needs="prefix_cache_mb",
     )
-    watchdog_s: float = option(
-        10.0, "give up a batch that runs longer; 0 is off", low=0, high=3600, unit="s", group="faults and the end"
-    )
     max_consecutive_crashes: int = option(
-        5, "crashed batches in a row until the slot is degraded; 0 is off", low=0, high=10_000
+        5,
+        "crashed batches in a row until the slot is degraded; 0 is off",
+        low=0,
+        high=10_000,
+        group="faults and the end",
     )
     probe_cooldown_s: float = option(
         30.0,
@@ -186,14 +240,12 @@ class ServeConfig(ServerConfig):
         unit="s",
         needs="max_consecutive_crashes",
     )
-    drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
-    trace: str = option("", "write every batch to FILE, for reflex trace", metavar="FILE", group="recording and trace")
-    record: str = option("", "write every request and answer to DIR, for reflex replay and report", metavar="DIR")
     record_images: str = option(
         "hash_only",
         "what is recorded of images; a replay of a model that sees them needs full",
         choices=("full", "hash_only", "none"),
         needs="record",
+        group="recording and trace",
     )
     record_no_gzip: bool = option(False, "do not compress recordings", needs="record")
     record_max_mb: int = option(
@@ -216,8 +268,14 @@ class ServeConfig(ServerConfig):
                 "(from elsewhere: ssh -L 5555:127.0.0.1:5555 HOST), and a port up to 65535"
             )
             raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
-        check_address("oip_grpc", self.oip_grpc)
         check_address("lerobot", self.lerobot)
+
+    def group(
+        self, name: str, cost: Callable[..., CostModel] = TimeCost, weight: float = 1.0, tenant: str = ""
+    ) -> GroupConfig:
+        found = super().group(name, partial(cost, affine=self.cost_model == "affine"), weight, tenant)
+        flush = replace(found.flush, max_batch_size=self.deterministic or self.max_batch_size)
+        return replace(found, flush=flush, latest_only=self.latest_only)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
@@ -272,90 +330,12 @@ class PolicyAsked:
             raise (ConfigError(self.where + error.message) if self.where else error) from None
 
 
-def serving_group(
-    config: ServeConfig,
-    name: str,
-    cost: Callable[..., CostModel] = TimeCost,
-    weight: float = 1.0,
-    tenant: str = "",
-) -> GroupConfig:
-    """How the scheduler treats a policy's requests: the one constructor for `reflex serve` and for what simulates it.
-
-    weight, tenant: of the policy, where there are several.
-    """
-    budget = None if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
-    hold = inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3
-    flush = FlushPolicy.window(budget, hold, config.deterministic or config.max_batch_size)
-    if budget is None:
-        flush = replace(flush, times_fixed=_times_fixed(config, alone=not tenant))
-    return GroupConfig(
-        name=name,
-        flush=flush,
-        capacity=config.max_queue,
-        max_queued_seconds=config.max_queue_s or inf,
-        max_in_flight_per_client=config.max_in_flight_per_client,
-        weight=weight,
-        tenant=tenant,
-        latest_only=config.latest_only,
-        cost=partial(cost, affine=config.cost_model == "affine"),
-        controller=Planner(),
-    )
-
-
-def _times_fixed(config: ServeConfig, alone: bool) -> float:
-    """How many times its fixed part a batch may take. alone: whether there is no other policy, which would wait for
-    it."""
-    if 0.0 < config.watchdog_s < WATCHED * Planner.LONGEST:
-        return 0.0
-    return TIMES_FIXED if alone else Planner.SHARED
-
-
-# -- functions and ONNX models: what policies have that is of a device and a queue -------------------------------------
-
-
-def _same(name: str, group: str = "") -> Any:
-    """The option of policies, without what only theirs need. group: its heading, where it begins one."""
-    return again(ServeConfig, name, ServeConfig.__dataclass_fields__[name].default, group=group, needs="", unless="")
-
-
-_SCHEDULED = (
-    "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "max_queue", "max_queue_s", "max_in_flight_per_client",
-    "watchdog_s",
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
-class FunctionsConfig(ServerConfig):
-    """The settings of `reflex serve python:module:function`."""
+class FunctionsConfig(DeviceConfig):
+    """The settings of `reflex serve python:module:function`, and of an ONNX model."""
 
-    provider: str = _same("provider", "what is served")
-    threads: int = _same("threads")
-    replicas: int = _same("replicas")
-    devices: str = _same("devices")
     weight: tuple[str, ...] = option(
-        (), "a function's share of the device's time; 1 by default", metavar="NAME=NUMBER", repeat=True
-    )
+        (), "a function's share of the device's time; 1 by default", metavar="NAME=NUMBER", repeat=True,
+        group="what is served",
+    )  # fmt: skip
     reload: bool = option(False, "start again when a Python file in this directory changes")
-    oip_grpc: str = _same("oip_grpc", "listening and trust")
-    max_concurrent: int = _same("max_concurrent")
-    max_batch_cost_ms: float | None = _same("max_batch_cost_ms", "batching")
-    batch_timeout_ms: float | None = _same("batch_timeout_ms")
-    max_batch_size: int = _same("max_batch_size")
-    brief_ms: float = _same("brief_ms")
-    deadline_ms: float = _same("deadline_ms", "deadlines and queue")
-    max_queue: int = _same("max_queue")
-    max_queue_s: float = _same("max_queue_s")
-    max_in_flight_per_client: int = _same("max_in_flight_per_client")
-    watchdog_s: float = _same("watchdog_s", "faults and the end")
-    drain_timeout_s: float = _same("drain_timeout_s")
-    trace: str = _same("trace", "recording and trace")
-    record: str = _same("record")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_address("oip_grpc", self.oip_grpc)
-
-    def group(self, name: str, weight: float, alone: bool) -> GroupConfig:
-        """How the scheduler treats a function's requests. alone: whether it is the only one."""
-        same = ServeConfig(**{setting: getattr(self, setting) for setting in _SCHEDULED})
-        return serving_group(same, name, weight=weight, tenant="" if alone else name)

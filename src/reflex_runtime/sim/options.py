@@ -10,7 +10,6 @@ from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.settings.declare import again, did_you_mean, one_line, option, validate
-from reflex_runtime.settings.policies import serving_group
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Affine, Noisy, simulate
 from reflex_runtime.sim.workload import (
@@ -86,7 +85,7 @@ def simulated(config: SimulateConfig) -> Report:
         max_batch_size=config.max_batch_size,
     )
     done = simulate(
-        Scheduler([serving_group(serve, "default")]),
+        Scheduler([serve.group("default")]),
         _workload(config),
         Noisy(Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3), config.noise),
         duration=config.duration_s,

@@ -23,7 +23,7 @@ from reflex_runtime.observe.trace_context import within
 from reflex_runtime.run.audience import Audience, Sink
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.settings import FunctionsConfig, ServeConfig
+from reflex_runtime.settings import DeviceConfig
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import cancelled_by
 from reflex_runtime.web.errors import TooManyRequests, known
@@ -49,7 +49,7 @@ class BatchServer(Host):
     batcher: Batcher
 
     def __init__(
-        self, config: ServeConfig | FunctionsConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None
+        self, config: DeviceConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None
     ) -> None:
         super().__init__()
         self._config, self.parent = config, parent

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.settings import FunctionsConfig, ServeConfig
+from reflex_runtime.settings import DeviceConfig
 from reflex_runtime.settings.declare import Places, flag, one_line
 from reflex_runtime.settings.read import environment
 
@@ -18,7 +18,7 @@ _MOST: Final = 64
 _LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
 
 
-def devices_of(config: ServeConfig | FunctionsConfig, places: Places) -> list[str]:
+def devices_of(config: DeviceConfig, places: Places) -> list[str]:
     """The device of each replica, "" for that of --provider; one where there are no replicas. ConfigError if the
     options contradict each other."""
     if not config.devices:
@@ -46,7 +46,7 @@ def devices_of(config: ServeConfig | FunctionsConfig, places: Places) -> list[st
     return devices
 
 
-def _listeners_of(config: ServeConfig | FunctionsConfig, number: int) -> dict[str, str]:
+def _listeners_of(config: DeviceConfig, number: int) -> dict[str, str]:
     """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
     has ports of its own, one after the other. A port 0 is any free one."""
     found = {}
@@ -61,7 +61,7 @@ def _listeners_of(config: ServeConfig | FunctionsConfig, number: int) -> dict[st
 
 
 def settings_of(
-    config: ServeConfig | FunctionsConfig, devices: Sequence[str], number: int
+    config: DeviceConfig, devices: Sequence[str], number: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What one worker has of its own: settings (its device, files and ports), and environment."""
     if len(devices) == 1:

@@ -34,7 +34,6 @@ from reflex_runtime.run.modules import told
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.processor import Processor, may_run_anywhere
 from reflex_runtime.settings import ServeConfig
-from reflex_runtime.settings.policies import serving_group
 
 log = logging.getLogger("reflex.server")
 
@@ -228,7 +227,7 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0
             gap_chance=GAP_CHANCE,
             cost=partial(cost, affine=config.cost_model == "affine"),
         )
-    return serving_group(config, policy.slot, cost, weight, tenant)
+    return config.group(policy.slot, cost, weight, tenant)
 
 
 def check_alike(specs: Mapping[str, PolicySpec]) -> None:
