@@ -19,7 +19,9 @@ has together is bounded here in parts:
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -113,6 +115,19 @@ StreamMethod = Callable[[GrpcCall, AsyncIterator[bytes]], Awaitable[bytes]]
 """Answers several messages with one."""
 
 
+def check_free(address: str) -> None:
+    """OSError where an address is taken or may not be used. gRPC would log that in a line of its own."""
+    host, _, port = address.rpartition(":")
+    for family, kind, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(place)
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise  # anything else is of one of several addresses, such as IPv6 where there is none
+
+
 def _add_port(server: Any, address: str, settings: ServerConfig) -> Any:
     """The port; with the TLS of HTTP."""
     if not settings.ssl_certfile:
@@ -146,6 +161,7 @@ class GrpcListener:
             maximum_concurrent_rpcs=min(settings.max_connections, max(1, app.bodies.most // WINDOW)),
         )
         try:
+            check_free(address)
             port = _add_port(self._server, address, settings)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) else "is it in use?"
