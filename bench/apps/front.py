@@ -21,8 +21,8 @@ from reflex_runtime.web.supervisor import bind
 def main() -> None:
     """Serve until a signal."""
     command = [sys.executable, "-m", "bench.apps.runtime_process"]
-    workers = WorkersConfig(1, lambda number: spawned(command), lambda config, number, restarts: {})
-    config = LLMServeConfig(served_model_name="toy")
+    workers = WorkersConfig(lambda number: spawned(command), lambda config, number, restarts: {})
+    config = LLMServeConfig(served_model_name="toy", workers=1)
     make = serving(ModelPlan("toy", config), opened(workers, ByteTokenizer()))
     status, clean = serve(make, [bind("127.0.0.1", int(sys.argv[1]))], config)
     os._exit(status if clean else 1)

@@ -18,9 +18,19 @@ from tokenizers import Tokenizer as Core
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.engine.logits_processors import Constraints
-from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ThoughtParser
+from reflex_runtime.llm.engine.output_parsers import (
+    AWKWARD,
+    FORMS,
+    TRIED,
+    PartReader,
+    Thought,
+    ThoughtParser,
+    Tool,
+    ToolCall,
+    ToolParser,
+    forced,
+)
 from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer, in_thought
-from reflex_runtime.llm.engine.tool_calls import AWKWARD, FORMS, TRIED, Tool, ToolCall, ToolParser, forced
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</think>"]
 MARKS = ["<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]  # special ones, too

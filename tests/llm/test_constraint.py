@@ -17,10 +17,10 @@ from reflex_runtime.ipc.messages import Constraint, ScoredToken
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine import form_check, logits_processors
 from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher, Shaping, check_constraint
+from reflex_runtime.llm.engine.output_parsers import FORMS, Tool, forced
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-from reflex_runtime.llm.engine.tool_calls import FORMS, Tool, forced
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
 YES = Constraint("choice", json.dumps(["yes", "no"]))

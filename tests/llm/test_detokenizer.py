@@ -17,9 +17,8 @@ from tokenizers import Tokenizer as Core
 
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.ipc.streams import OutputStream
-from reflex_runtime.llm.api.answers import Answer
-from reflex_runtime.llm.api.expand import echoes
-from reflex_runtime.llm.api.replies import ReplyContext
+from reflex_runtime.llm.api.answers import Answer, ReplyContext
+from reflex_runtime.llm.api.completions import echoes
 from reflex_runtime.llm.api.requests import chat, completion
 from reflex_runtime.llm.engine.detokenizer import overlap
 from reflex_runtime.llm.engine.sequence import Sequence

@@ -22,9 +22,8 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import EngineConfig, LLMEngine, RequestOutput, SamplingParams, trace_batches
-from reflex_runtime.llm.engine.processor import flatten
+from reflex_runtime.llm.engine.processor import flatten, invariants
 from reflex_runtime.llm.engine.sequence import Sequence
-from reflex_runtime.llm.engine.series import invariants
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
 from thinned import thinned

@@ -12,7 +12,7 @@ from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.engine.series import INVARIANTS, SHORT_OF, EngineSeries
+from reflex_runtime.llm.engine.processor import INVARIANTS, SHORT_OF, EngineSeries
 
 
 class Metered:

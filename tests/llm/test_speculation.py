@@ -21,8 +21,8 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, 
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
+from reflex_runtime.llm.engine.processor import invariants
 from reflex_runtime.llm.engine.sequence import RequestOutput
-from reflex_runtime.llm.engine.series import invariants
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner, Step

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.engine.tool_calls import FORMS, Tool, ToolCall, ToolParser, forced
+from reflex_runtime.llm.engine.output_parsers import FORMS, Tool, ToolCall, ToolParser, forced
 
 KNOWN = [Tool("move", {"type": "object", "properties": {"why": {"type": "string"}}}), Tool("stop", {"type": "object"})]
 MOVE = {"name": "move", "arguments": {"x": 1, "why": "für {dich} </tool_call"}}

@@ -157,7 +157,6 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(
-        count=plan.config.workers,
         spawn=lambda number: spawned(command, env=gpu_of(plan.config, number)),
         options=settings_of,
         batcher=batcher,

@@ -13,14 +13,13 @@ from urllib.parse import unquote
 
 from reflex_runtime.llm.api import messages, responses, tokenize
 from reflex_runtime.llm.api import requests as wire
-from reflex_runtime.llm.api.answers import Answer
+from reflex_runtime.llm.api.answers import Answer, ModelApi
 from reflex_runtime.llm.api.completions import CompletionHandler, read_body
-from reflex_runtime.llm.api.errors import error_body, error_form
+from reflex_runtime.llm.api.fields import error_body, error_form
 from reflex_runtime.llm.api.messages import FORM, MessageAnswer
 from reflex_runtime.llm.api.openapi import document
-from reflex_runtime.llm.api.replies import ModelApi
 from reflex_runtime.llm.api.responses import ResponseAnswer
-from reflex_runtime.llm.server.lifecycle import ServerState, watchers_of
+from reflex_runtime.llm.server.lifecycle import ServerState
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.observe import metrics
 from reflex_runtime.version import __version__
@@ -71,7 +70,7 @@ class ModelServer:
             Route("/version", self._version, open=True),
             *document_routes(self._document),
             Route("/status", self._status, operators=True),
-            *dashboard_routes(watchers_of(state)),
+            *dashboard_routes(state.watchers),
         ]
         card = self._one = Route(MODELS + "/{id}", self._card)
         self.app = App(

@@ -15,7 +15,7 @@ from late import Late
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine import logits_processors
-from reflex_runtime.llm.engine.tool_calls import FORMS
+from reflex_runtime.llm.engine.output_parsers import FORMS
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from serving.openai_toy import Model, Speaker, Toy
 

@@ -77,10 +77,9 @@ class Fleet(Toy):
         options: Callable[[LLMServeConfig, int, int], dict[str, Any]] = lambda config, number, restarts: {},
         **config: Any,
     ) -> None:
-        super().__init__(**config)
+        super().__init__(workers=count, **config)
         self.workers: Workers | None = None
         self._made = WorkersConfig(
-            count,
             lambda number: forked({**os.environ, "TOY_STEP_MS": str(step_ms)}),
             options,
             batcher or GenerateBatcherConfig(),

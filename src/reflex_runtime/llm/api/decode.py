@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from reflex_runtime.llm.api.errors import BadRequest
-from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, F, FieldTable
+from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, BadRequest, F, FieldTable
 from reflex_runtime.web.fields import is_json, printable, suggestion
 
 MOST_MESSAGES = 10_000
@@ -30,7 +29,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
-_PROMPT = msgspec.json.Decoder(str | list[Any])
+_TEXTS = msgspec.json.Decoder(str | list[str])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
 
@@ -146,65 +145,53 @@ def _invalid(text: str, kind: type[msgspec.Struct], inside: str = "") -> BadRequ
     return BadRequest(told, printable(param) or None)
 
 
-def prompts_of(sent: msgspec.Raw) -> list[str | list[int]]:
+def prompts_of(sent: msgspec.Raw) -> list[str] | list[list[int]]:
     """One text, several, token ids, or several lists of them."""
     raw = bytes(sent)
-    if len(raw) > PIECE and b'"' not in raw:
-        return _many_ids(raw)
+    found: list[str] | list[list[int]]
     try:
-        prompt = _PROMPT.decode(raw)
-    except msgspec.ValidationError as error:
-        plain = _PATH.sub("", str(error))
-        raise BadRequest(f"prompt: {plain[:1].lower()}{plain[1:]}", "prompt") from None
-    if isinstance(prompt, str):
-        found: list[str | list[int]] = [prompt]
-    elif prompt and all(type(token) is int for token in prompt):
-        found = [prompt]
-    else:
-        found = list(prompt)
+        if b'"' in raw:
+            said = _TEXTS.decode(raw)
+            found = [said] if isinstance(said, str) else said
+        else:
+            found = _token_lists(raw)
+    except msgspec.DecodeError:
+        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
     if not 1 <= len(found) <= MOST_PROMPTS:
         raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
-    kind = type(found[0])
     for i, one in enumerate(found):
-        where = f"prompt[{i}]" if len(found) > 1 else "prompt"
-        if type(one) is not kind or not isinstance(one, (str, list)):
-            raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
-        if isinstance(one, list) and not all(type(token) is int for token in one):
-            raise BadRequest(f"{where}: token ids must be whole numbers", where)
         if not one:
+            where = f"prompt[{i}]" if len(found) > 1 else "prompt"
             raise BadRequest(f"{where}: is empty; at least one token is needed", where)
     return found
 
 
-def _many_ids(raw: bytes) -> list[str | list[int]]:
+def _token_lists(raw: bytes) -> list[list[int]]:
     """Token ids, or lists of them, of which there may be too many to be decoded at once."""
-    lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
-    if tokens > MOST_TOKENS:
-        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
+    lists = raw.count(b"[") - 1
     if lists > MOST_PROMPTS:
         raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
-    try:
-        parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
-        found: list[str | list[int]] = [_ids(part) for part in parts]
-    except msgspec.DecodeError:
-        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
-    if [] in found:
-        where = f"prompt[{found.index([])}]" if len(found) > 1 else "prompt"
-        raise BadRequest(f"{where}: is empty; at least one token is needed", where)
-    return found
+    _check_tokens(raw, "prompt")
+    return [_ids(bytes(part)) for part in _LISTS.decode(raw)] if lists > 0 else [_ids(raw)]
+
+
+def _check_tokens(raw: bytes, name: str) -> None:
+    if (tokens := raw.count(b",") + 1) > MOST_TOKENS:
+        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
 
 
 def token_ids(raw: bytes, name: str) -> list[int]:
     """A list of token ids, of which there may be too many to be decoded at once. name: of its field."""
-    if (tokens := raw.count(b",") + 1) > MOST_TOKENS:
-        raise BadRequest(f"{name}: holds {tokens} tokens, at most {MOST_TOKENS} are taken", name)
+    _check_tokens(raw, name)
     try:
-        return _IDS.decode(raw) if len(raw) <= PIECE else _ids(raw)
+        return _ids(raw)
     except msgspec.DecodeError as error:
         raise BadRequest(f"{name}: must be a list of token ids. {error}".rstrip(". "), name) from None
 
 
 def _ids(raw: bytes) -> list[int]:
+    if len(raw) <= PIECE:
+        return _IDS.decode(raw)
     found: list[int] = []
     at, end = raw.find(b"[") + 1, raw.rfind(b"]")
     if not at or end < 0:

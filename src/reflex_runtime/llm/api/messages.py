@@ -14,13 +14,14 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
+from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.decode import decode, functions_of
-from reflex_runtime.llm.api.errors import BadRequest, error_form, renamed, told
-from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
+from reflex_runtime.llm.api.fields import BadRequest, error_form, renamed, told
+from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.llm.engine.tool_calls import ToolCall
 from reflex_runtime.web.fields import Whole, encode
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -140,8 +141,8 @@ TOOL: Final = wire.FieldTable(
 )
 
 
-def message(body: bytes, defaults: requests.DefaultsOf = requests.no_defaults) -> requests.CompletionRequest:
-    """POST /v1/messages, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+def message(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.CompletionRequest:
+    """POST /v1/messages, or the BadRequest that names what is wrong."""
     fields, hints = decode(MESSAGE, body)
     conversation, tools, more = _conversation(fields)
     common = wire.CommonFields(

@@ -11,8 +11,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from reflex_runtime.llm.api import answers, messages, responses, tokenize
+from reflex_runtime.llm.api import answers as openai
 from reflex_runtime.llm.api import fields as wire
+from reflex_runtime.llm.api import messages, responses, tokenize
 from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.openapi import PAGES, TEXT, Operation, content, described, ref, schemas_of
 from reflex_runtime.web.request import Route
@@ -55,52 +56,20 @@ class MessageError(msgspec.Struct):
     request_id: str
 
 
-class AnswerPart(msgspec.Struct):
-    """An item of a response, a block of a message. What else it says depends on its type."""
-
-    type: str
+class TextAnswer(openai.Body):
+    choices: list[openai.TextChoice]
 
 
-class Spent(msgspec.Struct):
-    input_tokens: int
-    output_tokens: int
-
-
-class ResponseBody(msgspec.Struct):
-    id: str
-    object: Literal["response"]
-    created_at: float
-    status: Literal["completed", "incomplete"]
-    model: str
-    output: list[AnswerPart]
-    usage: Spent
-
-
-class MessageBody(msgspec.Struct):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[AnswerPart]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-    stop_sequence: str | None
-    usage: Spent
-
-
-class TextAnswer(answers.Body):
-    choices: list[answers.TextChoice]
-
-
-class ChatAnswer(answers.Body):
-    choices: list[answers.ChatChoice]
+class ChatAnswer(openai.Body):
+    choices: list[openai.ChatChoice]
 
 
 class _Post(NamedTuple):
-    """last: of a stream, its last event. tool: a function among its tools."""
+    """answer: where it is made of structs. last: of a stream, its last event. tool: a function among its tools."""
 
     summary: str
     body: wire.FieldTable[Any]
-    answer: type[msgspec.Struct]
+    answer: type[msgspec.Struct] | None
     last: str = ""
     tool: wire.FieldTable[Any] | None = None
 
@@ -109,10 +78,10 @@ _POSTS: Final = {
     "/v1/completions": _Post("Text goes on", wire.TEXT, TextAnswer, "[DONE]"),
     "/v1/chat/completions": _Post("A conversation goes on", wire.CHAT, ChatAnswer, "[DONE]", wire.TOOL),
     responses.PATH: _Post(
-        "A response to a conversation", responses.RESPONSE, ResponseBody, "response.completed", responses.TOOL
+        "A response to a conversation", responses.RESPONSE, None, "response.completed", responses.TOOL
     ),
     messages.PATH: _Post(
-        "A message that goes on a conversation", messages.MESSAGE, MessageBody, "message_stop", messages.TOOL
+        "A message that goes on a conversation", messages.MESSAGE, None, "message_stop", messages.TOOL
     ),
     messages.COUNT: _Post("Tokens of messages", messages.TALK, messages.InputTokens, tool=messages.TOOL),
     "/tokenize": _Post("Token ids of a text or messages", tokenize.TOKENIZE, tokenize.TokenIds, tool=wire.TOOL),
@@ -135,10 +104,12 @@ def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS
     """The OpenAPI 3.1 document. names: those that may be asked for. keys: of the server. named: whether it may name the
     model."""
     of_posts = [one.kind for post in _POSTS.values() for one in (post.body, post.tool) if one is not None]
-    schemas = schemas_of(*of_posts, *(post.answer for post in _POSTS.values()), Error, MessageError)
+    answers = (post.answer for post in _POSTS.values() if post.answer is not None)
+    schemas = schemas_of(*of_posts, *answers, Error, MessageError)
     operations = dict(_GETS)
     for path, post in _POSTS.items():
-        codes, told, answer = ["400", "404", "413", "415", "500", "503"], "", content(ref(post.answer))
+        codes, told = ["400", "404", "413", "415", "500", "503"], ""
+        answer = content({"type": "object"} if post.answer is None else ref(post.answer))
         if post.last:
             told = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
             codes, answer = [*codes, "429", "504"], answer | content(_STREAM, "text/event-stream")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
@@ -18,12 +18,11 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
-from reflex_runtime.llm.api.errors import BadRequest
+from reflex_runtime.llm.api.fields import BadRequest
 from reflex_runtime.llm.engine.limits import AUTHORS_SAY
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 
-DefaultsOf = Callable[[str], SamplingParams]  # of a model, by its name; raises ModelNotFound
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
 """Places of hints that a template follows which names `reasoning_effort`."""
@@ -45,7 +44,7 @@ class CompletionRequest:
     """
 
     model: str
-    prompts: list[str | list[int]]
+    prompts: Sequence[str | list[int]]
     conversation: Conversation | None
     params: GenerateParams
     max_tokens: int | None
@@ -81,16 +80,11 @@ class CompletionRequest:
         return f"{self.field}[{number}]" if len(self.prompts) > 1 else self.field
 
 
-_NONE = SamplingParams()
+PLAIN: Final = SamplingParams()  # of a model whose authors say nothing of how it is sampled
 
 
-def no_defaults(model: str) -> SamplingParams:
-    """Of a model whose authors say nothing."""
-    return _NONE
-
-
-def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
-    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+def completion(body: bytes, defaults: SamplingParams = PLAIN) -> CompletionRequest:
+    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: how the model's authors sample it."""
     fields, hints = decode(wire.TEXT, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
@@ -105,15 +99,15 @@ def completion(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionReq
     return replace(asked, echo=True, prompt_only=nothing, params=params)
 
 
-def chat(body: bytes, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
-    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+def chat(body: bytes, defaults: SamplingParams = PLAIN) -> CompletionRequest:
+    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: the model's."""
     fields, hints = decode(wire.CHAT, body)
     asked = chat_request(fields, defaults)
     return replace(asked, ignored=[*hints, *asked.ignored])
 
 
-def chat_request(fields: wire.ChatFields, defaults: DefaultsOf = no_defaults) -> CompletionRequest:
-    """What these fields ask for, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+def chat_request(fields: wire.ChatFields, defaults: SamplingParams = PLAIN) -> CompletionRequest:
+    """What these fields ask for, or the BadRequest that names what is wrong. defaults: the model's."""
     check_length("messages", len(fields.messages))
     calls = (call for message in fields.messages for call in message.tool_calls or ())
     check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
@@ -143,7 +137,7 @@ def conversing(
     conversation: Conversation,
     max_tokens: int | None,
     limit_name: str,
-    defaults: DefaultsOf,
+    defaults: SamplingParams,
     tools: wire.AskedTools,
     logprobs: int | None = None,
 ) -> CompletionRequest:
@@ -156,12 +150,12 @@ def conversing(
 
 def _asked(
     fields: wire.CommonFields,
-    prompts: list[str | list[int]],
+    prompts: Sequence[str | list[int]],
     conversation: Conversation | None,
     max_tokens: int | None,
     limit_name: str,
     logprobs: int | None,
-    defaults: DefaultsOf,
+    defaults: SamplingParams,
 ) -> CompletionRequest:
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= wire.MOST_CHOICES:
@@ -184,12 +178,11 @@ def _asked(
 
 
 def _params(
-    fields: wire.CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: DefaultsOf
+    fields: wire.CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: SamplingParams
 ) -> GenerateParams:
     said: dict[str, Any] = {name: getattr(fields, name) for name in AUTHORS_SAY}
     if said["top_k"] == -1:  # of all tokens, as other servers write it
         said["top_k"] = 0
-    of_model = defaults(fields.model)
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     least = fields.min_tokens or 0
     clients = [client_named(name, getattr(fields, name, None)) for name in ("user", "safety_identifier")]
@@ -210,7 +203,7 @@ def _params(
             client=next(filter(None, clients), ""),
             timeout_ms=time_limit_of(fields.deadline_ms),
             max_gap_ms=fields.max_gap_ms,
-            **{name: getattr(of_model, name) if value is None else value for name, value in said.items()},
+            **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:
         found = _OF_PARAMS.match(error.message)

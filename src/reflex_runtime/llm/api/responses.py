@@ -14,13 +14,14 @@ from typing import Any, Final, Literal
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
+from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.decode import decode, functions_of
-from reflex_runtime.llm.api.errors import BadRequest, renamed, told
-from reflex_runtime.llm.api.replies import Kind, PartWriter, ReplyContext
+from reflex_runtime.llm.api.fields import BadRequest, renamed, told
+from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.llm.engine.tool_calls import ToolCall
 from reflex_runtime.web.fields import Whole, encode
 
 PATH: Final = "/v1/responses"
@@ -114,8 +115,8 @@ _TEXTS: Final = ("input_text", "output_text", "text")
 _HISTORY: Final = re.compile(r"\w+_(call|output|call_output|list_tools|approval_(request|response))|compaction\w*")
 
 
-def response(body: bytes, defaults: requests.DefaultsOf = requests.no_defaults) -> requests.CompletionRequest:
-    """POST /v1/responses, or the BadRequest that names what is wrong. defaults: of a model, by its name."""
+def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.CompletionRequest:
+    """POST /v1/responses, or the BadRequest that names what is wrong."""
     fields, hints = decode(RESPONSE, body)
     tools, shown, more = _tools(fields)
     thinks = dict(fields.reasoning) if isinstance(fields.reasoning, dict) else {"": fields.reasoning}

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.api.decode import decode, token_ids
-from reflex_runtime.llm.api.errors import BadRequest, too_deep
-from reflex_runtime.llm.api.fields import ChatFields, FieldTable, Message
+from reflex_runtime.llm.api.fields import BadRequest, ChatFields, FieldTable, Message, too_deep
 from reflex_runtime.llm.api.messages import InputTokens, counted
 from reflex_runtime.llm.api.requests import chat_request, refused
 from reflex_runtime.llm.engine.tokenizer import Conversation
-from reflex_runtime.llm.server.model_host import ModelHost
 from reflex_runtime.web.fields import encode
 
-Question = tuple[str | None, Sequence[str], Callable[[ModelHost], Awaitable[bytes]]]
+if TYPE_CHECKING:
+    from reflex_runtime.llm.server.lifecycle import ModelHost
+
+Question = tuple[str | None, Sequence[str], Callable[["ModelHost"], Awaitable[bytes]]]
 """The model that is asked, places of hints that nothing follows, and what makes the answer."""
 
 

@@ -16,8 +16,14 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError, not_installed
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
-from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, Checkpoint, ModelConfig, is_known, require
-from reflex_runtime.llm.runners.model_config import CONFIG_FILE
+from reflex_runtime.llm.runners.checkpoint import (
+    CONFIG_FILE,
+    AnyModelConfig,
+    Checkpoint,
+    ModelConfig,
+    is_known,
+    require,
+)
 from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
 from reflex_runtime.run.model_files import check_files, read_object
@@ -52,6 +58,9 @@ def load(
     file and what is wrong.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise _wrong(name, value, "must be >= 1")
     check_files(Path(directory))
     device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory), quantization)
     tokenizer = HFTokenizer.load(directory)

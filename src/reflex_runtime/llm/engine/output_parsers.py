@@ -1,20 +1,417 @@
-"""The parts of an output's text: thoughts, text and calls of tools (`tool_calls.py`), read as it comes.
+"""The parts of an output's text, read as it comes: thoughts, text and calls of tools; and what forces a call.
 
 A reasoning model writes a thought before its answer, between marks. Some templates leave it to the model to begin a
 thought, others begin it in the prompt: the output is inside of it then.
+
+Which form of calls a model learned is found by its chat template: of all forms it is the one that reads back what the
+template writes of a known call (`form_of`). A call is read from its opening mark on, as JSON or by its tags, so that a
+mark inside of an argument is a text and the closing mark may be missing. Whatever a demanded call may be is read as
+one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from secrets import token_hex
+from typing import Any, Final, Literal, NoReturn
 
-from reflex_runtime.llm.engine import tool_calls
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.detokenizer import overlap
-from reflex_runtime.llm.engine.tool_calls import ToolCall, ToolParser
+from reflex_runtime.llm.engine.logits_processors import demands
 
+_MOST: Final = 16  # calls that are forced at once
+_SPACE: Final = r"\x20?"  # between the tokens of forced arguments: a weak model would spend its answer on blanks
+_KEYS: Final = ("arguments", "parameters")
+_HALF: Final = 10  # characters of a word of JSON, at most
+_GAP: Final = re.compile(r"[\s;,]*")  # between two calls, or two values
+_decode: Final = json.JSONDecoder().raw_decode
+_LONGEST: Final = 200  # characters before the arguments
+_NAMED: Final = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\s*(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION: Final = re.compile(r"<function=([^>\n]+)>\s*")
+_PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?")
+_PARAMETER_END: Final = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)")
+_FUNCTION_BEGIN, _PARAMETER_BEGIN, _FUNCTION_END = "<function=", "<parameter=", "</function>"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters: a JSON Schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made. arguments: JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a model writes calls.
+
+    mark: what calls stand behind. close: what may stand behind them. bare: an answer may be calls without a mark.
+    begin, between, end: as a demanded answer has them. middle: between a name and its arguments, where they are no
+    object. tags: they are tags. key: of the arguments in an object. several: whether an answer may have more than one.
+    """
+
+    mark: str
+    close: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    bare: bool = False
+    middle: str = ""
+    tags: bool = False
+    key: str = "arguments"
+    several: bool = True
+
+
+def _each(mark: str, close: str, space: str = "") -> ToolForm:
+    """Marks around each call."""
+    return ToolForm(mark, close, mark + space, f"{space}{close}{space}{mark}{space}", space + close)
+
+
+def _list(mark: str, close: str = "") -> ToolForm:
+    """Marks around a list of them."""
+    return ToolForm(mark, close, f"{mark}[", ", ", f"]{close}")
+
+
+_MISTRAL: Final = "[TOOL_CALLS]"
+FORMS: Final = {  # as those who came first are named; the first that reads a template's calls is taken
+    "hermes": _each("<tool_call>", "</tool_call>", "\n"),
+    "qwen3_coder": replace(_each("<tool_call>", "</tool_call>", "\n"), tags=True),
+    "phi4": _each("<|tool_call|>", "<|/tool_call|>"),
+    "granite": _list("<|tool_call|>"),
+    "nemotron": _list("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan": _list("<tool_calls>", "</tool_calls>"),
+    "mistral": _list(_MISTRAL),
+    "mistral_named": ToolForm(_MISTRAL, begin=_MISTRAL, between=_MISTRAL, middle="[ARGS]"),
+    "llama3": ToolForm("<|python_tag|>", between="; ", bare=True, key="parameters"),
+}
 THOUGHT, ANSWER = "<think>", "</think>"  # a thought begins, and ends
-MARKS: Final = tool_calls.MARKS | {THOUGHT, ANSWER}  # tokens that are text, also where a file has them as special ones
+_ALL: Final = {mark for form in FORMS.values() for mark in (form.mark, form.close, form.middle, "[CALL_ID]")}
+# tokens that are text, also where a file has them as special ones
+MARKS: Final = frozenset(_ALL - {""} | {THOUGHT, ANSWER})
+
+
+# -- which form --------------------------------------------------------------------------------------------------------
+
+_KINDS: Final = {"text": "string", "count": "integer", "more": "object"}
+TRIED: Final = Tool(
+    "reflex_try",
+    {"type": "object", "properties": {name: {"type": kind} for name, kind in _KINDS.items()}, "required": ["text"]},
+)
+AWKWARD: Final = {
+    "text": 'say "no" \\ {x} [y]\n</tool_call> <b>; für',
+    "count": -7,
+    "more": {"a b": [1.5, True, None, "'"], "": {}},
+}
+
+
+def form_of(written: Callable[[list[dict[str, Any]]], str]) -> ToolForm | None:
+    """The form that reads back what a template writes of calls; None: no form does. written: what it writes of an
+    assistant's calls, each a name and arguments."""
+    plain, awkward = ({"name": TRIED.name, "arguments": arguments} for arguments in ({"text": "x"}, AWKWARD))
+    texts = [written([plain]), written([awkward])]
+    for form in FORMS.values():
+        if form.close in texts[0] and [_all(form, text) for text in texts] == [[plain], [awkward]]:
+            call = texts[0][texts[0].rfind(TRIED.name) :]  # a template may show the tools as late as here
+            key = "parameters" if '"parameters"' in call else "arguments"
+            if form.bare and texts[0].lstrip().startswith("["):
+                form = replace(form, begin="[", between=", ", end="]")
+            several = False
+            with suppress(Exception):  # some refuse two calls
+                several = _all(form, written([plain, awkward])) == [plain, awkward]
+            return replace(form, key=key, several=several)
+    return None
+
+
+def _all(form: ToolForm, text: str) -> list[dict[str, Any]]:
+    parser = ToolParser(form, [TRIED])
+    found = [one for one in parser.feed(text) + parser.end() if isinstance(one, ToolCall)]
+    return [{"name": one.name, "arguments": json.loads(one.arguments)} for one in found]
+
+
+# -- a call that is demanded -------------------------------------------------------------------------------------------
+
+
+def forced(form: ToolForm, tools: Sequence[Tool], several: bool) -> Constraint:
+    """The constraint under which an output is one call of these tools, or several."""
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for i, tool in enumerate(tools):
+        if form.tags:
+            rules += _tagged_rules(i, tool)
+            continue
+        begin, end = f'{{"name": {json.dumps(tool.name)}, "{form.key}": ', "}"
+        if form.middle:
+            begin, end = tool.name + form.middle, ""
+        rules += [f"call_{i}:{_literal(begin)} args_{i}{_literal(end)}", f"args_{i}: {_json(tool.parameters)}"]
+    more = f" ({json.dumps(form.between)} call){{0,{_MOST - 1}}}" if several and form.several else ""
+    return Constraint("grammar", "\n".join([f"start:{_literal(form.begin)} call{more}{_literal(form.end)}", *rules]))
+
+
+def _tagged_rules(i: int, tool: Tool) -> Iterator[str]:
+    """Each parameter at most once, in their order. A text is anything without a closing tag; rules for its letters do
+    not hold, as nothing escapes them."""
+    named, needed = _properties(tool.parameters), json.dumps(tool.parameters.get("required"))
+    parts = [f"p_{i}_{j}{'' if json.dumps(name) in needed else '?'}" for j, name in enumerate(named)]
+    yield f'call_{i}: "<function={tool.name}>\\n" {" ".join(parts)} "{_FUNCTION_END}"'
+    for j, (name, schema) in enumerate(named.items()):
+        if not re.fullmatch(r"[^>\n]+", name):
+            raise ConfigError(f"a parameter is named {name[:50]!r}, which the model's form of calls cannot write")
+        end = r'"\n</parameter>\n"'
+        if not _is_text(schema):
+            defined = {key: of for key, of in tool.parameters.items() if key in ("$defs", "definitions")}
+            value = _json(defined | schema if isinstance(schema, dict) else {})
+        elif texts := _texts(schema):
+            value = f"({' | '.join(map(json.dumps, texts))})"
+        else:
+            value, end = f"t_{i}_{j}", r'"\n"'
+            yield f't_{i}_{j}[suffix="</parameter>"]: /(?s:.*)/'
+        yield f"p_{i}_{j}:{_literal(f'<parameter={name}>' + chr(10))} {value} {end}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps(demands(schema) | {"x-guidance": {"whitespace_pattern": _SPACE, "lenient": True}})
+
+
+def _literal(text: str) -> str:
+    return f" {json.dumps(text)}" if text else ""
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+Calls = list[tuple[str, str]]  # of each the name and the arguments
+
+
+class ToolParser:
+    """Reads the calls out of one output's text as it comes. called: how many there were.
+
+    Text that turns out to be no call of a known tool is text.
+    """
+
+    def __init__(self, form: ToolForm, tools: Sequence[Tool]) -> None:
+        self.called = 0
+        self._form, self._tools = form, {tool.name: tool.parameters for tool in tools}
+        self._text = ""  # not yet said: inside of a call, or perhaps the beginning of one
+        self._before = ""  # what is said of a mark, and the space before it, if no call follows
+        self._state = "begin" if form.bare else "text"
+        self._closes = False  # whether a value may end in what has just come: nothing else is worth a look
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """What is complete with this text."""
+        self._text += text
+        self._closes = "}" in text or "]" in text
+        return self._parts(last=False)
+
+    def end(self) -> list[str | ToolCall]:
+        """What is left when the output has ended."""
+        self._closes = True  # behind a mark that was no call's there may be one
+        return self._parts(last=True)
+
+    def _parts(self, last: bool) -> list[str | ToolCall]:
+        steps = {"begin": self._bare, "text": self._outside, "inside": self._inside, "behind": self._behind}
+        found: list[str | ToolCall] = []
+        while (part := steps[self._state](last)) is not None:
+            for one in part:
+                if isinstance(one, str) and found and isinstance(found[-1], str):
+                    found[-1] += one
+                elif one:
+                    found.append(one)
+        return found
+
+    def _bare(self, last: bool) -> list[str | ToolCall] | None:
+        """An answer that begins as a value is calls to its end, or text."""
+        begun = self._text.lstrip()
+        if not last and (not begun or begun[0] in "{["):
+            return None
+        calls, at, self._state = Calls(), 0, "text"
+        while at < len(begun):
+            end = _end(begun, at)
+            found = self._known(_objects(begun[at:end])) if end is not None and end > 0 else []
+            if not found:
+                return []
+            calls, at = calls + found, _behind_gap(begun, end or 0)
+        self._text = ""
+        return self._made(calls)
+
+    def _outside(self, last: bool) -> list[str | ToolCall] | None:
+        """Up to a mark."""
+        before, mark, after = self._text.partition(self._form.mark)
+        sure = before if mark or last else before[: len(before) - overlap(before, self._form.mark)]
+        said = sure if last and not mark and not (self.called and sure.isspace()) else sure.rstrip()
+        if mark:
+            self._before, self._text, self._state = sure[len(said) :] + mark, after, "inside"
+            return [said]
+        self._text = "" if last else self._text[len(said) :]
+        return [said] if said else None
+
+    def _inside(self, last: bool) -> list[str | ToolCall] | None:
+        """A call, behind a mark."""
+        begun = self._text.lstrip()
+        found, end = self._call(begun) if begun else (None, -1)
+        if found is None and not last:
+            return None
+        if calls := self._known(found or []):
+            self._text, self._state = begun[end:], "behind"
+            return self._made(calls)
+        said, self._before, self._state = self._before, "", "text"
+        return [said]
+
+    def _behind(self, last: bool) -> list[str | ToolCall] | None:
+        """Behind a call: another one, the closing mark, or text."""
+        rest, close = self._text[_behind_gap(self._text) :], self._form.close
+        if not last and (not rest or (close and overlap(rest, close) == len(rest))):
+            return None
+        if close and rest.startswith(close):
+            self._text, self._state = rest[len(close) :], "text"
+        elif rest[:1] in ("{", "[") and not self._form.mark.startswith(rest[: len(self._form.mark)]):
+            self._before, self._text, self._state = "", rest, "inside"
+        else:
+            self._state = "text"
+        return []
+
+    def _call(self, text: str) -> tuple[Calls | None, int]:
+        """The calls that a text begins with, and where they end; -1: not yet, or there are none."""
+        form = self._form
+        if text[0] in "{[":
+            end = _end(text) if self._closes else None
+            return (None, -1) if end is None else (_objects(text[: max(0, end)]), end)
+        if form.tags:
+            return _tagged(text, self._tools)
+        if form.middle:
+            head = _NAMED.match(text)
+            if head is None:
+                return ([] if "{" in text or "\n" in text or len(text) > _LONGEST else None), -1
+            end = _end(text, head.end()) if self._closes else None
+            said = f'{{"name": {json.dumps(head[1])}, "arguments": {text[head.end() : end]}}}'
+            return (None, -1) if end is None else (_objects(said) if end > 0 else [], end)
+        return [], -1
+
+    def _known(self, calls: Calls) -> Calls:
+        return calls if all(name in self._tools for name, _ in calls) else []
+
+    def _made(self, calls: Calls) -> list[str | ToolCall]:
+        self.called += len(calls)
+        short = self._form.mark == _MISTRAL  # whose templates take ids of nine letters only
+        ids = [token_hex(5)[:9] if short else f"call_{token_hex(12)}" for _ in calls]
+        return [ToolCall(id, *call) for id, call in zip(ids, calls, strict=True)]
+
+
+def _behind_gap(text: str, at: int = 0) -> int:
+    found = _GAP.match(text, at)
+    return found.end() if found else at
+
+
+def _end(text: str, at: int = 0) -> int | None:
+    """Where the JSON value ends that begins there; None: it is not complete; -1: it is none."""
+    try:
+        return _decode(text, at)[1]
+    except json.JSONDecodeError as error:  # the last letters may be half of a word
+        return None if error.msg.startswith("Unterminated") or error.pos > len(text) - _HALF else -1
+    except (ValueError, RecursionError):  # a number has too many digits
+        return -1
+
+
+def _objects(text: str) -> Calls:
+    """The calls that a JSON value is; empty if it is none."""
+    try:
+        json.loads(text, parse_constant=_no_json)
+        each = [text] if text[:1] == "{" else [one for _, one in _members(text)] if text[:1] == "[" else []
+        return [_named(dict(_members(one)) if one[0] == "{" else {}) for one in each]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _named(said: dict[str, str]) -> tuple[str, str]:
+    """The name and the arguments of a call, of which JSON is given; they may be JSON inside of a text. ValueError for
+    one that has them under another key, or twice."""
+    name, given = json.loads(said.get("name", "0")), [said[key] for key in _KEYS if key in said]
+    text = given[0] if given else "{}"
+    if text[0] == '"':
+        text = json.loads(text).strip()
+        json.loads(text, parse_constant=_no_json)
+    if not isinstance(name, str) or len(given) > 1 or text[0] != "{" or said.keys() - {"name", "id", "type", *_KEYS}:
+        raise ValueError(name)
+    return name, text
+
+
+def _members(text: str) -> Iterator[tuple[str, str]]:
+    """What a JSON object or list has, as it is written, by its key. text: valid JSON."""
+    key, at = "", _behind_gap(text, 1)
+    while text[at] not in "}]":
+        if text[0] == "{":
+            key, at = _decode(text, at)
+            at = _behind_gap(text, _behind_gap(text, at) + 1)
+        end = _decode(text, at)[1]
+        yield key, text[at:end]
+        at = _behind_gap(text, end)
+
+
+def _tagged(text: str, tools: dict[str, dict[str, Any]]) -> tuple[Calls | None, int]:
+    """A call in tags, and where it ends."""
+    if not text.startswith(_FUNCTION_BEGIN[: len(text)]):
+        return [], -1
+    head = _FUNCTION.match(text)
+    if head is None or _FUNCTION_END not in text:  # of long texts this is all that is done for each token
+        return None, -1
+    at, given, named = head.end(), list[str](), _properties(tools.get(head[1], {}))
+    while begin := _PARAMETER.match(text, at):
+        end = _PARAMETER_END.search(text, begin.end())
+        if end is None:
+            return None, -1
+        value = _json_of(named.get(begin[1]), text[begin.end() : end.start()])
+        given.append(f"{json.dumps(begin[1])}: {value}")
+        at = end.end()
+    if not text.startswith(_FUNCTION_END, at):
+        rest = text[at : at + len(_PARAMETER_BEGIN)]
+        return (None if _PARAMETER_BEGIN.startswith(rest) or _FUNCTION_END.startswith(rest) else []), -1
+    return [(head[1], f"{{{', '.join(given)}}}")], at + len(_FUNCTION_END)
+
+
+def _json_of(schema: Any, text: str) -> str:
+    """A parameter as JSON: a text where nothing else fits, else what it is as JSON or in Python's words, if it is."""
+    known = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+    if not _is_text(schema):
+        with suppress(ValueError, RecursionError):
+            json.loads(known, parse_constant=_no_json)
+            return known
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether nothing but a text fits."""
+    return isinstance(schema, dict) and (schema.get("type") == "string" or bool(_texts(schema)))
+
+
+def _texts(schema: dict[str, Any]) -> list[str]:
+    """The texts of which it has to be one; empty where there are none."""
+    among = schema.get("enum", [schema.get("const")])
+    return among if isinstance(among, list) and all(isinstance(one, str) for one in among) else []
+
+
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+# -- thoughts, text and calls ------------------------------------------------------------------------------------------
+
+
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.engine.output_parsers import FORMS, ToolForm
 from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
-from reflex_runtime.llm.engine.tool_calls import FORMS, ToolForm
 from reflex_runtime.llm.runners.runner import Step
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runners.checkpoint import read_table
-from reflex_runtime.llm.runners.model_config import ModelConfig
+from reflex_runtime.llm.runners.checkpoint import ModelConfig, read_table
 from reflex_runtime.llm.runners.runner import free_bytes
 from reflex_runtime.run.model_files import JsonObject, check_files, read_object, shorten
 

@@ -9,7 +9,7 @@ left in 16 bits where they are stored so, or rounded to 8 or 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -253,7 +253,7 @@ def keep_stored(model: Any) -> None:
             node.get_rt_info()[_MARK] = ""
 
 
-def compress(model: Any, bits: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def compress(model: Any, bits: int) -> None:
     """Round the matrices of a graph to 8 or 4 bits, in place; one matrix at a time is in memory in float32.
 
     8 bits: a scale for each row. 4 bits: a scale for each 64 numbers of a row, or for the largest part of 64 that the
@@ -268,8 +268,7 @@ def compress(model: Any, bits: int, progress: Callable[[int, int], None] = lambd
         constants[source.get_friendly_name()] = source, wide
     last = model.output("logits").get_node()
     outer = _feeds(last)
-    for done, (name, (source, wide)) in enumerate(constants.items()):
-        progress(done, len(constants))
+    for name, (source, wide) in constants.items():
         weights = _float32(source)
         group = 0 if bits == 8 or wide or name in outer else _group(weights.shape[1])
         small = _rounded(weights, group)

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
-from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE
-from reflex_runtime.llm.runners.model_config import ModelConfig
+from reflex_runtime.llm.runners.checkpoint import ModelConfig
 from reflex_runtime.llm.runners.openvino_graph import add_adapters, keep_stored
 from reflex_runtime.llm.runners.openvino_source import MODEL_FILE, GraphCache, OpenVinoExport, last_line, source
 from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, change_by_paging, free_bytes, probe
@@ -28,7 +27,6 @@ _NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that
 _OF_REFERENCE: Final = {"f32": 0.01, "bf16": 0.15}  # the same, of logits that were computed in float32
 _WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
 _ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # what may follow the last product
-WEIGHTS: Final = ("auto", "int8", "int4")
 KERNELS: Final = 256  # compiled for shapes, that OpenVINO keeps; with its own 5,000 memory grows for hours
 
 
@@ -67,10 +65,6 @@ class OpenVinoRunner:
         weights: str = "auto",
         adapters: Mapping[str, Path] | None = None,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise ConfigError(f"OpenVinoRunner.threads={threads}: must be >= 1, or None")
-        if weights not in WEIGHTS:
-            raise ConfigError(f"OpenVinoRunner.weights={weights!r}: must be 'auto', 'int8' or 'int4'")
         ov = _library()
         core, root = ov.Core(), Path(directory)
         made = source(core, root, weights, GraphCache(root, cache_dir))
@@ -78,7 +72,7 @@ class OpenVinoRunner:
         config, model = made.config, made.model
         self.adapters = _with_adapters(model, config, adapters or {})
         dtype = _dtype(dtype, config, core)
-        self.max_model_len = _length(max_model_len, config, root)
+        self.max_model_len = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
         hint = _HINTS[dtype]
         settings = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": hint, "NUM_STREAMS": 1}
         settings |= {"CPU_RUNTIME_CACHE_CAPACITY": KERNELS} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
@@ -268,19 +262,9 @@ def _dtype(dtype: str, config: ModelConfig | OpenVinoExport, core: Any) -> str:
     if dtype == "auto":
         fast = config.torch_dtype == "bfloat16" and _has_bfloat16(core)
         return "bfloat16" if fast else "float32"
-    if dtype not in _HINTS:
-        raise ConfigError(f"OpenVinoRunner.dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
     if dtype == "bfloat16":
         check_bfloat16(core)
     return dtype
-
-
-def _length(wanted: int | None, config: ModelConfig | OpenVinoExport, root: Path) -> int:
-    most = config.max_position_embeddings
-    if wanted is not None and not 1 <= wanted <= most:
-        file = root / CONFIG_FILE
-        raise ConfigError(f"OpenVinoRunner.max_model_len={wanted}: must be from 1 to {most}, the positions in {file}")
-    return wanted or most
 
 
 def _block_bytes(port: Any) -> int:

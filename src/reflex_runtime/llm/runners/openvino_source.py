@@ -23,31 +23,34 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.llm.runners.checkpoint import (
+    CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
     AnyModelConfig,
     Checkpoint,
+    ModelConfig,
     is_known,
     longest,
     number,
     require,
     weight_files,
 )
-from reflex_runtime.llm.runners.model_config import CONFIG_FILE, ModelConfig
 from reflex_runtime.run.model_files import read_object
 from reflex_runtime.run.process import telemetry_off
 
 log = logging.getLogger("reflex.llm")
+T = TypeVar("T")
 
 MODEL_FILE: Final = "openvino_model.xml"
 TRACED_FILE: Final = "traced.json"  # of our own conversions: the window of each layer
@@ -149,49 +152,57 @@ class GraphCache:
 
     def graph(self, core: Any, kind: str, key: str, build: Callable[[], Any]) -> Any:
         """The graph of that kind and key: from the cache, else built and left there. Without a place: built."""
-        place = self._place(kind, key)
-        if (model := _read(core, place)) is not None:
-            return model
-        with _alone(place.parent):
-            if (model := _read(core, place)) is not None:
-                return model
-            started = time.perf_counter()
-            log.info("%s: converting to OpenVINO, %s weights, once", self.root, kind)
-            model = build()
-            if self._keep(place, kind, lambda draft: _save(model, draft)):
-                log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
-                return _read(core, place) or model  # the one on disk: its memory is the file's, shared and given back
-        return model
+        import openvino
+
+        built: list[Any] = []
+
+        def write(draft: Path) -> None:
+            built.append(build())
+            openvino.save_model(built[0], draft / MODEL_FILE, compress_to_fp16=False)
+
+        # the one on disk first: its memory is the file's, shared and given back
+        return self._kept(kind, key, partial(_read, core), write) or (built[0] if built else build())
 
     def export(self, kind: str, key: str, command: list[str]) -> Path:
         """The directory that a command leaves in a new directory, which is its last argument; run unless it is kept.
 
         ConfigError with the last line that the command wrote, or where nothing can be kept.
         """
-        place = self._place(kind, key)
-        if _there(place):
-            return place
-        with _alone(place.parent):
-            if not _there(place):
-                started = time.perf_counter()
-                log.info("%s: converting to OpenVINO with PyTorch, once", self.root)
-                if not self._keep(place, kind, lambda draft: _run([*command, str(draft)])):
-                    raise ConfigError(f"{self.root}: a converted model can be kept nowhere; use --cache-dir")
-                log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
-        return place
+
+        def there(place: Path) -> Path | None:
+            return place if _there(place) else None
+
+        found = self._kept(kind, key, there, lambda draft: _run([*command, str(draft)]))
+        if found is None:
+            raise ConfigError(f"{self.root}: a converted model can be kept nowhere; use --cache-dir")
+        return found
 
     def array(self, kind: str, key: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """The numbers of that kind and key: from the cache, else computed and left there."""
+        made: list[npt.NDArray[np.float32]] = []
+
+        def write(draft: Path) -> None:
+            made.append(compute())
+            np.save(draft / PROBE_FILE, made[0])
+
+        found = self._kept(kind, key, _numbers, write)
+        return found if found is not None else made[0] if made else compute()
+
+    def _kept(self, kind: str, key: str, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T | None:
+        """What is read from the place of that kind and key; where nothing can be, it is written first, by one process
+        at a time. None where nothing can be kept."""
         place = self._place(kind, key)
-        if (found := _numbers(place)) is not None:
-            return found
-        with _alone(place.parent):
-            if (found := _numbers(place)) is not None:
-                return found
-            made = compute()
-            shutil.rmtree(place, ignore_errors=True)  # what could not be read
-            self._keep(place, kind, lambda draft: np.save(draft / PROBE_FILE, made))
-        return made
+        found = read(place)
+        if found is None:
+            with _alone(place.parent):
+                if (found := read(place)) is None:
+                    started = time.perf_counter()
+                    log.info("%s: converting to OpenVINO, %s, once", self.root, kind)
+                    shutil.rmtree(place, ignore_errors=True)  # what could not be read
+                    if self._keep(place, kind, write):
+                        log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+                        found = read(place)
+        return found
 
     def key(self, files: list[Path], *made_by: object) -> str:
         """Changes with the configuration, any weight file and what makes graphs of them."""
@@ -303,12 +314,6 @@ def _read(core: Any, place: Path) -> Any:
         return None
 
 
-def _save(model: Any, draft: Path) -> None:
-    import openvino
-
-    openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
-
-
 def _run(command: list[str]) -> None:
     """Run the program that converts, in a process whose memory is given back; its lines go to the log."""
     last = ""
@@ -389,7 +394,7 @@ def _rounded(model: Any, weights: str) -> Any:
     if weights != "auto":
         from reflex_runtime.llm.runners.openvino_graph import compress
 
-        compress(model, _BITS[weights], _told(weights))
+        compress(model, _BITS[weights])
     return model
 
 
@@ -398,16 +403,3 @@ def _rounding(weights: str) -> int:
     from reflex_runtime.llm.runners.openvino_graph import ROUNDING
 
     return 0 if weights == "auto" else ROUNDING
-
-
-def _told(weights: str) -> Callable[[int, int], None]:
-    """Progress: a line of the log every five seconds."""
-    last = time.monotonic()
-
-    def told(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() > last + 5:
-            last = time.monotonic()
-            log.info("%s: %d of %d matrices", weights, done, total)
-
-    return told

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.llm.runners.model_config import CONFIG_FILE
+from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE
 from reflex_runtime.llm.runners.openvino_graph import causal_mask, i64, remembered, spread_heads
 from reflex_runtime.llm.runners.openvino_source import MODEL_FILE, PROBE_FILE, TRACED_FILE, last_line
 from reflex_runtime.llm.runners.runner import probe

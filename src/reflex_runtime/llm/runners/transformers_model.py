@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch import Tensor
+
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, weight_files
-from reflex_runtime.llm.runners.torch_model import Attend, Tensor, torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():
@@ -28,6 +30,7 @@ with warnings.catch_warnings():
     from transformers.integrations.moe import ExpertsInterface
 
 NAME: Final = "reflex"
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see `torch_runner`
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,17 @@ runtime process is there; `draining`. The object exists, and has a state, before
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.core.events import Event
-from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.limits import AUTHORS_SAY
-from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open, Opening
-from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
+from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
+from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet
 from reflex_runtime.observe.spans import StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
@@ -32,7 +29,12 @@ from reflex_runtime.web.serve import Host
 from reflex_runtime.web.supervisor import Lives
 from reflex_runtime.web.watchers import Fold, Watchers
 
-log = logging.getLogger("reflex.server")
+if TYPE_CHECKING:
+    from reflex_runtime.llm.server.local_model import LocalModel
+    from reflex_runtime.llm.server.workers import Workers
+
+    # generates tokens where the model runs: in this process, or in runtime processes
+    ModelHost: TypeAlias = LocalModel | Workers
 
 NAMED = 20  # names that an error tells
 UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
@@ -62,6 +64,13 @@ class ServerState(Host):
         self._created = int(time.time())
         self._open, self._on_fatal = open, on_fatal
         self._answers = SeriesSet(MODEL_SERVER, self.registry)
+        fold: Callable[[float], Fold] = Live
+        if plan.config.workers:
+            from reflex_runtime.llm.server.workers import WorkersLive
+
+            fold = partial(WorkersLive, lambda: getattr(self.host, "lines", ()))
+        self.watchers = Watchers(fold, self.add_sink, self.remove_sink, self.shown)
+        self.on_drain.append(self.watchers.close)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -79,11 +88,6 @@ class ServerState(Host):
             names = ", ".join(map(repr, self.names[:NAMED])) + (", …" if len(self._adapters) > NAMED else "")
             raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {names} {verb}"))
         return found
-
-    def defaults(self, name: str) -> SamplingParams:
-        """How a request is sampled that does not say it. Raises ModelNotFound."""
-        self.adapter(name)
-        return self.plan.defaults
 
     def card(self, name: str) -> dict[str, Any]:
         """What /v1/models tells of this name. Raises ModelNotFound."""
@@ -175,44 +179,18 @@ class ServerState(Host):
         """The server answered a request. path: of a known endpoint, so that there are few."""
         self._answers.counter("reflex_openai_requests_total", path, str(status)).inc()
 
-
-def watchers_of(model: ServerState) -> Watchers:
-    """Those who watch the server. They are sent away when it drains."""
-    watchers = Watchers(partial(_ModelLive, model), model.add_sink, model.remove_sink, partial(_server, model))
-    model.on_drain.append(watchers.close)
-    return watchers
-
-
-class _ModelLive:
-    """The fold: of the model's events, or of what their processes show, once they are there."""
-
-    def __init__(self, model: ServerState, now: float) -> None:
-        self._model, self._live = model, Live(now)
-        self._elsewhere: Fold | None = None
-        self.events = Live.events
-
-    def __call__(self, event: Event) -> None:
-        self._live(event)
-
-    def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
-        """See `Fold`."""
-        if self._elsewhere is None and self._model.host is not None:
-            self._elsewhere = self._model.host.fold()
-        shown: LiveSnapshot = (self._elsewhere or self._live).snapshot(now, server)
-        return shown
-
-
-def _server(model: ServerState) -> dict[str, Any]:
-    told = model.health()
-    workers = [] if model.host is None else model.host.processes()
-    running, waiting = (None, None) if workers else (told.get("running", 0), told.get("waiting", 0))
-    return {
-        "product": "llm",
-        "version": __version__,
-        "state": model.state,
-        "error": model.error,
-        "unit": "tokens",
-        "queues": {} if model.host is None else model.host.queues(),
-        "model": told,
-        "processes": [own_process(model.state, model.lives, running, waiting, model.error), *workers],
-    }
+    def shown(self) -> dict[str, Any]:
+        """What the live view has of the server itself."""
+        told = self.health()
+        workers = [] if self.host is None else self.host.processes()
+        running, waiting = (None, None) if workers else (told.get("running", 0), told.get("waiting", 0))
+        return {
+            "product": "llm",
+            "version": __version__,
+            "state": self.state,
+            "error": self.error,
+            "unit": "tokens",
+            "queues": {} if self.host is None else self.host.queues(),
+            "model": told,
+            "processes": [own_process(self.state, self.lives, running, waiting, self.error), *workers],
+        }

@@ -31,14 +31,13 @@ from reflex_runtime.ipc.worker import Engine
 from reflex_runtime.ipc.worker import Load as LoadEngine
 from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
-from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor
+from reflex_runtime.llm.engine.processor import EngineConfig, EngineSeries, LLMProcessor
 from reflex_runtime.llm.engine.sequence import Sequence
-from reflex_runtime.llm.engine.series import EngineSeries
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Opening
-from reflex_runtime.observe.journal_writer import JournalWriter
-from reflex_runtime.observe.live import LiveSnapshot, OnDemandLive
+from reflex_runtime.llm.server.model_host import ModelPlan, Opening
+from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
+from reflex_runtime.observe.live import LiveProcess, LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.series import STREAMS, SeriesSet
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
@@ -117,7 +116,7 @@ class GenerationStream(OutputStream):
             self._runtime.resume(stream)
 
 
-class LocalModel(ModelHost):
+class LocalModel:
     """The model in this process, for the requests of one event loop. Its steps run in a thread. Made by `opened`.
 
     processor: taken over; closed with the model. registry: for its series. trace: its journal, "" for none. watchdog:
@@ -314,6 +313,18 @@ class LocalModel(ModelHost):
         if self.trace is not None and self.trace.error is not None:
             body["trace_error"] = str(self.trace.error)
         return body
+
+    async def status(self) -> dict[str, Any]:
+        """What /status has beyond /health: nothing."""
+        return {}
+
+    def processes(self) -> list[LiveProcess]:
+        """Processes beside the server's own: none."""
+        return []
+
+    def turn(self) -> None:
+        """Go on in a new trace file; the old one is kept as FILE.1."""
+        turn_all()
 
     def add_sink(self, sink: Sink) -> None:
         self.batcher.add_sink(sink)

@@ -32,7 +32,7 @@ from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
 from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
-from reflex_runtime.llm.server.model_host import ModelHost, ModelPlan, Open, Opening
+from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
 from reflex_runtime.observe.series import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
@@ -44,10 +44,9 @@ ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of 
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
-    """count: processes. spawn: starts one, by its number. options: settings of `reflex serve MODEL_DIR` for the model's
+    """spawn: starts a process, by its number. options: settings of `reflex serve MODEL_DIR` for the model's
     copy in a process, by the number of the process and its restarts. batcher, client: settings of each line."""
 
-    count: int
     spawn: Callable[[int], Opener]
     options: Callable[[LLMServeConfig, int, int], dict[str, Any]]
     batcher: GenerateBatcherConfig = field(default_factory=GenerateBatcherConfig)
@@ -121,7 +120,7 @@ class Line:
         return live_process(self.name, client.pid, state, client.restarts, running, self.unfinished - running, why)
 
 
-class Workers(ModelHost):
+class Workers:
     """The model in runtime processes. Made by `opened`. lines: of all processes, each of which has the model.
     texts: by a tokenizer of the server's own, because that delays no step."""
 
@@ -129,7 +128,7 @@ class Workers(ModelHost):
         self._opening, self._plan, self.queueing = opening, opening.plan, asyncio.Lock()
         self.texts = Texts(tokenizer)
         series = SeriesSet(GENERATE_BATCHER, opening.registry)
-        self.lines = [Line(number, config, opening.plan, series) for number in range(config.count)]
+        self.lines = [Line(number, config, opening.plan, series) for number in range(opening.plan.config.workers)]
         self._series = SeriesSet(WORKERS, opening.registry)
         self._sending: set[asyncio.Task[None]] = set()
         self._refresh()
@@ -258,10 +257,6 @@ class Workers(ModelHost):
         for line in self.lines:
             line.batcher.remove_sink(sink)
 
-    def fold(self) -> WorkersLive:
-        """The steps of the processes."""
-        return WorkersLive(self.lines)
-
     def processes(self) -> list[LiveProcess]:
         return [line.process() for line in self.lines]
 
@@ -316,11 +311,11 @@ def labelled(label: str, pages: Mapping[str, Iterable[Metric]]) -> bytes:
 
 
 class WorkersLive:
-    """The fold of a model in runtime processes. lines: all of them."""
+    """The fold of a model in runtime processes: their steps. lines: of all processes, none before they start."""
 
     events: frozenset[type[Event]] = frozenset()
 
-    def __init__(self, lines: Sequence[Line]) -> None:
+    def __init__(self, lines: Callable[[], Sequence[Line]], now: float) -> None:
         self._lines = lines
         self._parts = LiveParts()
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -330,7 +325,7 @@ class WorkersLive:
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
         """What the processes have answered since the last one; and ask again."""
-        for line in self._lines:
+        for line in self._lines():
             if line.name not in self._asking:
                 task = self._asking[line.name] = asyncio.get_running_loop().create_task(self._ask(line))
                 task.add_done_callback(lambda _, name=line.name: self._asking.pop(name))  # type: ignore[misc]
