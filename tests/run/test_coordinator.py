@@ -834,8 +834,8 @@ def test_f11_a_last_batch_takes_as_many_as_fit_and_the_rest_is_released_before_i
     futures = [coordinator.submit(f"cam{n}", n) for n in range(6)]
     prepare = coordinator._prepare
 
-    def ready_and_over(ready: Future[None]) -> None:
-        prepare(ready)
+    def ready_and_over() -> None:
+        prepare()
         coordinator.signal()
 
     monkeypatch.setattr(coordinator, "_prepare", ready_and_over)

@@ -201,7 +201,7 @@ def test_f12_an_interrupted_start_stops_the_coordinator(monkeypatch: pytest.Monk
 
     detector = Detector()
     coordinator = Coordinator(detector)
-    monkeypatch.setattr(module, "Future", Ready)
+    monkeypatch.setattr("reflex_runtime.run.device.Future", Ready)
     with pytest.raises(KeyboardInterrupt):
         coordinator.start()
     monkeypatch.undo()

@@ -16,7 +16,6 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -179,21 +178,7 @@ class Batcher(LoopDriver[V]):
         for it and raises its error; close the batcher then.
         """
         self._bind()
-        if prepare is None:
-            self.device.start()
-            return
-        prepared: Future[object] = Future()
-
-        def run() -> None:
-            if not prepared.set_running_or_notify_cancel():
-                return
-            try:
-                prepared.set_result(prepare())
-            except BaseException as error:
-                prepared.set_exception(error)
-
-        self.device.start(run)
-        await asyncio.wrap_future(prepared)
+        await asyncio.wrap_future(self.device.start(prepare))
 
     def submit(
         self,

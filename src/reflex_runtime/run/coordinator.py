@@ -407,10 +407,9 @@ class BatchCoordinator(ThreadDriver):
                 self.config.capacity,
                 self.config.max_batch_size,
             )
-        ready: Future[None] = Future()
-        self.device.start(lambda: self._prepare(ready))
+        prepared = self.device.start(self._prepare)
         try:
-            failure = ready.exception(self.config.startup_timeout)
+            failure = prepared.exception(self.config.startup_timeout)
         except BaseException as error:  # too late, or an interrupt
             self.stop(GRACE)
             if not isinstance(error, TimeoutError):
@@ -594,17 +593,15 @@ class BatchCoordinator(ThreadDriver):
 
     # -- its thread ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, ready: Future[None]) -> None:
+    def _prepare(self) -> None:
         """Run `on_start` on the thread that will run everything else."""
         try:
             if on_start := getattr(self.processor, "on_start", None):
                 on_start()
             self._owned.started = True
-        except BaseException as error:
+        except BaseException:
             self.signal()  # frames may wait already, and none may run on a processor that did not start
-            ready.set_exception(error)
-        else:
-            ready.set_result(None)
+            raise
 
     def _close_behind(self) -> None:
         """After `signal`, before the last batch runs: release the frames that are not in it."""

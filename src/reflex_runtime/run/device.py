@@ -23,6 +23,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import Context
 from math import inf
 from typing import Any, Final, cast
@@ -188,6 +189,14 @@ BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices
 # for it needs that long to wake up, and would not get it from one that takes it again at once
 
 
+def _run_into(future: Future[object], action: Callable[[], object]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+
 class Device:
     """Runs a scheduler's batches on processors, one per group, on one thread.
 
@@ -250,13 +259,18 @@ class Device:
 
     # -- callers -------------------------------------------------------------------------------------------------------
 
-    def start(self, prepare: Callable[[], None] | None = None) -> None:
-        """Start the device thread. prepare: called on it first; a replacement does not repeat it."""
+    def start(self, prepare: Callable[[], object] | None = None) -> Future[object]:
+        """Start the device thread. prepare: called on it first; a replacement does not repeat it.
+
+        Returns a future of what it returns or raises; the thread goes on after an error, too.
+        """
+        prepared: Future[object] = Future()
         with self._lock:
             if self._thread is not None and self._thread.ident is not None:
                 raise ConfigError("Device.start: already started")
-            self._spawn(prepare)
+            self._spawn(lambda: _run_into(prepared, prepare or (lambda: None)))
         tell_of_forks(self)
+        return prepared
 
     def forked(self) -> None:
         self._lock = cast(threading.Lock, ForkedLock(self._name))

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from reflex_runtime.core.errors import Closed
@@ -73,18 +73,12 @@ async def in_thread(function: Callable[[], T]) -> T:
 # -- a fork ------------------------------------------------------------------------------------------------------------
 
 
-class HasThreads(Protocol):
-    """An object whose threads are not there in a process that was forked from this one."""
-
-    def forked(self) -> None:
-        """Called in the new process before anything else runs there. Locks may be held by threads that are gone."""
+_with_threads: WeakSet[Any] = WeakSet()
 
 
-_with_threads: WeakSet[HasThreads] = WeakSet()
-
-
-def tell_of_forks(one: HasThreads) -> None:
-    """Call its `forked` in every process that is forked from this one, as long as it is alive."""
+def tell_of_forks(one: Any) -> None:
+    """Call its `forked()` in every process that is forked from this one, as long as it is alive: its threads are not
+    there, and locks may be held by them. It runs before anything else in the new process."""
     _with_threads.add(one)
 
 
