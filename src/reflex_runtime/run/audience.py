@@ -139,8 +139,8 @@ class Audience:
     def tell(self, events: Iterable[Event], all: bool = False) -> bool:
         """Call the sinks and resolve `ticket.waiter`: a future, or a function of the settled ticket.
 
-        Without `all` it tells as many events as one turn of the loop has time for. Returns whether some are left, which
-        the next call tells first.
+        Without `all` only as many events as one turn of the loop has time for. Returns whether some are left; they are
+        first in the next call.
         """
         self._untold.extend(events)
         while self._untold:

@@ -93,11 +93,10 @@ class Handle:
 class TaskClients:
     """The clients of one loop's items: one for each task, from its first item until the task ends.
 
-    Many programs make a task for each item (`asyncio.gather`, the handlers of a web server), and such a task never asks
-    twice. So a new task gets the client of one that has ended, and the scheduler learns how long after an answer the
-    next item comes. Which one is drawn by lot: in any order, the first to come back would always be the same client,
-    and all times would seem more regular than they are. `GONE` seconds after its task a client is forgotten, because
-    the program has fewer items at a time now.
+    Many programs make a task for each item (`asyncio.gather`, the handlers of a web server). So a new task gets the
+    client of one that has ended, and the scheduler learns how long after an answer the next item comes. It is drawn by
+    lot: in any fixed order the first to come back would always be the same client, and times would seem more regular
+    than they are. `GONE` seconds after its task a client is forgotten: the program has fewer items at a time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -178,7 +177,7 @@ _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the b
 
 
 class _Rules(NamedTuple):
-    """What `batched` was told."""
+    """The arguments of `batched`."""
 
     group: GroupConfig
     repeatable: bool

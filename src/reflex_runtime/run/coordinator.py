@@ -243,7 +243,7 @@ class PayingSize:
 
 
 class Owned(BaseProcessor):
-    """Makes a `Processor` of a user's `BatchProcessor`. sizes: told how long its calls take."""
+    """Adapts a user's `BatchProcessor` to `Processor`. sizes: learns from the time of its calls."""
 
     def __init__(self, processor: BatchProcessor, clock: Callable[[], float] = time.monotonic) -> None:
         self.processor, self._clock = processor, clock
@@ -550,7 +550,7 @@ class BatchCoordinator(ThreadDriver):
         return self.between(self._meter.take)()
 
     def queues(self) -> dict[str, Any]:
-        """What waits and runs, as the scheduler's snapshot tells it: by group, the id of a processor."""
+        """What waits and runs, from the scheduler's snapshot: by group, the id of a processor."""
         groups: dict[str, Any] = self.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
@@ -586,7 +586,7 @@ class BatchCoordinator(ThreadDriver):
         if isinstance(error, InFlightCapReached):
             most = self.config.max_in_flight_per_feed
             return InFlightCapReached(f"{self.id}: feed {feed_id!r} has {most} frames in flight already", **more)
-        if type(error) is Closed:  # not one that says why itself
+        if type(error) is Closed:  # not a kind of it, whose message has the reason
             why = "is stopping" if self.lost is None else f"died: {self.lost.message}"
             return Closed(f"{self.id}: the coordinator {why}", **more)
         return error

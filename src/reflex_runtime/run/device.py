@@ -400,13 +400,13 @@ class Device:
         return min(watchdog, max(self.EXPENDABLE_S, 10.0 * running[0].expected, 2.0 * self._overrun))
 
     def resume(self, group: str) -> None:
-        """Ask a paused expendable group again."""
+        """Let a paused expendable group run again."""
 
-        def ask(scheduler: Scheduler, now: float) -> None:
+        def again(scheduler: Scheduler, now: float) -> None:
             self._astray = {thread: lost for thread, lost in self._astray.items() if lost[0] != group}
             scheduler.pause(group, now, now)
 
-        self.input(ask)
+        self.input(again)
 
     def stop(self, timeout: float = 5.0) -> bool:
         """Run the batches that the scheduler still forms, settle the rest, stop the thread. Returns whether it ended in

@@ -59,7 +59,7 @@ def check_files(root: Path) -> None:
 
 
 def check_kind(file: Path) -> None:
-    """ConfigError for what is there and is no file. A link to nothing passes: its reader tells, if it has one."""
+    """ConfigError for what is there and is no file. A link to nothing passes: its reader fails, if it has one."""
     with suppress(OSError):
         _check_kind(file, file.stat().st_mode)
 
@@ -130,7 +130,7 @@ class StoredTensor:
 
 
 def read_table(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file; no weight is read. ConfigError for a file that is not what its table says."""
+    """Every tensor of a safetensors file; no weight is read. ConfigError for a file that differs from its table."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

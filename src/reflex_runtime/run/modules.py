@@ -50,7 +50,7 @@ def imported(text: str, where: str, form: str) -> Any:
 
 
 def made(make: Callable[[], Any], where: str, what: str) -> Any:
-    """What a class or function of a user makes. ConfigError begins with `where`, and says that `what` failed."""
+    """What a class or function of a user makes. ConfigError begins with `where` and names `what`."""
     try:
         return make()
     except ConfigError as error:
@@ -71,7 +71,7 @@ def in_one_line(text: object) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An exception of foreign code as one line: its class, what it says, and where in which file it was raised."""
+    """An exception of foreign code as one line: its class, its text, and where it was raised."""
     words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
     place = place_of(error)
     return f"{words} ({place})" if place else words

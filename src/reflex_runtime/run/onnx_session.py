@@ -28,7 +28,7 @@ _PACKAGES = {CUDA: "onnxruntime-gpu", OPENVINO: "onnxruntime-openvino"}  # each 
 
 
 def onnxruntime_here() -> Any:
-    """The package, or the ConfigError that says how to install it."""
+    """The package, or a ConfigError with the command that installs it."""
     telemetry_off()
     try:
         import onnxruntime
@@ -80,7 +80,7 @@ class Port:
 
 
 def port_of(path: Path, arg: Any) -> Port:
-    """An input or output as onnxruntime tells it. ConfigError for one that is no tensor of numbers."""
+    """An input or output from onnxruntime's description. ConfigError for one that is no tensor of numbers."""
     name = arg.type.removeprefix("tensor(").removesuffix(")")
     try:
         dtype = np.dtype(_NAMES.get(name, name))
@@ -147,7 +147,7 @@ def shown(dims: Sequence[int | None]) -> str:
 Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
 
 # TF32 rounds the factors of float32 products to 10 bits; on the bundled policies that moved actions by 1.4e-3. A graph
-# that wants the speed more than the bits says so by being float16.
+# that prefers speed to bits is float16.
 _OPTIONS = {CUDA: {"use_tf32": "0"}}
 
 # ONNX Runtime captures one CUDA graph per id; -1 runs without. Sizes are the ids here.
@@ -178,7 +178,7 @@ class OnnxSession:
     """One graph. Its first axis is the batch axis of every input and output.
 
     path: the .onnx file; external data lies beside it.
-    metadata: what the file says of itself, by key. half: it computes in 16 bits, as far as inputs and outputs tell.
+    metadata: of the file, by key. half: whether an input or output has 16 bits.
     inputs, outputs: what is expected, as `match` checks it. Outputs named are the only ones computed. None expects
         nothing.
     provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because

@@ -96,7 +96,7 @@ class Forked(Closed):
 
 
 class ForkedLock:
-    """In the place of the lock of an object whose threads stayed in another process: says so, and never waits."""
+    """Replaces the lock of an object whose threads stayed in another process: raises, and never waits."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -183,7 +183,7 @@ def freed_memory(load: Callable[[None], Any] = ctypes.CDLL) -> FreedMemory | Non
 
 
 def _function(name: str, load: Callable[[None], Any]) -> Callable[..., Any] | None:
-    """A function of the C library; None where it has none of that name, or cannot be asked."""
+    """A function of the C library; None where it has none of that name."""
     try:
         found: Callable[..., Any] | None = getattr(load(None), name, None)
     except OSError:  # the interpreter is linked statically
@@ -199,7 +199,7 @@ def _resident() -> int:
 
 
 async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle: float = IDLE) -> None:
-    """Run until it is cancelled. asked: the number of requests so far. Where somebody asks all the time, only much
+    """Run until it is cancelled. asked: the number of requests so far. Between requests that never pause only much
     memory goes back, and seldom."""
     before, busy = -1, 0
     while True:

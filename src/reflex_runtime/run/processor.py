@@ -90,7 +90,7 @@ class Wall:
 
 
 WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Around a plain function: nobody can cancel it, so a CancelledError is its own."""
+"""Around a plain function: it cannot be cancelled, so a CancelledError is its own."""
 ASYNC_WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Around an `await`."""
 
@@ -130,7 +130,7 @@ _outcome = tuple.__new__  # once a request: a NamedTuple's own constructor is a 
 
 
 def may_run_anywhere(processor: Any) -> bool:
-    """Whether a processor says that its batches may run on any thread, one at a time."""
+    """Whether a processor's batches may run on any thread, one at a time."""
     return bool(getattr(processor, "any_thread", False))
 
 
