@@ -13,15 +13,13 @@ A client sends its instructions once. If its connection breaks, gRPC makes anoth
 instructions: those of earlier robots with the same names hold, else the export's motors and cameras. The order of the
 motors in an observation is no guide: HopeJR's arm reads its shoulder last, and names it first.
 
-Pickles are read by an `Unpickler` that knows ten names, each a class of this file. Few bytes could still claim
-gigabytes, or lists that double with every line. So opcodes are checked before: their kinds, their number, and how large
-the value would be with every shared part counted each time. Answers are written opcode by opcode, without torch.
+Messages hold pickles. They are read opcode by opcode, and nothing that they name is loaded or called. Answers are
+written opcode by opcode, without torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import logging
 import pickle
@@ -31,7 +29,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -79,18 +78,22 @@ MOTOR: Final = ".pos"
 MAX_EXECUTED: Final = 1_000_000  # as in `Question`
 
 MAX_OPCODES: Final = 5000  # of a pickle
-MAX_PARTS: Final = 20_000  # of a value; a part that is shared counts each time
-MAX_DEPTH: Final = 20
-# What Python's pickler writes from protocol 2 on, for values that a message may hold.
-_OPCODES: Final = {
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
-    "BYTEARRAY8", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT",
-    "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL",
-    "REDUCE", "NEWOBJ", "BUILD",
+# Of the opcodes that Python's pickler writes from protocol 2 on, those that push their argument, and a constant.
+_LITERALS: Final = {
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
 }  # fmt: skip
-_MEMO: Final = ("MEMOIZE", "BINPUT", "LONG_BINPUT")
-_CHANGES: Final = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # the value below what they take
+_CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TAKES: Final = {
+    "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "STACK_GLOBAL": 2, "REDUCE": 2, "NEWOBJ": 2,
+    "BUILD": 2,
+}  # fmt: skip
+"""Values that an opcode takes; others take all above the mark."""
+_GLOBALS: Final = {
+    (HELPERS, SETUP), (HELPERS, OBSERVATION), ("numpy", "ndarray"), ("numpy", "dtype"),
+    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),  # of numpy 1 and 2
+}  # fmt: skip
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -166,6 +169,8 @@ class LerobotSetup(msgspec.Struct):
             if not isinstance(picture, np.ndarray):
                 raise invalid_input(camera, "must be an array")
             found[name] = picture
+        if not isinstance(raw.get(TASK, ""), str):
+            raise invalid_input(TASK, "must be a text")
         return found | ({TASK: raw[TASK]} if TASK in raw else {})
 
 
@@ -502,11 +507,9 @@ def _plain(names: Any) -> list[str]:
 def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
     """The fields of an object of this kind; ClientError if the pickle holds anything else."""
     try:
-        _check(data)
-        found = _Unpickler(io.BytesIO(data)).load()
-        if type(found) is _CLASSES[HELPERS, kind] and found.value is not None:
-            fields: dict[str, Any] = _loaded(found.value)
-            return fields
+        found = _PickleReader().read(data)
+        if isinstance(found, _Fields) and found.kind == kind and found.value is not None:
+            return found.value
     except ClientError:
         raise
     except Exception:  # a broken pickle raises whatever its opcodes meet
@@ -515,158 +518,148 @@ def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
     raise ClientError(f"the message must be a pickled {kind}")
 
 
-# -- a pickle before it is loaded --------------------------------------------------------------------------------------
+class _Global(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
 
 
-class _Part:
-    """A value on the stack of a pickle. parts, depth: of the value. used: it is in another one, and may not change."""
-
-    __slots__ = ("depth", "parts", "used")
-
-    def __init__(self) -> None:
-        self.parts, self.depth, self.used = 1, 1, False
-
-    def hold(self, taken: list[_Part]) -> None:
-        for part in taken:
-            part.used = True
-            self.parts += part.parts
-            self.depth = max(self.depth, part.depth + 1)
-        if self.used or self.parts > MAX_PARTS or self.depth > MAX_DEPTH:
-            wrong = f"over {MAX_PARTS} parts, over {MAX_DEPTH} levels, or a part that changes after it is used"
-            raise ClientError(f"the pickle has {wrong}: send arrays as arrays")
+class _Dtype(str):
+    """The name of a type of numpy."""
 
 
-def _check(data: bytes) -> None:
-    """Follow the opcodes without making their values; ClientError for what may not be loaded."""
-    stack: list[_Part] = []
-    marks: list[int] = []
-    memo: dict[int, _Part] = {}
-    argument: Any
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        name, before = opcode.name, opcode.stack_before
-        if name not in _OPCODES:
-            raise ClientError(f"the pickle has an opcode that is not read here: {name}")
-        place = argument if name in _MEMO and argument is not None else len(memo)
-        if count >= MAX_OPCODES or place > MAX_OPCODES:  # the Unpickler makes its memo as long as the largest place
-            raise ClientError(f"the pickle has over {MAX_OPCODES} opcodes: send arrays as arrays")
-        if name == "LONG1" and argument.bit_length() > 64:
-            raise ClientError("the pickle holds a number of more than 64 bits")
-        if name == "MARK":
-            marks.append(len(stack))
-        elif name in _MEMO:
-            memo[place] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        else:
-            changed = name in _CHANGES
-            at = marks.pop() if pickletools.stackslice in before else len(stack) - len(before) + changed
-            if at < changed:
-                raise IndexError
-            taken, stack[at:] = stack[at:], ()
-            if changed or opcode.stack_after:
-                stack += () if changed else (_Part(),)
-                stack[-1].hold(taken)
+class _Array:
+    """An array that gets its data from BUILD."""
 
 
-# -- a pickle while it is loaded ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """An object of LeRobot's."""
+
+    kind: str
+    value: dict[str, Any] | None = None
 
 
-class _Built:
-    """What a pickle may build. It may call each of these classes with anything, and give it any state.
+class _PickleReader:
+    """Follows the opcodes of one pickle, and makes numbers, texts, lists, maps and arrays: nothing is loaded or called.
 
-    `__setstate__` is on all of them: without it a pickle could set attributes of the classes themselves.
+    Lists and maps may share parts, even hold themselves: 60 lists that hold the one before twice have 2^60 parts. So
+    what reads a value looks for fields of known types, and never walks through all of it.
     """
 
-    value: Any = None
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._places: dict[int, int] = {}  # in the memo, by identity
 
-    def __setstate__(self, state: Any) -> None:
+    def read(self, data: bytes) -> Any:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if count >= MAX_OPCODES:
+                raise ClientError(f"the pickle has over {MAX_OPCODES} opcodes: send arrays as arrays")
+            self._follow(opcode.name, argument)
+        return self._stack.pop()
+
+    def _follow(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _LITERALS:
+            if name == "LONG1" and argument.bit_length() > 64:
+                raise ClientError("the pickle holds a number of more than 64 bits")
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name == "MARK":
+            self._marks.append(len(stack))
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            place = len(self._memo) if argument is None else argument
+            self._memo[place], self._places[id(stack[-1])] = stack[-1], place
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+            stack.append([] if name == "EMPTY_LIST" else {})
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"):
+            stack.append(tuple(self._taken(name)))
+        elif name in ("APPEND", "APPENDS"):
+            values = self._taken(name)
+            stack[-1].extend(values)
+        elif name in ("SETITEM", "SETITEMS"):
+            values = self._taken(name)
+            if not all(isinstance(key, str) for key in values[::2]):
+                raise ClientError("the pickle holds a map whose keys are not texts")
+            stack[-1].update(zip(values[::2], values[1::2], strict=True))
+        elif name in ("GLOBAL", "STACK_GLOBAL"):
+            stack.append(_known(*(argument.split(" ", 1) if name == "GLOBAL" else self._taken(name))))
+        elif name in ("REDUCE", "NEWOBJ"):
+            stack.append(_made(*self._taken(name)))
+        elif name == "BUILD":
+            target, state = self._taken(name)
+            stack.append(_built(target, state))
+            place = self._places.get(id(target), -1)
+            if self._memo.get(place) is target:
+                self._memo[place] = stack[-1]
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ClientError(f"the pickle has an opcode that is not read here: {name}")
+
+    def _taken(self, name: str) -> list[Any]:
+        """Take from the stack what an opcode takes."""
+        count = _TAKES.get(name)
+        at = self._marks.pop() if count is None else len(self._stack) - count
+        if at < 0:
+            raise IndexError
+        taken, self._stack[at:] = self._stack[at:], ()
+        return taken
+
+
+def _known(module: Any, name: Any) -> _Global:
+    if not isinstance(module, str) or not isinstance(name, str):
         raise TypeError
+    if (module, name) not in _GLOBALS:
+        raise ClientError(printable(f"the pickle names {module[:80]}.{name[:80]}, which is never loaded"))
+    return _Global(module, name)
 
 
-class _Fields(_Built):
-    def __setstate__(self, state: Any) -> None:
-        self.value = dict(state)
-
-
-class _Setup(_Fields):
-    pass
-
-
-class _Observation(_Fields):
-    pass
-
-
-class _Dtype(_Built):
-    def __init__(self, name: str, *_: Any) -> None:
-        self.value = name
-
-    def __setstate__(self, state: Any) -> None:
-        self.value = (state[1] if state[1] in ("<", ">") else "|") + self.value
-
-
-class _Array(_Built):
-    def __init__(self, data: Any, dtype: Any, shape: Any, order: Any) -> None:
-        self.value = _array(data, dtype, shape, order == "F")
-
-
-class _EmptyArray(_Built):
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, fortran, data = state
-        self.value = _array(data, dtype, shape, fortran is True)
-
-
-class _Scalar(_Built):
-    def __init__(self, dtype: Any, data: Any) -> None:
+def _made(called: Any, arguments: Any) -> Any:
+    """What REDUCE and NEWOBJ make."""
+    if not isinstance(called, _Global) or not isinstance(arguments, tuple):
+        raise TypeError
+    if called.module == HELPERS and not arguments:
+        return _Fields(called.name)
+    if called.name == "dtype" and isinstance(arguments[0], str):
+        return _Dtype(arguments[0])
+    if called.name == "_reconstruct":
+        return _Array()
+    if called.name == "_frombuffer":
+        data, dtype, shape, order = arguments
+        return _array(data, dtype, shape, order == "F")
+    if called.name == "scalar":
+        dtype, data = arguments
         number = _array(data, dtype, (), False)
-        if number.dtype.kind not in "biuf":
-            raise TypeError
-        self.value = number.item()
+        if number.dtype.kind in "biuf":
+            return number.item()
+    raise TypeError
 
 
-_CLASSES: Final[dict[tuple[str, str], type[_Built]]] = {
-    (HELPERS, SETUP): _Setup,
-    (HELPERS, OBSERVATION): _Observation,
-    ("numpy", "ndarray"): _Built,
-    ("numpy", "dtype"): _Dtype,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _EmptyArray for core in ("core", "_core")},  # of numpy 1 and 2
-    **{(f"numpy.{core}.multiarray", "scalar"): _Scalar for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _Array for core in ("core", "_core")},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type[_Built]:
-        if (module, name) not in _CLASSES:
-            raise ClientError(printable(f"the pickle names {module[:80]}.{name[:80]}, which is never loaded"))
-        return _CLASSES[module, name]
+def _built(target: Any, state: Any) -> Any:
+    """What BUILD makes of a target."""
+    if isinstance(target, _Fields) and type(state) is dict:
+        return _Fields(target.kind, state)
+    if isinstance(target, _Dtype):
+        return _Dtype((state[1] if state[1] in ("<", ">") else "|") + target)
+    if isinstance(target, _Array):
+        _, shape, dtype, fortran, data = state
+        return _array(data, dtype, shape, fortran is True)
+    raise TypeError
 
 
 def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> NDArray[Any]:
-    if type(dtype) is not _Dtype or not isinstance(shape, tuple):
+    if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple):
         raise TypeError
     if isinstance(data, bytearray):
         data = memoryview(data).toreadonly()
     if not fortran:
-        return array_in(data, dtype.value, list(shape))
-    return array_in(data, dtype.value, list(reversed(shape))).T
-
-
-def _loaded(value: Any) -> Any:
-    """A loaded value with numbers and arrays in place of what stands for them."""
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise ClientError("the pickle holds a map whose keys are not texts")
-        return {key: _loaded(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_loaded, value))
-    if type(value) in (_Array, _EmptyArray, _Scalar) and value.value is not None:
-        return value.value
-    if isinstance(value, (_Built, type)):
-        raise TypeError
-    return value
+        return array_in(data, str(dtype), list(shape))
+    return array_in(data, str(dtype), list(reversed(shape))).T
 
 
 # -- the answer's pickle -----------------------------------------------------------------------------------------------
