@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
@@ -19,13 +18,10 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.outputs.json_lines import NAME
-from reflex_runtime.feeds.runtime.feed import Sink
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Region, Source, refusals_of
-from reflex_runtime.feeds.runtime.runtime import Runtime
+from reflex_runtime.feeds.runtime.pipeline import Region, Source, refusals_of
 from reflex_runtime.feeds.sources import DRAWN, pictures_in, source_of
 from reflex_runtime.feeds.sources.video import without_secrets
-from reflex_runtime.feeds.stages import stages_of
-from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchProcessor
+from reflex_runtime.run.coordinator import BatchConfig, BatchProcessor
 from reflex_runtime.run.model_files import check_kind
 from reflex_runtime.run.modules import imported, in_one_line, made, told
 from reflex_runtime.settings import FeedsConfig
@@ -365,68 +361,9 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
         words = f"on_start failed: {told(cause)}"
     return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
 
-class FeedFleet:
-    """Makes feeds of a plan, and of later ones.
 
-    sinks: makes those of a feed.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        coordinator: BatchCoordinator,
-        plan: FeedPlan,
-        sinks: Callable[[FeedSpec], Sequence[Sink]],
-    ) -> None:
-        self._runtime, self._coordinator, self._began = runtime, coordinator, plan.config
-        self._plan, self._sinks = plan, sinks
-        self._turn = threading.Lock()
-        for spec in plan.specs:
-            self._add(spec, plan.sources[spec.name], self._pipeline(spec))
-
-    @property
-    def over(self) -> bool:
-        """Whether every feed is over."""
-        with self._turn:  # not while some are exchanged
-            return self._runtime.over
-
-    def change(self, plan: FeedPlan) -> str:
-        """Make feeds of this plan: those whose settings are the same go on, untouched. Returns what was done, in words.
-
-        Raises ConfigError for what cannot be; then nothing has changed.
-        """
-        before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
-        same = {name for name, spec in after.items() if name in before and spec.same_as(before[name])}
-        new = [(after[name], plan.sources[name], self._pipeline(after[name])) for name in after if name not in same]
-        if len(after) > (room := self._coordinator.config.capacity // self._coordinator.most_ahead):
-            raise ConfigError(f"{len(after)} feeds: this run has room for {room}")
-        if isinstance(detector := self._coordinator.processor, OnnxFrames):
-            detector.limit(plan.limits(self._began))
-        with self._turn:
-            for name in before.keys() - same:
-                self._runtime.remove(name)
-            for spec, source, pipeline in new:
-                self._add(spec, source, pipeline)
-        later = _at_the_next_start(self._began, plan.config)
-        self._plan = plan
-        told = {
-            "new": sorted(after.keys() - before.keys()),
-            "changed": sorted(after.keys() & before.keys() - same),
-            "gone": sorted(before.keys() - after.keys()),
-        }
-        parts = [f"{what}: {', '.join(names)}" for what, names in told.items() if names]
-        parts += [f"{len(same)} as before"] * bool(same)
-        return "; ".join([*parts, *later])
-
-    def _pipeline(self, spec: FeedSpec) -> Pipeline:
-        return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)
-
-    def _add(self, spec: FeedSpec, source: Source, pipeline: Pipeline) -> None:
-        self._runtime.feed(spec.name, source, pipeline, self._sinks(spec), **spec.options(source.live))
-
-
-def _at_the_next_start(before: FeedsConfig, after: FeedsConfig) -> list[str]:
-    """What is said of settings that a run keeps."""
+def at_the_next_start(before: FeedsConfig, after: FeedsConfig) -> list[str]:
+    """The settings that changed and that a run keeps, in words."""
     kept = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES})
     changed = [flag(name) for name in kept if getattr(before, name) != getattr(after, name)]
     return [f"at the next start: {', '.join(changed)}"] if changed else []

@@ -15,11 +15,14 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
+from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.plan import FeedFleet, FeedPlan, FeedSpec, batching_asked, refusal_of
+from reflex_runtime.feeds.plan import FeedPlan, FeedSpec, at_the_next_start, batching_asked, refusal_of
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError, words_of
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
+from reflex_runtime.feeds.stages import stages_of
 from reflex_runtime.feeds.table import EVERY_S, lines_of, log_console, summary, undecoded
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.coordinator import BatchCoordinator, BatchProcessor
@@ -39,6 +42,8 @@ class FeedsSession:
 
     output: standard output. again: reads the configuration file once more; None without one. Raises ConfigError.
     """
+
+    _coordinator: BatchCoordinator
 
     def __init__(
         self,
@@ -62,6 +67,8 @@ class FeedsSession:
         self._begun = threading.Event()  # the start has ended, or was given up
         self._signal = 0  # the first one that asked for a stop
         self._faults = False  # a stage or a sink failed
+        self._turn = threading.Lock()  # held while feeds are exchanged
+        self._pictures: FeedPictures | None = None
         group = self._batching.group(processor.id)
         self._files = ResultFiles(config, [group], output, partial(self._news.put, _READER_GONE))
 
@@ -81,14 +88,16 @@ class FeedsSession:
     def _run(self) -> tuple[int, bool]:
         """The exit status, and whether every thread ended."""
         with ExitStack() as closing:
-            coordinator = self._coordinator(closing)
-            fleet = self._fleet(coordinator, closing)
-            watcher = _thread("reflex-feeds-watch", partial(self._watch, coordinator, fleet))
-            self._say_what_starts(coordinator)
+            self._build(closing)
+            watcher = _thread("reflex-feeds-watch", self._watch)
+            feeds, batching = len(self._plan.specs), self._batching
+            number, wait = f"{feeds} feed{'s'[: feeds != 1]}", f"{1e3 * batching.max_latency:g} ms"
+            what = f"{number} on {self._coordinator.id}, batches of at most {batching.max_batch_size} frames or {wait}"
+            logging.info("starting: %s", what)
             try:
                 self._start()
-                _thread("reflex-feeds-reload", partial(self._reload, fleet))
-                why = self._wait(fleet)
+                _thread("reflex-feeds-reload", self._reload)
+                why = self._wait()
             except BaseException:
                 self._runtime.stop()
                 raise
@@ -99,12 +108,13 @@ class FeedsSession:
         elif why in signal.Signals.__members__:
             logging.info("stopped by %s", why)
         self._console.print(summary(self._runtime.snapshot()), soft_wrap=False)
-        complete = self._complete(coordinator, report)
+        complete = self._complete(report)
         return (0 if complete or why == _READER_GONE else 1), not report.detached
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _coordinator(self, closing: ExitStack) -> BatchCoordinator:
+    def _build(self, closing: ExitStack) -> None:
+        """The coordinator, the feeds, and the port that shows them."""
         sinks: list[Callable[[Any], None]] = []
         if (trace := self._files.trace) is not None:
             closing.callback(trace.close)
@@ -116,7 +126,15 @@ class FeedsSession:
             assert spans is not None
             closing.callback(spans.close)
             sinks.append(spans)
-        return self._runtime.coordinator(self._processor, self._batching, sinks)
+        self._coordinator = self._runtime.coordinator(self._processor, self._batching, sinks)
+        if self._config.port >= 0:
+            from reflex_runtime.feeds.pictures import FeedPictures
+
+            self._pictures = FeedPictures(lambda: self._runtime.names)
+        for spec in self._plan.specs:
+            self._add(spec, self._plan.sources[spec.name], self._pipeline(spec))
+        if self._pictures is not None:
+            self._serve(self._pictures, closing)
 
     def _series(self) -> CollectorRegistry:
         """The registry of its /metrics."""
@@ -125,34 +143,26 @@ class FeedsSession:
         self._registry = self._registry or CollectorRegistry()
         return self._registry
 
-    def _fleet(self, coordinator: BatchCoordinator, closing: ExitStack) -> FeedFleet:
-        """The feeds, and the port that shows them."""
-        pictures: FeedPictures | None = None
-        if self._config.port >= 0:
-            from reflex_runtime.feeds.pictures import FeedPictures
-
-            pictures = FeedPictures(lambda: self._runtime.names)
-
-        def sinks(spec: FeedSpec) -> list[Callable[[Any], None]]:
-            shown = [] if pictures is None else [pictures.take]
-            return [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs), *shown]
-
-        fleet = FeedFleet(self._runtime, coordinator, self._plan, sinks)
-        if pictures is not None:
-            self._serve(coordinator, pictures, closing)
-        return fleet
-
-    def _serve(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
+    def _serve(self, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries, StatusServer
         from reflex_runtime.web.access import Keys, warn_if_open
 
         registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)
         keys = Keys(config.api_key, config.admin_key)
-        pages = partial(FeedPages, self._runtime, coordinator, pictures, registry, keys)
+        pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry, keys)
         server = closing.enter_context(StatusServer(config, pages))
         warn_if_open(config)
         logging.info("%s/dashboard, /feeds, /metrics and /health", server.url)
+
+    def _pipeline(self, spec: FeedSpec) -> Pipeline:
+        return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)
+
+    def _add(self, spec: FeedSpec, source: Source, pipeline: Pipeline) -> None:
+        sinks = [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs)]
+        if self._pictures is not None:
+            sinks.append(self._pictures.take)
+        self._runtime.feed(spec.name, source, pipeline, sinks, **spec.options(source.live))
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -177,9 +187,9 @@ class FeedsSession:
             raise refusal_of(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
         self._files.begin()
 
-    def _wait(self, fleet: FeedFleet) -> str:
+    def _wait(self) -> str:
         """Why it stops: a signal's name, or what there is no more. Until then lines tell how the feeds are doing."""
-        self._look(fleet)  # feeds may have ended before the watcher began
+        self._look()  # feeds may have ended before the watcher began
         until = time.monotonic() + (self._config.duration_s or inf)
         while (left := until - time.monotonic()) > 0.0:
             try:
@@ -189,39 +199,69 @@ class FeedsSession:
                     logging.info("%s", line)
         return _TIME
 
-    def _watch(self, coordinator: BatchCoordinator, fleet: FeedFleet) -> None:
+    def _watch(self) -> None:
         """Say what happens, and notice the end. On a thread of its own."""
         lost = False
         for event in self._events:
             self._faults = self._faults or isinstance(event, FeedStageError)
             if isinstance(event, StageError):  # of every feed; once is enough
                 if not lost:
-                    logging.error("%s died and answers no more: %s", coordinator.id, event.error)
+                    logging.error("%s died and answers no more: %s", self._coordinator.id, event.error)
                 lost = True
                 self._news.put(_LOST)
             else:
                 logging.log(*words_of(event))
             if isinstance(event, (FeedEnded, FeedFailed)):
-                self._look(fleet)
+                self._look()
 
-    def _look(self, fleet: FeedFleet) -> None:
-        if fleet.over:
-            self._news.put(_OVER)
+    def _look(self) -> None:
+        """Notice that every feed is over."""
+        with self._turn:
+            if self._runtime.over:
+                self._news.put(_OVER)
 
-    def _reload(self, fleet: FeedFleet) -> None:
-        """Take over what the configuration file says, at each SIGHUP. On a thread of its own: a model may be loaded."""
+    def _change(self, plan: FeedPlan) -> str:
+        """Make feeds of this plan: those whose settings are the same go on, untouched. Returns what was done, in words.
+
+        Raises ConfigError for what cannot be; then nothing has changed.
+        """
+        coordinator = self._coordinator
+        before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
+        same = {name for name, spec in after.items() if name in before and spec.same_as(before[name])}
+        new = [(after[name], plan.sources[name], self._pipeline(after[name])) for name in after if name not in same]
+        if len(after) > (room := coordinator.config.capacity // coordinator.most_ahead):
+            raise ConfigError(f"{len(after)} feeds: this run has room for {room}")
+        if isinstance(detector := coordinator.processor, OnnxFrames):
+            detector.limit(plan.limits(self._config))
+        with self._turn:
+            for name in before.keys() - same:
+                self._runtime.remove(name)
+            for spec, source, pipeline in new:
+                self._add(spec, source, pipeline)
+        self._plan = plan
+        told = {
+            "new": sorted(after.keys() - before.keys()),
+            "changed": sorted(after.keys() & before.keys() - same),
+            "gone": sorted(before.keys() - after.keys()),
+        }
+        parts = [f"{what}: {', '.join(names)}" for what, names in told.items() if names]
+        parts += [f"{len(same)} as before"] * bool(same)
+        return "; ".join([*parts, *at_the_next_start(self._config, plan.config)])
+
+    def _reload(self) -> None:
+        """Make feeds of the configuration file as it is at each SIGHUP. On a thread of its own."""
         file = self._plan.file
         while self._again is not None:
             self._hangups.get()
             try:
-                logging.info("%s was read again: %s", file, fleet.change(self._again()))
+                logging.info("%s was read again: %s", file, self._change(self._again()))
             except ConfigError as error:
                 logging.error("%s changes nothing: %s", file, in_one_line(error.message.removeprefix(f"{file}: ")))
             except Closed:
                 return
             except Exception:
                 logging.exception("%s changes nothing", file)
-            self._look(fleet)
+            self._look()
 
     def _signalled(self, number: int) -> None:
         """On the thread of signals."""
@@ -236,22 +276,16 @@ class FeedsSession:
 
     # -- log lines -----------------------------------------------------------------------------------------------------
 
-    def _say_what_starts(self, coordinator: BatchCoordinator) -> None:
-        feeds, batching = len(self._plan.specs), self._batching
-        number, wait = f"{feeds} feed{'s'[: feeds != 1]}", f"{1e3 * batching.max_latency:g} ms"
-        most = batching.max_batch_size
-        logging.info("starting: %s on %s, batches of at most %d frames or %s", number, coordinator.id, most, wait)
-
-    def _complete(self, coordinator: BatchCoordinator, report: StopReport) -> bool:
+    def _complete(self, report: StopReport) -> bool:
         """Whether nothing is missing; says what is, unless it was said when it happened."""
-        snapshot = self._runtime.snapshot()
-        complete, missing = not self._faults and coordinator.lost is None and report.clean, []
+        snapshot, lost = self._runtime.snapshot(), self._coordinator.lost
+        complete, missing = not self._faults and lost is None and report.clean, []
         for name, feed in snapshot.feeds.items():
             why = f": {feed.error}" if feed.error else ""
             if feed.mode == "live" and feed.state == "stopped" and not feed.frames:
                 missing.append(f"{name}: never connected to {feed.source}{why}")
             failed = feed.drops.get("failed", 0)
-            if failed and coordinator.lost is None and (feed.mode == "file" or not feed.processed):
+            if failed and lost is None and (feed.mode == "file" or not feed.processed):
                 missing.append(f"{name}: {failed} of {feed.frames} frames have no answer: {feed.error}")
             if feed.corrupt and feed.state == "ended":
                 missing.append(f"{name}: the file is damaged: {undecoded(feed.corrupt)}")
