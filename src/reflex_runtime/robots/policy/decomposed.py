@@ -2,8 +2,7 @@
 
 Requests are resident between steps, so the batch may change at every step boundary. Each row has its own flow time
 k/n: a new request joins a running batch at the next step instead of waiting for the last one. Prefix and step are
-stages of the scheduler; every stage is one call for all its rows. What the calls compute is the model's part: nothing
-here knows ONNX or PyTorch, and a prefix stays where the model made it.
+stages of the scheduler; every stage is one call for all its rows. A prefix stays where the model made it.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ class DecomposedPolicy(Policy):
     A request whose prefix is cached enters at stage "denoise" and wants the steps; any other enters at "prefix" and
     wants one unit more. Requests without an episode are not cached.
 
-    cache_bytes: limit of the prefix cache, 0 for none; prefixes of unsettled requests are not counted. max_age_chunks:
-    see `PrefixCache`. rtc: chunks continue the episode's last one. adaptive: a row whose velocity no longer changes
-    finishes in one step.
+    cache_bytes, max_age_chunks: of the `PrefixCache`, 0 bytes for none. rtc: chunks continue the episode's last one.
+    adaptive: a row whose velocity no longer changes finishes in one step.
     """
 
     stages = (PREFIX, DENOISE)

@@ -53,11 +53,7 @@ class Norm:
 
 
 class Transform(Protocol):
-    """A change of states or of actions.
-
-    values: float32 [..., dim]. state: float32 that broadcasts to [..., state_dim], the states that belong to actions,
-    None for states themselves.
-    """
+    """A change of states or of actions: float32 [..., dim]. state: that of actions, broadcasts to [..., state_dim]."""
 
     def __call__(self, values: Floats, state: Floats | None) -> Floats: ...
 
@@ -133,11 +129,9 @@ def transformed(values: Floats, by: Sequence[Transform], state: Floats | None = 
 
 
 def shift_of(norm: Norm | None, transforms: Sequence[Transform], moved: Floats, dim: int) -> Floats | None:
-    """What to add to actions in the model's units, so that they stay where they are although the state they are added
-    to moved by `moved`: float32 [dim]; None where no state is added.
-
-    Of dimensions that are scaled by 0 on the way it is 0.
-    """
+    """What to add to actions in the model's units, so that they stay where they are although the state that is added to
+    them moved by `moved`, in the robot's units: float32 [dim]; None where no state is added. 0 where they are scaled by
+    0 on the way."""
     slope = np.ones(dim, np.float32) if norm is None else norm.scale
     shift = np.zeros(dim, np.float32)
     adds = False

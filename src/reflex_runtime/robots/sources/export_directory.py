@@ -51,7 +51,7 @@ from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec, fits
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One model file, and the tensors the runtime expects it to have, by role ("past_kv/0" … for keys and values)."""
+    """One model file, and the tensors that it must have, by role ("past_kv/0" … for keys and values)."""
 
     file: Path
     inputs: Mapping[str, TensorSpec]
@@ -80,7 +80,7 @@ class OnnxWhole(WholeModel):
 class OnnxStaged(StagedModel):
     """Runs `vlm_prefix.onnx` and `expert_denoise.onnx`. ConfigError if they do not match the export or each other.
 
-    past_kv: the expert's input name for each of the prefix's keys-and-values outputs.
+    past_kv: as in `Export`.
     """
 
     def __init__(
@@ -142,9 +142,8 @@ _Vocabulary = Annotated[
 class Export(PolicySource):
     """A checked export directory. Make one with `Export.load`.
 
-    config: the parsed file as it is.
-    graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed.
-    past_kv: when decomposed, the expert's input name for each of the prefix's keys-and-values outputs.
+    graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed. past_kv: when decomposed, the expert's input
+    name for each of the prefix's keys-and-values outputs.
     """
 
     path: Path
@@ -210,8 +209,8 @@ def _load(root: Path) -> Export:
     table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
     config = table.read(ExportConfig)
     images = _images(table, config)
-    optional = frozenset(config.optional_images or ())
-    for name in config.optional_images or ():
+    optional = frozenset(config.optional_images)
+    for name in config.optional_images:
         if name not in images:
             table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
     roles = Roles(table, config, images)
@@ -239,7 +238,7 @@ def _load(root: Path) -> Export:
         if reads and config.state_dim == 0:
             table.wrong("state_dim", f"at least 1, because `{key}` reads the state")
         takes_state = takes_state or reads
-    if config.observation_steps is not None and config.observation_steps > 1 and not images and not takes_state:
+    if config.observation_steps > 1 and not images and not takes_state:
         table.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
     return Export(
         source=str(root),
@@ -260,7 +259,7 @@ def _load(root: Path) -> Export:
         x_dim=x_dim,
         horizon=config.horizon or config.chunk_size,
         optional_images=optional,
-        observation_steps=config.observation_steps or 1,
+        observation_steps=config.observation_steps,
         prompt=prompt,
         state_transforms=read_transforms(table, "state_transforms", config.state_dim),
         action_transforms=action_transforms,
@@ -273,8 +272,10 @@ def _load(root: Path) -> Export:
         model_hash=model_hash(root),
         config_hash=config_hash(root),
         model_bytes=model_bytes(root),
-        resize=config.resize or "stretch",
-        wires=read_wires(table, images, config.state_dim if takes_state else 0, config.action_dim, optional),
+        resize=config.resize,
+        wires=read_wires(
+            table, images, config.state_dim if takes_state else 0, config.action_dim, {*config.optional_images}
+        ),
         state_norm=norms["state_norm"],
         action_norm=norms["action_norm"],
     )
@@ -395,7 +396,7 @@ class Roles:
 
 def _tensors(config: ExportConfig, images: Mapping[str, Size]) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     """The kinds of numbers and the dims of each role's tensor, without the batch axis."""
-    x_dim, steps = config.x_dim or config.action_dim, config.observation_steps or 1
+    x_dim, steps = config.x_dim or config.action_dim, config.observation_steps
     history = (steps,) if steps > 1 else ()
     tokens = (config.max_tokens if type(config.max_tokens) is int else None,)
     return {

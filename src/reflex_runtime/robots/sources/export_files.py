@@ -72,11 +72,11 @@ class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     opset: Annotated[int, whole(1, 1000)] | None = None
     image_size: ImageSize | None = None
     images: ImageSizes | None = None
-    optional_images: Names | None = None
-    observation_steps: Annotated[int, whole(1, 64)] | None = None
+    optional_images: Names = ()
+    observation_steps: Annotated[int, whole(1, 64)] = 1
     x_dim: Annotated[int, whole(1)] | None = None
     horizon: Annotated[int, whole(1)] | None = None
-    resize: Annotated[Resize, Meta(description=" or ".join(map(repr, get_args(Resize))))] | None = None
+    resize: Annotated[Resize, Meta(description=" or ".join(map(repr, get_args(Resize))))] = "stretch"
     wires: Any = None
     inputs: Any = None
     outputs: Any = None
@@ -357,26 +357,24 @@ def read_wires(
     action_dim: int,
     optional: AbstractSet[str] = frozenset(),
 ) -> dict[str, WireMap]:
-    """What the export says of each wire. config: the whole configuration. cameras: the policy's. state_dim: 0 where it
-    takes no state. optional: cameras that may be missing, and which a preset therefore need not know."""
+    """The key `wires`. cameras: the policy's. state_dim: 0 where it takes no state. optional: cameras that may be
+    missing, and which a preset therefore need not know."""
     if not config.has("wires"):
         return {}
-    said, takes_state = config.get("wires"), state_dim > 0
-    if isinstance(said, str):
-        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, takes_state, optional)}
-    table = JsonObject(config.file, said, "wires")
+    named, takes_state = config.get("wires"), state_dim > 0
+    if isinstance(named, str):
+        return {named.partition("/")[0]: _preset(config, "wires", named, cameras, takes_state, optional)}
+    table = JsonObject(config.file, named, "wires")
     table.only(BLOCKS)
     found: dict[str, WireMap] = {}
     for wire in filter(table.has, BLOCKS):
         block = table.get(wire)
-        if isinstance(block, str) and wire != GROOT:
-            found[wire] = _preset(table, wire, block, cameras, takes_state, optional)
-            continue
-        own = JsonObject(table.file, block, table.name(wire))
         if wire == GROOT:
-            found[wire] = _grouped(own, cameras, state_dim, action_dim)
+            found[wire] = _grouped(JsonObject(table.file, block, table.name(wire)), cameras, state_dim, action_dim)
+        elif isinstance(block, str):
+            found[wire] = _preset(table, wire, block, cameras, takes_state, optional)
         else:
-            found[wire] = _described(own, cameras, takes_state)
+            found[wire] = _described(JsonObject(table.file, block, table.name(wire)), cameras, takes_state)
     return found
 
 

@@ -127,10 +127,8 @@ class StagedVla(GraphedStaged):
         return pad, [(layer.keys, layer.values) for layer in cache.layers]
 
     def pack(self, prefixes: Sequence[VlaPrefix], rows: Sequence[Observation]) -> SimpleNamespace:
-        """Padded on the right to the longest: masked tokens add nothing, and positions count the others only.
-
-        Graphs need one length, so for them it is that of the longest text.
-        """
+        """Padded on the right to the longest, for graphs to that of the longest text: masked tokens add nothing, and
+        positions count the others only."""
         least = 0 if self._captured is None else max(p.longest for p in prefixes)
         room = self.spec.chunk_size + (self.spec.model_type == "pi0")
         with torch.inference_mode():
@@ -229,17 +227,15 @@ class LeRobotStaged(StagedVla):
 
 
 class PackedCache:
-    """The prefixes of a batch in buffers with room for the tokens of a step, for what LeRobot asks of a `DynamicCache`.
+    """The prefixes of a batch in buffers with room for the tokens of a step, as LeRobot uses a `DynamicCache`.
 
     buffers: (keys, values) of each layer [n, heads, P + room, size]. length: P. A step writes its own keys and values
-    into the room and leaves the prefixes as they are, so that nothing is copied while the same requests step.
+    into the room, so that nothing is copied while the same requests step.
     """
 
     def __init__(self, buffers: Sequence[tuple[Any, Any]], length: int) -> None:
         self._length, self._buffers = length, buffers
-        self.layers = [
-            SimpleNamespace(keys=k[:, :, : self._length], values=v[:, :, : self._length]) for k, v in self._buffers
-        ]
+        self.layers = [SimpleNamespace(keys=k[:, :, :length], values=v[:, :, :length]) for k, v in buffers]
 
     def __len__(self) -> int:
         return len(self.layers)

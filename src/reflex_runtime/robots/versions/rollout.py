@@ -47,7 +47,7 @@ class SlotRecord:
 
 
 class Rollout:
-    """The versions of one server, and the sink that sees how they do.
+    """The versions of one server, and the sink of their results.
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
     is ready. guard: for exchanged policies. on_change: called with every change, on the event loop. on_moved: called
@@ -91,8 +91,6 @@ class Rollout:
             self.ramp = self._make_ramp(now)
             self._set_split(100 - self.ramp.share)
             self.changed(now, "ramp", f"started: {self.ramp.share} % of new episodes go to b", {})
-
-    # -- requests ------------------------------------------------------------------------------------------------------
 
     def place(
         self,
@@ -139,8 +137,6 @@ class Rollout:
         if self.router is not None and routing.changed:
             self.router.untold(routing)
 
-    # -- results -------------------------------------------------------------------------------------------------------
-
     def crashed(self, slot: str, now: float) -> None:
         """A batch of the slot crashed."""
         if self.breaker.crashed(slot, now, self.records[slot].poison.share):
@@ -165,8 +161,8 @@ class Rollout:
             watch.add(outcome == "ok", latency)
 
     def outcome(self, episode_id: str, success: bool, robot_id: str | None = None) -> dict[str, Any]:
-        """Report how an episode ended. The first report counts. Episodes that two policies answered, or whose policy
-        was exchanged since, count for none. Where no robot is named, one alone may have an episode of that name."""
+        """How an episode ended; the first report counts. Episodes that two policies answered, or whose policy was
+        exchanged since, count for none. Without a robot, one alone may have an episode of that name."""
         episode = episode_key(robot_id, episode_id)
         if robot_id is None and episode not in self._episodes:
             named = [known for known in self._episodes if known.endswith(f"\n{episode_id}")]
@@ -191,8 +187,6 @@ class Rollout:
             if self.comparison is not None:
                 self.comparison.add(slot, success)
         return told | {"counted": counted, "repeated": False}
-
-    # -- events --------------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
         """Answers, and crashed and clean calls, of the slots.
@@ -233,8 +227,6 @@ class Rollout:
         self._clean = "" if event.crashed or slot is None else slot
         if event.crashed and slot is not None:
             self.crashed(slot, event.at)
-
-    # -- the operator --------------------------------------------------------------------------------------------------
 
     def set_split(self, split: int, now: float, why: str = "by an operator") -> None:
         """From now on `split` percent of new episodes go to a. Ends a ramp."""
@@ -278,8 +270,6 @@ class Rollout:
         if self.comparison is not None:
             self.comparison = Comparison(self.comparison.split)
 
-    # -- time ----------------------------------------------------------------------------------------------------------
-
     def evaluate(self, now: float) -> dict[str, bool]:
         """Advance or roll back the ramp; call it every second. Returns the exchanged slots whose watch has ended, and
         whether their guard triggered."""
@@ -303,8 +293,6 @@ class Rollout:
                 self.changed(now, "guard", told, dict(watch.numbers()))
                 ended[slot] = why is not None
         return ended
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """The whole state, JSON-safe. Takes a millisecond with many episodes."""
