@@ -69,12 +69,12 @@ def without(package: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
     ("arguments", "package", "extra"),
     [
         ("trace --prompts hi --out x", "matplotlib", "plots"),
-        ("serve {export} --gr00t tcp://127.0.0.1:0", "zmq", "gr00t"),
-        ("serve {export} --oip-grpc 127.0.0.1:0", "grpc", "grpc"),
-        ("serve {export} --lerobot 127.0.0.1:0", "grpc", "grpc"),
+        pytest.param("serve {export} --gr00t tcp://127.0.0.1:0", "zmq", "gr00t", marks=pytest.mark.long),
+        pytest.param("serve {export} --oip-grpc 127.0.0.1:0", "grpc", "grpc", marks=pytest.mark.long),
+        pytest.param("serve {export} --lerobot 127.0.0.1:0", "grpc", "grpc", marks=pytest.mark.long),
         ("serve scribe", "tokenizers", "llm"),
         ("feeds a={video} --onnx shapes", "av", "cameras"),
-        ("feeds a=shapes: --onnx shapes --publish mqtt://127.0.0.1:1/x", "paho", "mqtt"),
+        pytest.param("feeds a=shapes: --onnx shapes --publish mqtt://h:1/x", "paho", "mqtt", marks=pytest.mark.long),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(arguments: str, package: str, extra: str, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def static(takes: Takes, share: float, rows: int, guesses: int) -> float:
 
 
 @pytest.mark.parametrize("share", thinned([0.0, 0.3, 0.6, 0.9], [0.0, 0.9]))
-@pytest.mark.parametrize("rows", thinned([1, 8, 32], [1, 32]))
+@pytest.mark.parametrize("rows", thinned([1, 8, 32], [32]))
 @pytest.mark.parametrize("takes", [memory_bound, compute_bound, bends])
 def test_l2_guesses_are_computed_where_they_pay(takes: Takes, rows: int, share: float) -> None:
     """Nearly as good as the best number of guesses, and never worse than none by three in a hundred.

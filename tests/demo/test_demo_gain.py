@@ -69,10 +69,11 @@ def test_where_robots_never_work_at_once_answers_of_all_of_the_run_count() -> No
 
 
 # The stock client was written for an earlier version of websockets.
+@pytest.mark.long  # two fleets in a simulator
 @pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
 @pytest.mark.parametrize(
     ("wire", "recorded"),
-    [("openpi", "openpi"), pytest.param("msgpack", "act", marks=pytest.mark.long)],  # which --ab plays
+    [("openpi", "openpi"), ("msgpack", "act")],  # which --ab plays
 )
 def test_the_demo_plays_without_and_with_batching(
     wire: str, recorded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

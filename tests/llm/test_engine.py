@@ -231,7 +231,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items()))
+@pytest.mark.parametrize("shape", thinned(SHAPES, SHAPES[::2]), ids=str)
 def test_l5_outputs_are_the_same_however_they_were_scheduled(shape: dict[str, Any]) -> None:
     preempted = 0
     for seed in range(4):

@@ -9,6 +9,7 @@ import pytest
 
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine.output_parsers import FORMS, Tool, ToolCall, ToolParser, forced
+from thinned import thinned
 
 KNOWN = [Tool("move", {"type": "object", "properties": {"why": {"type": "string"}}}), Tool("stop", {"type": "object"})]
 MOVE = {"name": "move", "arguments": {"x": 1, "why": "für {dich} </tool_call"}}
@@ -147,7 +148,7 @@ ARM = {
 TOOLS = [Tool("move", ARM), Tool("stop", {"type": "object", "additionalProperties": False})]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thinned(FORMS, ["hermes", "mistral", "llama3"]))
 @pytest.mark.parametrize("several", [True, False])
 def test_l9_a_call_that_is_demanded_fits_its_schema(form: str, several: bool) -> None:
     import jsonschema

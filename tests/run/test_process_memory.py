@@ -170,6 +170,7 @@ def test_freed_memory_goes_back_once_the_process_has_become_much_larger() -> Non
 
 
 def test_what_cannot_go_back_is_tried_later_and_later() -> None:
+    gc.freeze()  # a collection for each try, of nothing
     memory, now, tries = Resident(), 0.0, list[float]()
     freed = FreedMemory(memory, lambda pad: tries.append(now), lambda: now)
     memory.used += 2 * LARGE

@@ -61,6 +61,7 @@ def test_in_overload_the_window_rule_answers_on_time_what_simple_rules_do_not(
         assert on_time(overload, rule, rate) <= others_at_most
 
 
+@pytest.mark.long  # plays every rule at every rate
 @pytest.mark.parametrize("rate", ["250/s", "300/s", "400/s", "600/s"])
 @pytest.mark.parametrize("rival", ["early drop (Nexus)", "marginal wait (BentoML)"])
 def test_learning_the_device_costs_little_against_rules_that_were_told_it(

@@ -32,6 +32,7 @@ from reflex_runtime.sim.search import Knobs, Tuner, Tuning, present
 from sim.journals import journal_of
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.03)
+LATE_AT_330 = Open(Poisson(330.0), [Request(time_limit=0.1)])
 EIGHT = Callers(8, Around(0.003, 0.001))
 
 
@@ -123,8 +124,8 @@ def test_too_few_requests_are_an_error() -> None:
     ("knobs", "load", "flags"),
     [
         (Knobs(0.1, 0.0, 256), EIGHT, "--batch-timeout-ms"),
-        (Knobs(0.1, inf, 2), EIGHT, "--max-batch-size"),
-        (Knobs(0.05, inf, 256), Open(Poisson(330.0), [Request(time_limit=0.1)]), "--max-batch-cost-ms"),
+        pytest.param(Knobs(0.1, inf, 2), EIGHT, "--max-batch-size", marks=pytest.mark.long),
+        pytest.param(Knobs(0.05, inf, 256), LATE_AT_330, "--max-batch-cost-ms", marks=pytest.mark.long),
     ],
 )
 def test_the_predicted_change_is_the_one_that_comes(knobs: Knobs, load: WorkloadPart, flags: str) -> None:

@@ -79,8 +79,8 @@ def healthy_from(run: Run, ends: float) -> float:
 
 
 @pytest.mark.parametrize("limit", thinned([0.030, 0.100, 0.150], [0.100]))
-@pytest.mark.parametrize("length", [0.3, 1.0, 20.0])
-@pytest.mark.parametrize("factor", [2.0, 5.0, 30.0, 200.0])
+@pytest.mark.parametrize("length", thinned([0.3, 1.0, 20.0], [1.0]))
+@pytest.mark.parametrize("factor", thinned([2.0, 5.0, 30.0, 200.0], [2.0, 30.0]))
 def test_b17_after_a_slow_spell_everybody_is_served_again_within_two_seconds(
     factor: float, length: float, limit: float
 ) -> None:

@@ -226,6 +226,7 @@ def test_x7_the_container_for_ray_has_the_program_with_which_kuberay_probes_it(t
         assert ("wget" in done.stdout) is installs
 
 
+@pytest.mark.long  # builds a wheel
 def test_x7_the_container_copies_what_is_there_and_builds_a_package_whose_command_runs(tmp_path: Path) -> None:
     """Its COPY and RUN steps by hand: copy the same files, build the package from them alone, run its entry point."""
     tree = tmp_path / "src"
