@@ -16,8 +16,8 @@ from scoring import Truth, hits, truth_of, write_scene
 
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.sources.shapes import DETECTOR, LABELS, Shapes
+from reflex_runtime.run.coordinator import BatchEntry
 from reflex_runtime.run.onnx_session import OnnxSession
-from reflex_runtime.run.processor import BatchEntry
 
 HELD_OUT = 1_000_000  # seeds from here on were never trained on
 Seen = tuple[NDArray[np.uint8], list[Truth]]
