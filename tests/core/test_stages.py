@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.admission import StagedRequest, gain_over_loss, price
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
@@ -218,47 +217,6 @@ def test_b23_no_join_makes_the_slowest_answer_slower() -> None:
             robot(scheduler, name, now)
         batch, now = step(scheduler, now)
         assert batch.stage == stage
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_b23_the_plans_are_compared_as_they_would_run(seed: int) -> None:
-    """Against the plans run step by step."""
-    rng = random.Random(seed)
-    members = [
-        StagedRequest(rng.random() * 0.2, float(rng.randrange(1, 12)), rng.choice((inf, rng.random() * 0.3)))
-        for _ in range(rng.randrange(2, 9))
-    ]
-    split = rng.randrange(1, len(members))
-    first, fixed, marginal = rng.random() * 0.06, rng.random() * 0.01, rng.random() * 0.001
-    sigma = rng.choice((0.0, rng.random() * 0.3))
-
-    def run(some: Sequence[StagedRequest], at: float) -> list[float]:
-        """When each of them ends, in their order."""
-        ends, left = [0.0] * len(some), [m.steps for m in some]
-        while any(left):
-            at += fixed + marginal * sum(steps > 0.0 for steps in left)
-            left = [max(0.0, steps - 1.0) for steps in left]
-            ends = [end or (at if not steps else 0.0) for end, steps in zip(ends, left, strict=True)]
-        return ends
-
-    join, wait = run(members, first), run(members[:split], 0.0)
-    wait += run(members[split:], max(wait) + first)
-    gain, loss = sum(wait[split:]) - sum(join[split:]), sum(join[:split]) - sum(wait[:split])
-    ages = [m.age for m in members]
-    longer = max(map(sum, zip(ages, join, strict=True))) > max(map(sum, zip(ages, wait, strict=True)))
-    plans = list(zip(members, join, wait, strict=True))[:split]
-    missed = any(j * (1.0 + 2.0 * sigma) > m.slack >= w for m, j, w in plans)
-    expected = 0.0 if longer or missed else gain / loss
-    found = gain_over_loss(members[:split], members[split:], first, fixed, marginal, sigma)
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("in_turns", "multiple"),
-    [(0.3, inf), (1.0, inf), (1.01, 1.99), (1.25, 1.75), (2.0, 1.0), (4.0, 1.0), (inf, 1.0)],
-)
-def test_b23_the_price_of_a_join_falls_with_the_share_that_turns_would_take(in_turns: float, multiple: float) -> None:
-    assert price(in_turns) == pytest.approx(multiple, abs=1e-8)
 
 
 # -- robots that ask by the clock ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
     for the due clients would cost more than it saves (`ThinkTimes`). `wake_at` says until when.
  8. New requests enter a running batch with stages only if they gain more than the residents lose
-    (`Former._enters`, `admission`).
+    (`Former._enters`).
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, clients are charged (`_form`, `_take`, `_begin`).
 

@@ -148,25 +148,18 @@ class Batches(Memory, Wake, Conservation):
         takes = w.meter.fixed(entering[0][0]) + sum(w.meter.charge(t, 1.0) for t, _ in entering)
         fixed, each = w.meter.fixed(base[0][0]), w.meter.charge(base[0][0], 1.0)
 
-        def stepped(left: dict[Seen, float], at: float) -> dict[Seen, float]:
-            """Seconds from now until each of them ends, step by step."""
-            ends = {t: at for t, steps in left.items() if steps <= 0}
-            left = {t: steps - 1 for t, steps in left.items() if steps > 0}
-            return ends | (stepped(left, at + fixed + each * len(left)) if left else {})
-
-        old, new = {t: t.wants for t, _ in base}, {t: t.wants - 1 for t, _ in entering}
-        join, wait = stepped(old | new, takes), stepped(old, 0.0)
-        wait |= stepped(new, max(wait.values()) + takes)
-        sigma = w.meter.spread(base)
-        for ticket in old:
-            slack = ticket.deadline - self.now
-            if not ticket.request.streams and wait[ticket] <= slack < join[ticket] * (1 + 2 * sigma):
+        old, new, spread = [t for t, _ in base], [t for t, _ in entering], w.meter.spread(base)
+        longest = max(t.wants for t in old)
+        joined = {t: takes + t.wants * (fixed + each * len(old + new)) for t in old}
+        for t in old:
+            missed = self.now + joined[t] * (1 + 2 * spread) > t.deadline
+            if missed and not t.request.streams and self.now + t.wants * (fixed + each) <= t.deadline:
                 return False
-        if max(self.now - t.arrived + s for t, s in join.items()) > max(
-            self.now - t.arrived + s for t, s in wait.items()
-        ) * (1 + NEARLY):
+        last = max(self.now - t.arrived for t in new) + longest * (fixed + each * len(old)) + takes
+        last += (max(t.wants for t in new) - 1) * (fixed + each * len(new))
+        if max(self.now - t.arrived + joined[t] for t in old) > last * (1 + NEARLY):
             return False
-        gain, loss = sum(wait[t] - join[t] for t in new), sum(join[t] - wait[t] for t in old)
+        gain, loss = len(new) * longest * fixed, sum(takes + t.wants * each * len(new) for t in old)
         in_turns = self.in_turns(w, w.meter.remaining(entering[0][0]))
         return in_turns > 1 and gain > max(1, 3 - in_turns) * loss * (1 + NEARLY)
 
