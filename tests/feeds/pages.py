@@ -50,7 +50,7 @@ class Page:
         self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, which may not end."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.address[1], timeout=PATIENCE)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, named)
@@ -66,4 +66,4 @@ class Page:
             return answer.status, answer.headers, answer.read()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE)
+        return socket.create_connection(("127.0.0.1", self.server.address[1]), timeout=PATIENCE)

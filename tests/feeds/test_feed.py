@@ -38,7 +38,7 @@ from reflex_runtime.core.errors import (
     TooLate,
     WaitTimeout,
 )
-from reflex_runtime.feeds.runtime.feed import Backoff, Feed, FeedConfig
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
 from reflex_runtime.feeds.runtime.health import (
     DROPS,
     FeedConnected,
@@ -65,13 +65,14 @@ class Made:
         hold: bool = False,
         clock: Any = None,
         pause: Any = None,
+        seed: int = 1,
         **config: Any,
     ) -> None:
         self.point, self.sink, self.log, self.pauses = Point(answer), Collector(), Log(), Pauses(hold)
         options = {} if clock is None else {"clock": clock}
         self.feed = Feed(
             "cam", source, pipeline or Pipeline(batch=self.point), [self.sink], FeedConfig(**config), emit=self.log,
-            pause=pause or self.pauses, seed=1, **options,
+            pause=pause or self.pauses, seed=seed, **options,
         )  # fmt: skip
 
     def run(self) -> Made:
@@ -369,8 +370,8 @@ def test_f14_the_pause_doubles_to_half_a_minute_and_starts_anew_after_a_frame() 
 
 def test_the_jitter_is_of_the_seed() -> None:
     def pauses(seed: int) -> list[float]:
-        backoff = Backoff(random.Random(seed))
-        return [backoff.next() for _ in range(5)]
+        made = Made(Camera(END, refuse=[SourceError("away")] * 5), seed=seed)
+        return made.run().pauses.seconds
 
     assert pauses(1) == pauses(1) != pauses(2)
 

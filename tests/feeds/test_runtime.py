@@ -269,7 +269,7 @@ def test_removing_and_adding_many_times_leaks_no_thread() -> None:
 
 
 def test_reconnecting_many_times_leaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.feeds.runtime.feed.Backoff.FIRST_S", 0.0)
+    monkeypatch.setattr("reflex_runtime.feeds.runtime.feed.OPEN_S", 0.0)
     losses = [item for i in range(200) for item in (i, SourceError("gone"))]
     with Runtime() as runtime:
         log = Told(runtime)

@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.runtime.runtime import Runtime
@@ -248,14 +247,8 @@ class StatusServer:
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], Any] = lambda: None
 
-    @property
-    def port(self) -> int:
-        return self.address[1]
-
     def start(self) -> None:
         """Bind and answer from now on."""
-        if self._thread is not None:
-            raise ConfigError("StatusServer.start: already started")
         listening = bind(*self.address)
         listening.set_inheritable(False)
         self.address, self.url = listening.getsockname()[:2], url_of(listening)

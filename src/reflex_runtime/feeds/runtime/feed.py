@@ -75,6 +75,8 @@ Pause = Callable[[threading.Event, float], bool]  # waits for the event, some se
 
 LIVE, FILE = "live", "file"
 RETRY_S, RETRY_MOST_S = 0.005, 0.100  # a file feed's pauses before it submits a frame again
+OPEN_S, OPEN_MOST_S = 1.0, 30.0  # pauses before a lost source is opened again: doubled, and
+JITTER = 0.2  # varied by up to a fifth, so that feeds do not retry together
 
 _RETRIED = (QueueFull, Displaced, InFlightCapReached, WaitTimeout)  # by a file feed, which loses nothing
 _GONE = (Closed, Drained, CutShort)
@@ -167,25 +169,6 @@ class FrameQueue:
             self._filled.notify_all()
             self._room.notify_all()
             return left
-
-
-class Backoff:
-    """Pauses between attempts: 1 s, doubled up to 30 s, each varied by up to a fifth, so that feeds do not retry
-    together."""
-
-    FIRST_S, MOST_S, JITTER = 1.0, 30.0, 0.2
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance, self._made = chance, 0
-
-    def next(self) -> float:
-        """Seconds until the next attempt."""
-        self._made += 1
-        pause = doubled(self.FIRST_S, self.MOST_S, self._made - 1)
-        return pause * self._chance.uniform(1.0 - self.JITTER, 1.0 + self.JITTER)
-
-    def reset(self) -> None:
-        self._made = 0
 
 
 class StageFailed(ReflexError):
@@ -309,7 +292,7 @@ class Feed:
         self._taking = Taking(config.every, config.fps)
         self._paced = getattr(source, "paced", False)
         self._times = SourceClock(live and not self._paced)
-        self._backoff = Backoff(random.Random(name if seed is None else seed))
+        self._chance, self._losses = random.Random(name if seed is None else seed), 0  # since the last picture
         self._connection = "connecting"  # then running, reconnecting
         self._restarts = 0
         self._total: int | None = None
@@ -450,7 +433,8 @@ class Feed:
                 if connected:
                     self._emit(FeedDisconnected(self.clock(), self.name, words))
                 return lost
-            self._connection, pause = "reconnecting", self._backoff.next()
+            pause = doubled(OPEN_S, OPEN_MOST_S, self._losses) * self._chance.uniform(1.0 - JITTER, 1.0 + JITTER)
+            self._connection, self._losses = "reconnecting", self._losses + 1
             self._emit(FeedDisconnected(self.clock(), self.name, words, pause))
             self._pause(self._stop, pause)
             self._restarts += 1
@@ -475,8 +459,7 @@ class Feed:
             if self._pause(self._stop, self._times.ahead(now)):
                 return
             now = self.clock()
-        self._latest = now
-        self._backoff.reset()
+        self._latest, self._losses = now, 0
         if pts is None and config.fps and ledger.read_so_far == 0:
             log.warning("%s: fps has no effect: its pictures have neither times nor a rate; use every", self.name)
         if not self._taking.takes(pts):
