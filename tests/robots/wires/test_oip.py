@@ -112,7 +112,6 @@ def test_w47_what_does_not_fit_is_refused_by_name(export: Export, seeing: Export
     assert wrong(export, STATE, STATE) == "inputs"
     assert wrong(export, STATE, outputs=["values"]) == "values"
     assert wrong(seeing, PICTURES, STATE) == "state"  # two rows and one
-    assert wrong(seeing, tensor_of_bytes("image", "UINT8", [1, 144], bytes(144)), STATE) == "image"
     assert wrong(export, tensor_of_values("state", "FP32", [2], [0.5, 0.5])) == "state"
     assert wrong(export, tensor_of_values("state", "FP32", [300, 2], [0.5] * 600)) == "state"
     assert wrong(export, tensor_of_values("state", "FP32", [0, 2], [])) == "state"

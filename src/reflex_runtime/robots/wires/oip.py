@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
-from reflex_runtime.robots.policy.spec import PolicySpec
+from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.question import MAX_ROWS, OIP, Question
+from reflex_runtime.robots.serving.question import MAX_ROWS, OIP, ObservationReader, Question
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes, answer_details, limits_of, question_of
 from reflex_runtime.web.fields import check_id, encode, invalid_input
@@ -165,59 +165,35 @@ def questions(
 ) -> list[Question]:
     """A question for each row; 422 names what is wrong. most_ms: the longest time that the caller waits."""
     expected = [name for name, _, _ in inputs_of(spec)]
-    given = {tensor.name: tensor for tensor in sent.inputs}
     prompted = {_INSTRUCTION} if spec.default_prompt is not None else set()
     check_names(sent, expected, {_SEED, *spec.optional_images, *prompted}, [ACTIONS])
-    rows = rows_of(list(given.values()), MAX_ROWS)
+    rows = rows_of(sent.inputs, MAX_ROWS)
     limits = limits_of(limits_in(sent.parameters, _LIMITS, _SEQUENCE, most_ms))
     robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
-    found = []
+    reading, found = ObservationReader(spec, WireMap(prompt=_INSTRUCTION)), []
     for row in range(rows):
         part = f"/{row}" if rows > 1 else ""
-        images = tuple((name, name, _picture(given[name], row)) for name in spec.images if name in given)
-        state = _state(given[_STATE], row) if spec.takes_state else None
-        instruction = _text(given[_INSTRUCTION], row) if _INSTRUCTION in given else None
+        seen = {tensor.name: _row(tensor, row) for tensor in sent.inputs}
         own = msgspec.structs.replace(
             limits,
             robot_id=robot + part if robot else None,
             request_id=sent.id + part if sent.id else None,
-            seed=_seed(given[_SEED], row) if _SEED in given else None,
+            seed=_seed(seen.pop(_SEED)) if _SEED in seen else None,
         )
-        found.append(question_of((images, state, instruction), own, None, episode + part if episode else None))
+        found.append(question_of(reading.read(seen), own, None, episode + part if episode else None))
     return found
 
 
-def _picture(tensor: Tensor, row: int) -> NDArray[Any] | bytes:
-    """A picture, or a PNG or JPEG in BYTES."""
-    if isinstance(tensor.values, list):
-        return _element(tensor, row)
-    if len(tensor.shape) != 4:
-        raise invalid_input(tensor.name, f"has shape {list(tensor.shape)}, must be [n, height, width, 3]")
-    picture: NDArray[Any] = tensor.values[row]
-    return picture
-
-
-def _state(tensor: Tensor, row: int) -> NDArray[Any]:
-    if isinstance(tensor.values, list) or tensor.values.dtype.kind not in "iuf" or len(tensor.shape) != 2:
-        raise invalid_input(tensor.name, "must be FP32 of shape [n, dim]")
-    state: NDArray[Any] = tensor.values[row]
-    return state
-
-
-def _text(tensor: Tensor, row: int) -> str:
-    try:
-        return _element(tensor, row).decode()
-    except UnicodeDecodeError:
-        raise invalid_input(tensor.name, "is not UTF-8") from None
-
-
-def _element(tensor: Tensor, row: int) -> bytes:
-    if not isinstance(tensor.values, list) or len(tensor.values) != tensor.shape[0]:
+def _row(tensor: Tensor, row: int) -> NDArray[Any] | bytes:
+    """One picture, state, text or seed; a picture may be a PNG or JPEG in BYTES."""
+    if isinstance(tensor.values, list) and len(tensor.values) != tensor.shape[0]:
         raise invalid_input(tensor.name, "must be BYTES of shape [n] or [n, 1]")
-    return tensor.values[row]
+    value: NDArray[Any] | bytes = tensor.values[row]
+    return value
 
 
-def _seed(tensor: Tensor, row: int) -> int:
-    if isinstance(tensor.values, list) or tensor.values.dtype.kind not in "iu" or tensor.values.size != tensor.shape[0]:
-        raise invalid_input(tensor.name, "must be INT64 of shape [n] or [n, 1]")
-    return int(tensor.values.flat[row])
+def _seed(value: NDArray[Any] | bytes) -> int:
+    number = np.asarray(value)
+    if number.dtype.kind not in "iu" or number.size != 1:
+        raise invalid_input(_SEED, "must be INT64 of shape [n] or [n, 1]")
+    return int(number.item())
