@@ -59,46 +59,9 @@ def test_h3_an_unknown_field_or_value_is_told_the_nearest(body: bytes, meant: st
     assert "did you mean" not in invalid_field(error).message
 
 
-def test_x9_a_value_from_outside_is_shown_in_a_few_parts_however_large_it_is() -> None:
-    """`str` of the last would make 2 to the 60th texts."""
-    shared: list[object] = ["x"]
-    for _ in range(60):
-        shared = [shared, shared]
-    for value in (list(range(10**6)), {"a": shared}, "x" * 10**6, memoryview(b"x" * 10**6), dict.fromkeys(range(99))):
-        assert len(brief(value)) < 300
-    for large in (b"x" * 10**6, bytearray(10**6), memoryview(b"x" * 10**6)):
-        assert brief([large]) == f"[{bytes(large[:40])!r}]"
-    assert brief("raw") == "'raw'"
-    assert brief([1, 2]) == "[1, 2]"
-
-
-def test_a_value_from_outside_is_shown_without_a_look_at_all_of_it() -> None:
-    """Of a dictionary or set its parts would be sorted, and an array of objects printed whole."""
-
-    class Part:
-        seen = 0
-
-        def __lt__(self, other: object) -> bool:
-            Part.seen += 1
-            return True
-
-        def __repr__(self) -> str:
-            Part.seen += 1
-            return "x" * 100_000
-
-    array = np.empty(300, object)
-    array[:] = [Part() for _ in range(300)]
-    shared = np.empty((), object)
-    shared[()] = array
-    parts = [Part() for _ in range(300)]
-    told = {brief(value) for value in (dict.fromkeys(parts), set(parts), frozenset(parts), array, shared)}
-    assert {"<set of 300>", "<frozenset of 300>", "<ndarray of (300,)>", "<ndarray of ()>"} < told
-    assert Part.seen < 30
-    assert brief({"b": 1, "a": 2}) == "{'a': 2, 'b': 1}"
-    assert brief({i: i for i in range(9, 0, -1)}) == "{6: 6, 7: 7, 8: 8, 9: 9, ...}"
-    assert [brief(value) for value in (np.float32(1.5), None, {}, np.str_("a"))] == [
-        "np.float32(1.5)",
-        "None",
-        "{}",
-        "<str_ of ()>",
-    ]
+def test_x9_a_value_from_outside_is_shown_in_a_few_letters_however_large_it_is() -> None:
+    for value in ("x" * 10**6, b"x" * 10**6):
+        assert brief(value) == repr(value[:80])
+    for large in ([0] * 10**6, {"a": 1}, memoryview(b"x"), bytearray(9), np.zeros(9), 10**5000):
+        assert brief(large) == f"<{type(large).__name__}>"
+    assert [brief(value) for value in ("raw", None, 1, 1.5, True)] == ["'raw'", "None", "1", "1.5", "True"]

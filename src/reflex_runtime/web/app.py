@@ -150,7 +150,7 @@ class App:
         finally:
             self.bodies.release(request)
             self.requests.discard(request)
-            self.answered(request)
+            self.leave()
         try:
             if response is not None:  # whoever does not read it keeps no drain waiting
                 await request.answer(response)
@@ -161,7 +161,7 @@ class App:
 
     def _begin(self, request: HttpRequest) -> None:
         """Count it, and give it its id: the caller's own in X-Request-Id, or a new one."""
-        request.number = request.request_id = self.asks(request)
+        request.number = request.request_id = self.enter()
         request.task = asyncio.current_task()
         if (sent := request.headers.get(b"x-request-id")) is not None:
             request.request_id = own_id(sent) or request.number
@@ -230,22 +230,22 @@ class App:
 
     def refuse_bytes(self, error: ReflexError) -> bytes:
         """The same for what is no request, as it goes over the wire; the connection is closed behind it."""
-        request_id = self.asks()
-        self.answered()
+        request_id = self.enter()
+        self.leave()
         told = self.form(error, request_id, False)
         lines = [b"HTTP/1.1 %d %b" % (told.status, HTTPStatus(told.status).phrase.encode())]
         headers = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
         headers += [(b"x-request-id", request_id.encode()), *told.headers, *retry_headers(error), CLOSE]
         return b"\r\n".join([*lines, *(b"%b: %b" % header for header in headers), b"", told.body])
 
-    def asks(self, request: HttpRequest | None = None) -> str:
+    def enter(self) -> str:
         """Count a new request. Returns its id."""
         self.asked += 1
         self.active += 1
         return f"{self._prefix}-{self.asked:x}"
 
-    def answered(self, request: HttpRequest | None = None) -> None:
-        """A request's answer is made; what is left is to write it."""
+    def leave(self) -> None:
+        """The answer of a request is made; what is left is to write it."""
         self.active -= 1
         if self.closing and not self.active:
             self._all_answered.set()
@@ -326,7 +326,7 @@ class App:
             socket.left()
             socket.done()
             if not socket.accepted:
-                self.answered(socket)
+                self.leave()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it beside the requests, until the server ends."""

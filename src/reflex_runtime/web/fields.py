@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
@@ -22,32 +20,6 @@ ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000
 """JSON Schema of what `check_id` takes."""
 
 
-class _Brief(reprlib.Repr):
-    """At most 6 parts on each of 2 levels. It has no method for bytes, which it would write whole before it cuts; a
-    dictionary and a set it would sort whole, and any other value, such as an array of objects, it would write whole."""
-
-    def repr_dict(self, table: dict[Any, Any], level: int) -> str:
-        if len(table) <= self.maxdict:
-            return super().repr_dict(table, level)
-        some = super().repr_dict(dict(islice(table.items(), self.maxdict)), level)
-        return f"{some[:-1]}, ...}}" if level > 0 else some
-
-    def repr_instance(self, value: Any, level: int) -> str:
-        if hasattr(value, "__len__"):
-            shape = getattr(value, "shape", None)
-            return f"<{type(value).__name__} of {len(value) if shape is None else shape}>"
-        return super().repr_instance(value, level)
-
-    repr_set = repr_frozenset = repr_instance  # type: ignore[assignment]
-
-    def repr_bytes(self, data: bytes | memoryview, level: int) -> str:
-        return repr(bytes(data[:40]))
-
-    repr_bytearray = repr_memoryview = repr_bytes
-
-
-_BRIEF: Final = _Brief()
-_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 2, 80, 80
 _PATH: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")
@@ -182,5 +154,8 @@ def printable(text: str) -> str:
 
 
 def brief(value: object) -> str:
-    """A value from outside for an error: a few parts of it, in a time that does not depend on its size."""
-    return _BRIEF.repr(value)
+    """A value from outside for an error: a text is cut, and of a container only the type is shown."""
+    if isinstance(value, str | bytes):
+        return repr(value[:80])
+    plain = value is None or isinstance(value, bool | float) or (type(value) is int and value.bit_length() <= 64)
+    return repr(value) if plain else f"<{type(value).__name__}>"

@@ -216,7 +216,7 @@ class GrpcListener:
             yield part
 
     async def _answer(self, name: str, answer: Callable[[GrpcCall], Awaitable[bytes]], context: Any) -> bytes:
-        call = GrpcCall(name, self._app.asks(), context)
+        call = GrpcCall(name, self._app.enter(), context)
         try:
             try:
                 self._check(call)
@@ -235,7 +235,7 @@ class GrpcListener:
             return b""
         finally:
             self._app.bodies.release(call)
-            self._app.answered()
+            self._app.leave()
 
     def _check(self, call: GrpcCall) -> None:
         if self._app.closing:

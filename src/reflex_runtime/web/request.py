@@ -101,8 +101,8 @@ class Application(Protocol):
     closing: bool
 
     def refuse(self, request: HttpRequest, failure: Exception, extra: Headers | None = None) -> HttpResponse: ...
-    def asks(self, request: HttpRequest | None = None) -> str: ...
-    def answered(self, request: HttpRequest | None = None) -> None: ...
+    def enter(self) -> str: ...
+    def leave(self) -> None: ...
     def answers(self, request: HttpRequest, status: int) -> None: ...
     def may_change(self, request: HttpRequest) -> bool: ...
 
@@ -183,8 +183,11 @@ class HttpRequest:
 
     @property
     def query(self) -> dict[str, str]:
-        """The fields of the query, each name once."""
-        return query_of(self.query_string)
+        """The fields of the query, each name once; an invalid one is empty."""
+        try:
+            return dict(parse_qsl(self.query_string.decode("ascii"), keep_blank_values=True, max_num_fields=64))
+        except ValueError:
+            return {}
 
     def refuse_query(self) -> None:
         """Raise the 422 where there is a query and nothing reads it."""
@@ -296,7 +299,7 @@ class WebSocket(HttpRequest):
     async def accept(self) -> None:
         """Open it. From here on its messages count as requests, and it does not."""
         self.open = self.accepted = True
-        self.app.answered(self)
+        self.app.leave()
         await self._send({"type": "websocket.accept", "headers": []})
         if CANCELS not in (self.scope.get("extensions") or ()):
             self._inbox = asyncio.Queue(maxsize=1)
@@ -323,7 +326,7 @@ class WebSocket(HttpRequest):
             self.open = False
             raise StopAsyncIteration
         text, data, dropped = message.get("text"), message.get("bytes"), message.get(DROPPED, 0)
-        self._message = SocketMessage(text if text is not None else data or b"", self.app.asks(self), dropped)
+        self._message = SocketMessage(text if text is not None else data or b"", self.app.enter(), dropped)
         self.app.bodies.take(self._message, len(self._message.data))
         return self._message
 
@@ -367,19 +370,11 @@ class WebSocket(HttpRequest):
         if message is not None:
             message.data = b""
             self.app.bodies.release(message)
-            self.app.answered(self)
+            self.app.leave()
 
     async def connecting(self) -> None:
         """Take the first message, `websocket.connect`."""
         await self._receive()
-
-
-def query_of(query: bytes) -> dict[str, str]:
-    """The fields of a query, each name once; an invalid one is empty."""
-    try:
-        return dict(parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=64))
-    except ValueError:
-        return {}
 
 
 def retry_headers(error: ReflexError) -> Headers:

@@ -105,7 +105,7 @@ class ZmqListener:
         if not self._socket.closed:
             self._socket.send_multipart([*message.envelope, data], zmq.NOBLOCK)
             self._look()
-        self._app.answered()
+        self._app.leave()
 
     @property
     def _something_came(self) -> bool:
@@ -129,7 +129,7 @@ class ZmqListener:
         peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         head = frames.index(b"") + 1 if b"" in frames[:-1] else 0
         body = frames[head:]
-        message = ZmqMessage(self._app.asks(), [peer, *frames[:head]], body[0] if body else b"")
+        message = ZmqMessage(self._app.enter(), [peer, *frames[:head]], body[0] if body else b"")
         self._waiting += 1
         try:
             self._check(message, len(body))
