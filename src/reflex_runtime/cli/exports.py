@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +54,13 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     add("source", metavar="SOURCE", help="export DIR, demo, lerobot:DIR, openpi:DIR, python:module:make, MODEL_DIR")
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
-    add(
-        "--threads", type=lambda n: whole("--threads", n, 1, 256), default="1", metavar="N",
-        help="as with serve: ONNX Runtime threads per call (default 1)",
-    )  # fmt: skip
-    add(
-        "--instruction", metavar="TEXT",
-        help="an instruction that the policy must understand (default: one from its own vocabulary)",
-    )  # fmt: skip
-    add(
-        "--rtc-horizon", type=lambda n: whole("--rtc-horizon", n, 1, 10_000), metavar="N",
-        help="fail unless the export can be served with --rtc and this horizon",
-    )  # fmt: skip
-    add(
-        "--deterministic", type=lambda n: whole("--deterministic", n, 1, 256), nargs="?", const="8", default=0,
-        metavar="ROWS", help="as with serve: fail unless answers are then the same bits in any company (alone 8)",
-    )  # fmt: skip
+    threads, rows = (partial(whole, flag, low=1, high=256) for flag in ("--threads", "--deterministic"))
+    horizon = partial(whole, "--rtc-horizon", low=1, high=10_000)
+    add("--threads", type=threads, default="1", metavar="N", help="as with serve (default 1)")
+    add("--instruction", metavar="TEXT", help="an instruction that the policy must understand")
+    add("--rtc-horizon", type=horizon, metavar="N", help="fail unless --rtc works with this horizon")
+    more: Any = {"type": rows, "nargs": "?", "const": "8", "default": 0, "metavar": "ROWS"}
+    add("--deterministic", **more, help="fail unless answers are the same bits in any company (alone 8)")
     parser.set_defaults(run=doctor)
 
 
@@ -210,11 +202,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def add_demo_export(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "demo-export",
-        description="Write the bundled demo policy (trained on six Meta-World tasks) to a directory that\n"
-        "`reflex serve` takes.",
-    )
+    parser = verbs.add_parser("demo-export", description="Write the bundled policy to a directory for `reflex serve`.")
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
     parser.add_argument("--force", action="store_true", help="write over what is in DIR")
     parser.set_defaults(run=demo_export)

@@ -35,20 +35,10 @@ that does not start, 130 for a second Ctrl-C.
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "feeds",
-        anywhere="feeds",
-        description="Run many cameras and videos on one processor: their frames share its calls, and results go "
-        "back to the right feed in order.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument(
-        "feeds",
-        nargs="*",
-        metavar="NAME=SOURCE",
-        help="a feed: its name and its source, such as a file, rtsp://… or /dev/video0; NAME.SETTING=VALUE, such as "
-        "door.fps=5, sets for one feed alone what the file may set per feed",
-    )
+    what = "Run many cameras and videos on one processor: frames share calls, each feed gets its results in order."
+    parser = verbs.add_parser("feeds", anywhere="feeds", description=what, epilog=_EPILOG)
+    what = "a feed and its source; NAME.SETTING=VALUE, such as door.fps=5, is an option of one feed"
+    parser.add_argument("feeds", nargs="*", metavar="NAME=SOURCE", help=what)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file: table [feeds], tables [[feed]]")
     add_options(parser, FeedsConfig)
     parser.set_defaults(run=run)

@@ -189,20 +189,14 @@ Exit status: 0 when at least one wire answered, 1 when none did, 2 when nothing 
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "probe",
-        description="Ask a server once: whether it answers, on which wires, and what each of them expects.",
-        epilog=_EPILOG,
-    )
+    what = "Send one request on each wire of a server, and show what they expect."
+    parser = verbs.add_parser("probe", description=what, epilog=_EPILOG)
     add = parser.add_argument
     add("url", metavar="URL", help="where the server is: http, https, ws, wss (openpi), tcp (GR00T), grpc or grpcs")
     add("--wire", choices=WIRES, metavar="NAME", action="append", help="only this one; may be given again")
     add_key(parser)
     add("--observation", metavar="FILE", help="an .npz file with the names of the wire (needs --wire)")
-    add(
-        "--timeout-s", type=float, default=10.0, metavar="S",
-        help="for each step of each wire (default %(default)g, range 0.1 to 600)",
-    )  # fmt: skip
+    add("--timeout-s", type=float, default=10.0, metavar="S", help="of each step (default %(default)g, 0.1 to 600)")
     add("--json", action="store_true", help="everything, as JSON")
     parser.set_defaults(run=run)
 

@@ -44,23 +44,16 @@ def add_replay(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument_group("through a model").add_argument
     add("--model", metavar="SOURCE", help="the policy to run: an export directory")
     add("--slot", metavar="SLOT", help="only requests that this slot answered (default: all, listed per slot)")
-    add(
-        "--recorded-by", metavar="HASH",
-        help="only requests that the model with this hash answered, if the recording has several models",
-    )  # fmt: skip
+    add("--recorded-by", metavar="HASH", help="only requests that the model with this hash answered")
     what: Any = {"choices": ("actions", "latency", "cache", "all"), "metavar": "WHAT"}
     add("--diff", default="all", **what, help="differences to show: actions, latency, cache or all (default all)")
-    add(
-        "--compose", default="alone", choices=("alone", "recorded"), metavar="HOW",
-        help="alone: each request in a batch of its own (default); recorded: in its recorded batches",
-    )  # fmt: skip
+    how = ("alone", "recorded")
+    add("--compose", default="alone", choices=how, metavar="HOW", help="alone (default), or in recorded batches")
     add("--n", type=lambda n: whole("--n", n, 1), metavar="N", help="only the first N answered requests, N >= 1")
     add("--fail-on", **what, help="exit with 3 if this differs: actions, latency, cache or all")
     add("--provider", default="cpu", metavar="NAME", help="cpu, cuda or an ONNX Runtime provider name (default cpu)")
-    add(
-        "--threads", type=lambda n: whole("--threads", n, 1, 256), default="1", metavar="N",
-        help="ONNX Runtime threads per call, in [1, 256] (default 1)",
-    )  # fmt: skip
+    threads = partial(whole, "--threads", low=1, high=256)
+    add("--threads", type=threads, default="1", metavar="N", help="ONNX Runtime threads per call (default 1)")
     add = parser.add_argument_group("through the scheduler").add_argument
     add("--schedule", action="store_true", help="run the recorded arrivals through the scheduler, in virtual time")
     for flag, unit, low, high, kind in (
@@ -218,9 +211,12 @@ def add_report(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
     add("--format", default="text", choices=("text", "json"), help="text (default), or JSON")
     add(
-        "--margin", type=float, default=5.0, metavar="POINTS",
-        help="b counts as not worse if its success is at most this much lower, in (0, 100) percentage points",
-    )  # fmt: skip
+        "--margin",
+        type=float,
+        default=5.0,
+        metavar="POINTS",
+        help="b is not worse if its success is at most so much lower",
+    )
     parser.set_defaults(run=report)
 
 

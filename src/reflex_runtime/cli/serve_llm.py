@@ -202,11 +202,8 @@ any program. docs/workers.md has the messages. The process ends when the connect
 
 
 def add_worker(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "worker",
-        description="Run language models for the process that started this one.",
-        epilog=_WORKER_EPILOG,
-    )
+    what = "Run language models for the process that started this one."
+    parser = verbs.add_parser("worker", description=what, epilog=_WORKER_EPILOG)
     parser.set_defaults(run=worker)
 
 

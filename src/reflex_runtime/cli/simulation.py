@@ -22,11 +22,8 @@ The device takes fixed + marginal x n milliseconds for n requests. docs/simulato
 
 
 def add_simulate(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "simulate",
-        description="Run the real scheduler on a simulated load and device in virtual time, and report the result.",
-        epilog=_SIMULATE_EPILOG,
-    )
+    what = "Run the scheduler on a simulated load and device in virtual time, and report the result."
+    parser = verbs.add_parser("simulate", description=what, epilog=_SIMULATE_EPILOG)
     add_options(parser, SimulateConfig)
     parser.set_defaults(run=simulate)
 
@@ -48,18 +45,12 @@ exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 
 
 
 def add_tune(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "tune",
-        description="Find the budget, hold and size of batches that suit a recorded load, and predict what they bring.",
-        epilog=_TUNE_EPILOG,
-    )
-    add = parser.add_argument
-    add("journal", metavar="JOURNAL", help="a journal, .jsonl or .jsonl.gz")
-    add(
-        "--aim", choices=("p50", "p95", "p99", "throughput", "on-time"), metavar="WHAT",
-        help="what to improve: p50, p95, p99 (of latency), throughput or on-time; by default on-time if more than "
-        "one request in a hundred is not answered in time, else p95",
-    )  # fmt: skip
+    what = "Find the budget, hold and size of batches that suit a recorded load, and predict what they bring."
+    parser = verbs.add_parser("tune", description=what, epilog=_TUNE_EPILOG)
+    parser.add_argument("journal", metavar="JOURNAL", help="a journal, .jsonl or .jsonl.gz")
+    aims = ("p50", "p95", "p99", "throughput", "on-time")
+    what = "p50, p95, p99 (of latency), throughput or on-time; by default on-time if over 1 % are late, else p95"
+    parser.add_argument("--aim", choices=aims, metavar="WHAT", help=what)
     parser.set_defaults(run=tune)
 
 

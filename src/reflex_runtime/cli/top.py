@@ -29,15 +29,10 @@ Exit status of --once: 0 the server is ready, 1 it answers but is not ready, 2 i
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    parser = verbs.add_parser(
-        "top",
-        description="Watch a running server: its batches as they form, its clients and its queues. Ctrl-C ends it.",
-        epilog=_EPILOG,
-    )
+    what = "Watch a running server: its batches as they form, its clients and its queues. Ctrl-C ends it."
+    parser = verbs.add_parser("top", description=what, epilog=_EPILOG)
     default = "http://127.0.0.1:8000"
-    parser.add_argument(
-        "url", nargs="?", default=default, metavar="URL", help="where the server is (default %(default)s)"
-    )
+    parser.add_argument("url", nargs="?", default=default, metavar="URL", help="the server (default %(default)s)")
     add_key(parser)
     parser.add_argument("--once", action="store_true", help="show one snapshot and end")
     parser.add_argument("--json", action="store_true", help="print each snapshot as a line of JSON")

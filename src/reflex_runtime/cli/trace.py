@@ -58,11 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("trace", description=_DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", nargs="?", help="the journal, .jsonl or .jsonl.gz")
-    add(
-        "-o", "--out", type=Path, metavar="PREFIX",
-        help="write PREFIX.svg and PREFIX.png, and PREFIX.jsonl with --prompts (default: FILE without its suffix; with "
-        "--prompts nothing is written)",
-    )  # fmt: skip
+    files = "write PREFIX.svg and PREFIX.png, with --prompts PREFIX.jsonl too (default: FILE without its suffix)"
+    add("-o", "--out", type=Path, metavar="PREFIX", help=files)
     add("--last", type=lambda n: whole("--last", n, 1), metavar="N", help="only the last N batches, N >= 1")
     add("--from", type=lambda n: whole("--from", n, 0), dest="first", metavar="ID", help="only batches from this id on")
     add("--to", type=lambda n: whole("--to", n, 0), dest="final", metavar="ID", help="only batches up to this id")
@@ -70,9 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--no-picture", action="store_true", help="the table only")
     add("--no-color", action="store_true", help="no colours in the table")
     prompts: Any = parser.add_argument_group("prompts, run here and now on the engine of reflex serve")
-    prompts.add_argument(
-        "--prompts", nargs="+", metavar="TEXT", help="run these prompts and show every step; @FILE has one a line"
-    )
+    prompts.add_argument("--prompts", nargs="+", metavar="TEXT", help="run these; @FILE has one a line")
     add_options(prompts, PromptsConfig)
     parser.set_defaults(run=run)
 

@@ -66,6 +66,8 @@ class BadRequest(ServerError):
 class NotFound(BadRequest):
     """No such path: another server, or an older one."""
 
+    code = "not_found"
+
 
 class StaleRequest(ServerError):
     """It came too late, or a newer request of the same robot replaced it: send a newer observation."""

@@ -30,9 +30,7 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 
 def hints_of(kind: type[Any]) -> Mapping[str, Any]:
     """The types of a class of settings, by name. They stand there as text, which takes milliseconds to evaluate."""
-    if kind not in _HINTS:
-        _HINTS[kind] = get_type_hints(kind)
-    return _HINTS[kind]
+    return _HINTS.get(kind) or _HINTS.setdefault(kind, get_type_hints(kind))
 
 
 def option(

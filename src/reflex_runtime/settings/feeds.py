@@ -13,10 +13,7 @@ class FeedsConfig:
     """The settings of `reflex feeds`."""
 
     processor: str = option(
-        "",
-        "your processor: a class, an instance, or a function that returns one",
-        metavar="MODULE:NAME",
-        group="the processor",
+        "", "a class, an instance, or a function that returns one", metavar="MODULE:NAME", group="the processor"
     )
     onnx: str = option("", "detector or classifier in ONNX; shapes is the bundled one", metavar="FILE")
     size: str = option("", "size of frames, if the graph takes any", metavar="640|WxH", needs="onnx")
@@ -105,11 +102,7 @@ class FeedsConfig:
     )
     webhook: str = option("", "POST results to this URL, as JSON lines", metavar="URL", secret=True)
     port: int = option(
-        -1,
-        "port for /dashboard, /feeds, /metrics and /health; 0 picks a free one, -1 is off",
-        low=-1,
-        high=65535,
-        group="watching",
+        -1, "port of the pages, /metrics and /health; 0: a free one, -1: off", low=-1, high=65535, group="watching"
     )
     host: str = again(ServerConfig, "host", "127.0.0.1", needs="port")
     api_key: str = again(ServerConfig, "api_key", "", needs="port")

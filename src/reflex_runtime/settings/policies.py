@@ -57,12 +57,7 @@ class DeviceConfig(ServerConfig):
         0.3, "batches proven to be this brief run on the event loop; 0: none", low=0, high=5, unit="ms"
     )
     deadline_ms: float = option(
-        0.0,
-        "time limit of requests without one; 0 is none",
-        low=0,
-        high=600_000,
-        unit="ms",
-        group="deadlines and queue",
+        0.0, "time limit of requests without one; 0: none", low=0, high=600_000, unit="ms", group="deadlines and queue"
     )
     max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
     max_queue_s: float = option(
@@ -130,26 +125,17 @@ class ServeConfig(DeviceConfig):
     )
     compile: bool = option(False, "torch.compile; the warm-up takes minutes", needs="a model in PyTorch")
     cuda_graphs: str = option(
-        "",
-        "batch sizes to capture as CUDA graphs and to pad to; without SIZES 1,2,4,8,16,32",
-        metavar="SIZES",
-        bare="1,2,4,8,16,32",
+        "", "batch sizes to capture as CUDA graphs; without SIZES 1,2,4,8,16,32", metavar="SIZES", bare="1,2,4,8,16,32"
     )
     robot_id: str = option("", "name of this server's robot, for /health")
     default_prompt: str | None = option(
         None, "instruction of requests without one (an empty one is one)", needs="a policy that takes an instruction"
     )
     on_bad_action: str = option(
-        "error",
-        "an action is not finite: an error, or repeat the episode's last good action",
-        choices=("error", "hold"),
+        "error", "for actions not finite: an error, or the episode's last good one again", choices=("error", "hold")
     )
     policy: tuple[str, ...] = option(
-        (),
-        "a further policy: its name in requests, and its source",
-        metavar="NAME=SOURCE",
-        repeat=True,
-        group="several policies",
+        (), "a further policy: its name and its source", metavar="NAME=SOURCE", repeat=True, group="several policies"
     )
     policy_a: str = option(
         "", "export of slot a; with --policy-b, two versions side by side", metavar="DIR", group="two versions"
@@ -168,10 +154,7 @@ class ServeConfig(DeviceConfig):
         "", "limits on a ramp and after a hot swap; beyond them roll back", metavar="p99=150ms,error=1%"
     )
     gr00t: str = option(
-        "",
-        "serve GR00T's clients on this ZeroMQ address (loopback only)",
-        metavar="tcp://127.0.0.1:5555",
-        group="listening and trust",
+        "", "serve GR00T over ZeroMQ, on loopback", metavar="tcp://127.0.0.1:5555", group="listening and trust"
     )
     gr00t_config: str = option(
         "n1.6", "release whose form get_modality_config has", choices=("n1.6", "n1.5"), needs="gr00t"
@@ -189,9 +172,7 @@ class ServeConfig(DeviceConfig):
         group="batching",
     )
     cost_model: str = option(
-        "affine",
-        "prediction of batch time: a fixed and a marginal part, or the median of time / size",
-        choices=("affine", "median"),
+        "affine", "prediction of batch time: affine, or the median of time / size", choices=("affine", "median")
     )
     max_batch: int = option(1, "ignored, for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
     latest_only: bool = option(
@@ -208,10 +189,7 @@ class ServeConfig(DeviceConfig):
         False, "allow --rtc with two versions; no chunk continues one of the other", needs="rtc"
     )
     rtc_schedule: str = option(
-        "LINEAR",
-        "how the old chunk's weight falls to the horizon",
-        choices=("ZEROS", "ONES", "LINEAR", "EXP"),
-        needs="rtc",
+        "LINEAR", "how the old chunk's weight falls", choices=("ZEROS", "ONES", "LINEAR", "EXP"), needs="rtc"
     )
     rtc_horizon: int = option(10, "actions of a chunk that the last one affects", low=1, high=1000, needs="rtc")
     adaptive_steps: bool = option(False, "stop denoising when the velocity changes by less than 1 %")
@@ -219,18 +197,10 @@ class ServeConfig(DeviceConfig):
         256.0, "memory for cached prefixes; 0 is off", low=0, high=1_000_000, unit="MB", needs="a decomposed export"
     )
     prefix_max_age_chunks: int = option(
-        0,
-        "chunks for which a cached prefix serves although the images changed",
-        low=0,
-        high=1000,
-        needs="prefix_cache_mb",
+        0, "chunks for which a cached prefix serves changed images", low=0, high=1000, needs="prefix_cache_mb"
     )
     max_consecutive_crashes: int = option(
-        5,
-        "crashed batches in a row until the slot is degraded; 0 is off",
-        low=0,
-        high=10_000,
-        group="faults and the end",
+        5, "crashed batches in a row until it is degraded; 0 is off", low=0, high=10_000, group="faults and the end"
     )
     probe_cooldown_s: float = option(
         30.0,

@@ -94,10 +94,7 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to bind; set --api-key if it is not loopback", group="listening and trust")
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option(
-        "",
-        "key of callers, sent as Authorization: Bearer, X-Reflex-Key or x-api-key; @FILE holds it",
-        metavar="KEY|@FILE",
-        secret=True,
+        "", "key of callers (Bearer, X-Reflex-Key or x-api-key); @FILE holds it", metavar="KEY|@FILE", secret=True
     )
     admin_key: str = option(
         "",
@@ -107,11 +104,7 @@ class ServerConfig:
         secret=True,
     )
     allow_host: tuple[str, ...] = option(
-        (),
-        "accept this Host and Origin when no API key is set; * is any",
-        metavar="NAME",
-        repeat=True,
-        unless="api_key",
+        (), "accept this Host and Origin without an API key; * is any", metavar="NAME", repeat=True, unless="api_key"
     )
     cors: tuple[str, ...] = option(
         (), "allow cross-origin requests from this origin; * is any", metavar="ORIGIN", repeat=True
@@ -122,10 +115,7 @@ class ServerConfig:
     )
     max_connections: int = option(4096, "most open connections; beyond it 503 overloaded", low=1, high=1_000_000)
     max_connections_per_address: int = option(
-        0,
-        "most of them of one address (of IPv6, a /64 network); 0 is no limit; not behind a proxy",
-        low=0,
-        high=1_000_000,
+        0, "most of them of one address (of IPv6 a /64); 0 is no limit; not behind a proxy", low=0, high=1_000_000
     )
     idle_timeout_s: float = option(
         75.0, "close a connection without a request after this time", low=0.1, high=86_400, unit="s"
@@ -142,7 +132,7 @@ class ServerConfig:
     log_format: str = option("text", "lines for people, or JSON", choices=("text", "json"))
     otel: str = option(
         "",
-        "send spans of requests and batches to this OpenTelemetry collector (OTLP/HTTP)",
+        "OpenTelemetry collector (OTLP/HTTP) for spans of requests and batches",
         metavar="http://HOST:4318",
         group="spans",
     )
