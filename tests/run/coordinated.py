@@ -106,7 +106,7 @@ class Stepped:
 
     def step(self, seconds: float, coordinator: BatchCoordinator) -> None:
         self.now += seconds
-        coordinator._bell.put(False)
+        coordinator._bell.put("alarm")
         coordinator.device.input(lambda scheduler, now: None)
 
 

@@ -32,7 +32,7 @@ class Played:
         for number in numbers:
             self.relay.answered(self.sleepers[number])
         self.relay.go()
-        if self.relay.going:
+        if self.relay.woken:
             self.relay.came()
 
     def run(self, number: int) -> None:
@@ -51,9 +51,9 @@ def test_each_thread_wakes_the_next_one_in_the_order_of_their_answers() -> None:
     played.run(1)
     assert played.awake == [True, True, False]
     played.run(0)
-    assert (played.awake, played.relay.going, played.over) == ([True, True, True], True, 0)
+    assert (played.awake, played.relay.woken is not None, played.over) == ([True, True, True], True, 0)
     played.run(2)
-    assert (played.relay.going, played.over) == (False, 1)
+    assert (played.relay.woken is not None, played.over) == (False, 1)
 
 
 def test_a_thread_that_waits_no_more_is_passed_over_before_and_after_its_answer() -> None:
@@ -64,7 +64,7 @@ def test_a_thread_that_waits_no_more_is_passed_over_before_and_after_its_answer(
     assert played.awake == [False, True, False]
     played.run(2)
     played.run(1)
-    assert (played.awake, played.relay.going, played.over) == ([False, True, False], False, 1)
+    assert (played.awake, played.relay.woken is not None, played.over) == ([False, True, False], False, 1)
 
 
 def test_one_that_does_not_run_holds_up_no_others_for_long() -> None:
@@ -78,14 +78,14 @@ def test_one_that_does_not_run_holds_up_no_others_for_long() -> None:
     assert (played.awake, played.over) == ([True, True, True], 1)
     for number in range(3):
         played.run(number)
-    assert (played.relay.going, played.over) == (False, 1)
+    assert (played.relay.woken is not None, played.over) == (False, 1)
 
 
 def test_without_an_interpreter_lock_all_are_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_driver, "_one_at_a_time", False)
     played = Played()
     played.answer(0, 1, 2)
-    assert (played.awake, played.relay.going) == ([True, True, True], False)
+    assert (played.awake, played.relay.woken is not None) == ([True, True, True], False)
 
 
 # -- in a batched function ---------------------------------------------------------------------------------------------

@@ -153,8 +153,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not timeout >= 0.0:
+def _check_timeout(timeout: float) -> None:
+    if not timeout >= 0.0:
         raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
 
 
@@ -210,7 +210,8 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
         has no use, then Expired.
         """
-        _check_timeout(timeout)
+        if timeout is not None:
+            _check_timeout(timeout)
         calls = self._of_this_loop()
         if (running := _inside.get()) is not None and running is calls.running:
             raise ConfigError(_CALLS_ITSELF)
@@ -298,7 +299,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise ConfigError(_CALLS_ITSELF)
         if asyncio._get_running_loop() is not None:
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
-        _check_timeout(timeout)
+        if timeout is not None:
+            _check_timeout(timeout)
         request = Request(item, group=driver.group, client=_thread.client, priority=priority, time_limit=time_limit)
         return driver.ask(request, inf if timeout is None else timeout, self._name)  # type: ignore[no-any-return]
 
@@ -312,7 +314,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         time_limit: float | None = None,
     ) -> Result:
         """The same without blocking the loop; cancelling the task cancels the item, as `timeout` does."""
-        _check_timeout(timeout)
+        if timeout is not None:
+            _check_timeout(timeout)
         driver, loop = self._driver, asyncio.get_running_loop()
         inbox = driver.inbox(loop)
         client = inbox.clients.current()

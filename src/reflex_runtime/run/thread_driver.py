@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Rejected, WaitTimeout
@@ -30,6 +30,7 @@ from reflex_runtime.run.processor import Processor
 log = logging.getLogger("reflex.threads")
 
 T = TypeVar("T")
+_Bell = Literal["alarm", "stop", "end"]
 
 
 class Delivery:
@@ -107,6 +108,8 @@ class Relay:
     """The threads that were answered and do not run yet.
 
     wake: wakes the device; called on any thread when the last of them runs, if items came meanwhile.
+    woken: the one that is to run, and then to wake the next one; while there is one, an item that comes need not wake
+        the device: see `came`.
     """
 
     def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
@@ -114,19 +117,13 @@ class Relay:
         self._unseen = False  # items came that the device was not woken for
         self._lock = threading.Lock()
         self._waiting: deque[Sleeper] = deque()
-        self._woken: Sleeper | None = None  # it is to run, and then to wake the next one
+        self.woken: Sleeper | None = None
         self._since = 0.0  # when it was woken
-
-    @property
-    def going(self) -> bool:
-        """Whether a thread that was answered does not run yet. An item that comes now need not wake the device: see
-        `came`."""
-        return self._woken is not None
 
     def came(self) -> None:
         """An item was admitted without waking the device: it is woken when all threads run that were answered."""
         self._unseen = True
-        if not self.going:  # the last one ran before it could know of this item
+        if self.woken is None:  # the last one ran before it could know of this item
             self._over()
 
     def _over(self) -> None:
@@ -143,10 +140,10 @@ class Relay:
     def go(self) -> None:
         """Let the answered threads run. One that was woken long ago and does not run holds up no others."""
         with self._lock:
-            stalled = self._woken is not None and self._clock() - self._since > STALLED
+            stalled = self.woken is not None and self._clock() - self._since > STALLED
             if stalled or not _one_at_a_time:
                 self._wake_all()
-            elif self._woken is None and self._waiting:
+            elif self.woken is None and self._waiting:
                 self._wake_next()
         if stalled:
             self._over()
@@ -171,24 +168,24 @@ class Relay:
         """The thread runs, with or without its answer. To be called as soon as it does, whatever happened."""
         with self._lock:
             sleeper.left = True
-            if sleeper is not self._woken:
+            if sleeper is not self.woken:
                 if sleeper in self._waiting:
                     self._waiting.remove(sleeper)
                 return
             self._wake_next()
-            over = self._woken is None
+            over = self.woken is None
         if over:
             self._over()
 
     def _wake_next(self) -> None:
         if self._waiting:
-            self._woken, self._since = self._waiting.popleft(), self._clock()
-            self._woken.asleep.release()
+            self.woken, self._since = self._waiting.popleft(), self._clock()
+            self.woken.asleep.release()
         else:
-            self._woken = None
+            self.woken = None
 
     def _wake_all(self) -> None:
-        self._woken = None
+        self.woken = None
         while self._waiting:
             self._waiting.popleft().asleep.release()
 
@@ -230,7 +227,7 @@ class ThreadDriver:
         self._setting = threading.Lock()  # of what follows
         self._started = False
         self._alarm = inf  # when the timekeeper looks next
-        self._bell = SimpleQueue[bool]()  # for the timekeeper: False, an earlier alarm; True, the end
+        self._bell = SimpleQueue[_Bell]()  # for the timekeeper
 
     def admit(self, request: Request, settled: Callable[[Ticket], None], wake: bool = True) -> Ticket:
         """Admit a request, or raise the `Rejected` that says why not. Requests of threads that were answered together
@@ -240,7 +237,7 @@ class ThreadDriver:
         """
         if not self._started:
             self._start()
-        later = wake and self.relay.going
+        later = wake and self.relay.woken is not None
         try:
             ticket = self.device.submit(request, settled, wake and not later)
         except Rejected:
@@ -307,13 +304,13 @@ class ThreadDriver:
     def stop_threads(self, timeout: float) -> bool:
         """Stop the device, see there, and the timekeeper. Returns whether the device's thread ended in `timeout`."""
         ended = self.device.stop(timeout)
-        self.release()
+        self._bell.put("end")
         return ended
 
     def release(self) -> None:
         """Let the timekeeper stop both threads: there are no callers. Takes no lock, so the garbage collector may call
         it while any is held."""
-        self._bell.put(True)
+        self._bell.put("stop")
 
     def _events(self) -> list[Event]:
         return self.device.take_events()
@@ -333,16 +330,19 @@ class ThreadDriver:
         with self._setting:
             if at < self._alarm:
                 self._alarm = at
-                self._bell.put(False)
+                self._bell.put("alarm")
 
     def _keep_time(self) -> None:
         """Wake at the next deadline, or when a running batch has taken too long; sleep while nothing is in flight."""
         while True:
             delay = max(0.0, self._alarm - self.clock())
             with suppress(Empty):
-                if self._bell.get(timeout=None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
-                    break
-                continue
+                rung = self._bell.get(timeout=None if delay == inf else min(delay, threading.TIMEOUT_MAX))
+                if rung == "alarm":  # an earlier one
+                    continue
+                if rung == "stop":
+                    self.device.stop(0.0)
+                return
             with self._setting:
                 self._alarm = inf  # first, so that later inputs set it again
             at = self.clock() + self.device.watchdog
@@ -351,4 +351,3 @@ class ThreadDriver:
             except Exception:  # it must go on: batches and deadlines depend on it
                 log.exception("%s: the timekeeper failed", self._name)
             self._set_alarm(at)
-        self.device.stop(0.0)
