@@ -12,7 +12,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm import LLMEngine
-from reflex_runtime.llm.engine.limits import authors_said, sampling_defaults
+from reflex_runtime.llm.engine.load import authors_said, sampling_defaults
 from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Sequence

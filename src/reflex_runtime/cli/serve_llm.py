@@ -110,8 +110,7 @@ def _adapters(given: tuple[str, ...]) -> Iterator[str]:
 
 def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
     """What is served. ConfigError for what can be found before the model is loaded."""
-    from reflex_runtime.llm.engine.limits import sampling_defaults
-    from reflex_runtime.llm.engine.load import describe
+    from reflex_runtime.llm.engine.load import describe, sampling_defaults
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.model_host import ModelPlan
     from reflex_runtime.observe.spans import check_otel
@@ -179,7 +178,7 @@ def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
         rows = [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
     show_settings(plan.config, plan.name, rows)
     warn_if_open(plan.config)
-    from reflex_runtime.llm.engine.limits import authors_said
+    from reflex_runtime.llm.engine.load import authors_said
 
     if said := authors_said(plan.defaults):
         logging.info("requests that do not say how they are sampled: %s (generation_config.json)", said)

@@ -19,7 +19,7 @@ from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams, SamplingP
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.fields import BadRequest
-from reflex_runtime.llm.engine.limits import AUTHORS_SAY
+from reflex_runtime.llm.engine.load import AUTHORS_SAY
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id
 

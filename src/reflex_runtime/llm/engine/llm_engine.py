@@ -17,7 +17,6 @@ from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.ipc.messages import GenerateParams, SamplingParams
-from reflex_runtime.llm.engine.limits import sampling_defaults
 from reflex_runtime.llm.engine.processor import EngineConfig, LLMProcessor, next_id
 from reflex_runtime.llm.engine.sequence import RequestOutput, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
@@ -115,7 +114,11 @@ class LLMEngine:
     ) -> None:
         settings = EngineConfig(**config)
         runner, tokenizer = _model(model, tokenizer, block_size, num_blocks, adapters)
-        self._plain = sampling_defaults(model) if runner is not model and model else _PLAIN
+        self._plain = _PLAIN
+        if model and runner is not model:
+            from reflex_runtime.llm.engine.load import sampling_defaults
+
+            self._plain = sampling_defaults(model)
         self.processor = LLMProcessor(runner, tokenizer, settings)
         self.scheduler = Scheduler([self.processor.group])
         self._stepper = Stepper(self.scheduler, self.processor, [self._settled, *sinks], clock)

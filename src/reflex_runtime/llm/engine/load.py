@@ -11,13 +11,15 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError, not_installed
+from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import (
     CONFIG_FILE,
+    GENERATION_FILE,
     AnyModelConfig,
     Checkpoint,
     ModelConfig,
@@ -212,3 +214,38 @@ def _has_driver() -> bool:
     except OSError:
         return Path("/dev/kfd").exists()  # that of the GPUs of AMD
     return True
+
+
+# -- how a model is sampled --------------------------------------------------------------------------------------------
+
+
+AUTHORS_SAY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's authors may say of how it is sampled, for requests that do not; else it is the OpenAI API's own."""
+
+
+def authors_said(defaults: SamplingParams) -> str:
+    """Those that differ from the API's own."""
+    plain = SamplingParams()
+    said = ((name, getattr(defaults, name)) for name in AUTHORS_SAY)
+    return ", ".join(f"{name} {value:g}" for name, value in said if value != getattr(plain, name))
+
+
+def sampling_defaults(directory: Path | str) -> SamplingParams:
+    """Of a model directory. ConfigError that names the file, the key and the range for a value that cannot be.
+
+    `do_sample` and `max_new_tokens` are for other programs: in the OpenAI API a request says both.
+    """
+    file = Path(directory) / GENERATION_FILE
+    said = read_object(file) if file.is_file() else {}
+    found = {name: said[name] for name in AUTHORS_SAY if said.get(name) is not None}
+    for name, value in found.items():
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise ConfigError(f"{file}: {name}={value!r:.200}: must be a {'whole ' if whole else ''}number")
+    if found.get("top_k", 0) < 0:  # -1 is off, too, in some files
+        found["top_k"] = 0
+    found |= {name: float(value) for name, value in found.items() if name != "top_k"}
+    try:
+        return SamplingParams(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message.removeprefix('SamplingParams.')}") from None

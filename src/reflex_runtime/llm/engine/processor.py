@@ -33,11 +33,10 @@ from reflex_runtime.core.request import PRIORITIES, Request, Ticket
 from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.ipc.messages import GenerateParams, SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.llm.engine.blocks import BlockPool
-from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Constraints, Matcher
 from reflex_runtime.llm.engine.ngram_proposer import Rates
 from reflex_runtime.llm.engine.sampler import Logits, explain, sample
-from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.sequence import Limits, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.observe.series import ENGINE, SeriesSet

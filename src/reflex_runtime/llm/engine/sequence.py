@@ -1,4 +1,4 @@
-"""One request's tokens: known, computed, and ready to send.
+"""One request's tokens: known, computed, and ready to send; and the limits that it is measured against before.
 
 Two counters are the whole state: `num_tokens` are known (the prompt and the sampled ones), `num_computed_tokens` have
 their keys and values in the cache. Prefill and decode are no states: a sequence wants the difference computed, and when
@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
 from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
 from reflex_runtime.llm.engine.logits_processors import Matcher, shaping_of
@@ -19,6 +19,58 @@ from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
 from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """vocab_size: ids below it are tokens. max_model_len: tokens of one request. num_blocks of block_size tokens: the
+    cache."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, as the model and the cache allow."""
+        return min(self.max_model_len, self.cache_tokens + 1)  # the last token is not kept
+
+    def room(self, prompt_tokens: int) -> int:
+        """Most tokens of output behind a prompt of this length; at least 1, which may still not fit."""
+        return max(1, self.longest - prompt_tokens)
+
+    def check(self, ids: Seq[int], max_tokens: int) -> None:
+        """Raises TooLarge for what could never run, naming the limit; ConfigError for a prompt that is none."""
+        if not ids:
+            raise ConfigError("prompt: is empty; at least one token is needed")
+        told = {"prompt_tokens": len(ids), "max_tokens": max_tokens}
+        asked = f"{len(ids)} prompt tokens and max_tokens={max_tokens}"
+        if len(ids) + max_tokens > self.max_model_len:
+            longest = self.max_model_len
+            raise TooLarge(f"the model's context holds {longest} tokens, not {asked}", max_model_len=longest, **told)
+        blocks = -(-(len(ids) + max_tokens - 1) // self.block_size)
+        if blocks > self.num_blocks:
+            size, there = self.block_size, self.num_blocks
+            raise TooLarge(
+                f"{asked} take {blocks} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told
+            )
+        self._check_ids("prompt: token ids", ids)  # last: it looks at each
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raises ConfigError for a token id among the parameters that the model does not have."""
+        self._check_ids("stop_token_ids: token ids", params.stop_token_ids)
+        self._check_ids("logit_bias: token ids", [token for token, _ in params.logit_bias])
+
+    def _check_ids(self, what: str, ids: Seq[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            bounds = f"[0, {self.vocab_size - 1}]"
+            raise ConfigError(f"{what} must be in {bounds}, not {min(ids)} to {max(ids)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,8 @@ from reflex_runtime.core.errors import ConfigError, TooLarge, needed_by
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE, ChatTemplate
 from reflex_runtime.llm.engine.detokenizer import CoreDetokenizer, Detokenizer
-from reflex_runtime.llm.engine.limits import GENERATION_FILE
 from reflex_runtime.llm.engine.output_parsers import ANSWER, MARKS, THOUGHT, TRIED, ToolForm, form_of
-from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, token_ids
+from reflex_runtime.llm.runners.checkpoint import CONFIG_FILE, GENERATION_FILE, token_ids
 from reflex_runtime.run.model_files import JsonObject, read_file, read_object
 from reflex_runtime.run.processor import WALL, Panic
 

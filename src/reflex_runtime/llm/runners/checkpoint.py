@@ -28,6 +28,7 @@ from reflex_runtime.run import model_files
 from reflex_runtime.run.model_files import JsonObject, read_object
 
 CONFIG_FILE: Final = "config.json"
+GENERATION_FILE: Final = "generation_config.json"
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.llm.engine.limits import AUTHORS_SAY
+from reflex_runtime.llm.engine.load import AUTHORS_SAY
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet

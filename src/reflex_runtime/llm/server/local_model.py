@@ -29,10 +29,9 @@ from reflex_runtime.ipc.messages import Constraint, GenerateParams, TokenOutput
 from reflex_runtime.ipc.streams import OutputStream
 from reflex_runtime.ipc.worker import Engine
 from reflex_runtime.ipc.worker import Load as LoadEngine
-from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.processor import EngineConfig, EngineSeries, LLMProcessor
-from reflex_runtime.llm.engine.sequence import Sequence
+from reflex_runtime.llm.engine.sequence import Limits, Sequence
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.server.model_host import ModelPlan, Opening

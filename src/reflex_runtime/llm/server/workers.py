@@ -29,8 +29,8 @@ from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcher
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
-from reflex_runtime.llm.engine.limits import Limits
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
+from reflex_runtime.llm.engine.sequence import Limits
 from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
