@@ -87,18 +87,9 @@ async def _awaited(made: Any) -> Any:
     return await made
 
 
-class ServedProcessor(BaseProcessor):
-    """A processor that loads before it is ready, on the device thread and once."""
-
-    def load(self) -> None:
-        return
-
-    def run(self, batch: Batch) -> Sequence[Any]:
-        raise NotImplementedError
-
-
-class ItemCalls(ServedProcessor):
-    """Calls a function with the items of a batch. any_thread: see `BaseProcessor`."""
+class ItemCalls(BaseProcessor):
+    """Calls a function with the items of a batch. any_thread: see `BaseProcessor`. Like all of these it loads once, on
+    the device thread."""
 
     def __init__(self, function: Function, any_thread: bool = False) -> None:
         self.function = function
@@ -127,7 +118,7 @@ class ItemCalls(ServedProcessor):
         self.function.close()
 
 
-class OnnxItems(ServedProcessor):
+class OnnxItems(BaseProcessor):
     """An ONNX graph; its items were checked when they came. Without a batch axis they run one by one."""
 
     def __init__(self, path: Path, provider: str, threads: int) -> None:
@@ -174,7 +165,7 @@ class _Cohort:
         self.error: Exception | None = None
 
 
-class Streams(ServedProcessor):
+class Streams(BaseProcessor):
     """Steps of generators: items join and leave between two steps. A part is the value of a `More`; None is no part.
 
     A generator function is called with the items that come together, and yields a list with a part for each of them. A

@@ -17,7 +17,7 @@ from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.functions.processor import Function, ItemCalls, OnnxItems, ServedProcessor, Streams
+from reflex_runtime.functions.processor import Function, ItemCalls, OnnxItems, Streams
 from reflex_runtime.functions.values import ArrayType, Values, example_of
 from reflex_runtime.run.batched import BatchedMethod, Handle
 from reflex_runtime.run.modules import imported, made, told
@@ -42,7 +42,7 @@ class ServedFunction:
 
     name: str
     source: str
-    processor: ServedProcessor
+    processor: ItemCalls | OnnxItems | Streams
     items: Values
     results: Values
     streams: bool = False

@@ -25,7 +25,6 @@ from reflex_runtime.web.pictures import decode_picture, decoded_base64, picture_
 BYTES: Final = b"application/octet-stream"
 NPY: Final = b"application/x-npy"
 PNG: Final = b"image/png"
-TEXT: Final = b"text/plain; charset=utf-8"
 FORM: Final = b"multipart/form-data"
 MOST_PARTS: Final = 256  # of a form
 MOST_EXAMPLE: Final = 200  # numbers in an example

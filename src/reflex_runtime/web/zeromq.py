@@ -12,7 +12,6 @@ looked at again after each message that is taken or sent. There is no timer and 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -22,8 +21,6 @@ import zmq
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, known
-
-log = logging.getLogger("reflex.server")
 
 MAX_WAITING: Final = 4096  # messages that are being answered
 TURN: Final = 16  # messages taken in one turn of the loop
