@@ -184,16 +184,16 @@ def test_p6_the_doctor_runs_what_a_factory_made(here: Path) -> None:
     good = examine("python:my_policy:make")
     found = {check.id: check for check in good.checks}
     assert list(found) == [
-        "source", "embodiment", "memory", "model_load", "actions", "cameras", "determinism", "batch_parity",
+        "config", "embodiment", "memory", "model_load", "actions", "cameras", "determinism", "batch_parity",
         "rtc_boundary", "clock",
     ]  # fmt: skip
     assert good.exit_code == 0
-    assert found["source"].actual.startswith("mine, custom, monolithic")
+    assert found["config"].actual.startswith("mine, custom, monolithic")
     mixing = {check.id: check.status for check in examine("python:my_policy:mixing").checks}
     assert mixing["batch_parity"] == "fail"
     broken = {check.id: check for check in examine("python:my_policy:broken").checks}
-    assert (broken["source"].status, broken["actions"].status) == ("fail", "skip")
-    assert "KeyError: 'weights'" in broken["source"].actual
+    assert (broken["config"].status, broken["actions"].status) == ("fail", "skip")
+    assert "KeyError: 'weights'" in broken["config"].actual
 
 
 def test_p4_it_is_served_in_one_batch_like_an_export(here: Path) -> None:

@@ -538,7 +538,20 @@ class CheckRule(NamedTuple):
     environment: bool = False
 
 
-_SPEC: Final = (
+CHECKS: Final = (
+    CheckRule(
+        "files", check_export_files, (), "readable files, whole",
+        "copy them again, where they can be read here and by the server (chmod a+r); is this the export directory?",
+    ),
+    CheckRule(
+        "config", check_config, ("files",), "a configuration that names what there is (docs/exports.md)",
+        "copy the file that is named there into the directory again, or correct the key; docs/exports.md explains each"
+        ", docs/policies.md a policy of your own",
+    ),
+    CheckRule(
+        "wires", check_wires, ("config",), "names of an observation for all that the policy needs, each once",
+        f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}",
+    ),
     CheckRule(
         "normalisation", check_normalisation, ("config",), "statistics of states and actions, none of them tiny",
         "fine if the model normalises by itself, or trained with a dimension that never varied; else the robot gets "
@@ -557,11 +570,26 @@ _SPEC: Final = (
         "memory", check_memory, ("config",), f"two policies of its size within {SHARE:.0%} of the memory",
         "free memory is not enough for this model: a larger machine, a smaller model, or its export in float16",
     ),
-)  # fmt: skip
-
-_RUNS: Final = (
     CheckRule(
-        "actions", check_actions, ("dynamic_batch",), "finite actions within the robot's ranges",
+        "provider", check_provider, (), "a provider of this onnxruntime",
+        "install what is named there into this environment, or serve with --provider cpu", environment=True,
+    ),
+    CheckRule(
+        "model_load", check_model_load, ("config", "provider"), "a model that loads on this provider",
+        "copy the files again if they may have been damaged, or export again, with an opset that this onnxruntime "
+        "knows (pip install -U onnxruntime) and operators of ONNX itself; of your own policy: docs/policies.md",
+    ),
+    CheckRule(
+        "inputs", check_inputs, ("model_load",), "every role has a tensor of its type and size, and every input a role",
+        f"write the tensors' names and sizes into {CONFIG_FILE} (inputs, outputs, images, state_dim, action_dim, "
+        "chunk_size, max_tokens), or export again with these names and sizes",
+    ),
+    CheckRule(
+        "dynamic_batch", check_dynamic_batch, ("inputs",), "a symbolic first axis on every input and output",
+        "export again with dynamic_axes={name: {0: 'batch'} for every input and output}",
+    ),
+    CheckRule(
+        "actions", check_actions, ("model_load", "dynamic_batch"), "finite actions within the robot's ranges",
         "the graph loads and cannot run: sizes inside it do not fit (a reshape with a fixed number of rows, ids beyond "
         "the vocabulary, images of another size); run the model once in the tool that exported it",
     ),
@@ -592,58 +620,16 @@ _RUNS: Final = (
         "clocksource0/current_clocksource), or another hypervisor",
         environment=True,
     ),
+    CheckRule(
+        "deterministic", check_rows, ("determinism",), "the same bits whatever shares the batch, and in whatever row",
+        "this runtime computes a row by its place in the call, or by what is in other rows: serve with --deterministic "
+        "1, one row a call, or try --threads 1 or another provider",
+    ),
 )  # fmt: skip
+"""`deterministic` is made only where rows are given."""
 
-ROWS: Final = CheckRule(
-    "deterministic", check_rows, ("determinism",), "the same bits whatever shares the batch, and in whatever row",
-    "this runtime computes a row by its place in the call, or by what is in other rows: serve with --deterministic 1, "
-    "one row a call, or try --threads 1 or another provider",
-)  # fmt: skip
-"""Made only where it is asked for."""
-
-EXPORT: Final = (
-    CheckRule(
-        "files", check_export_files, (), "readable files, whole",
-        "copy them again, where they can be read here and by the server (chmod a+r); is this the export directory?",
-    ),
-    CheckRule(
-        "config", check_config, ("files",), "a configuration that names what there is (docs/exports.md)",
-        "copy the file that is named there into the directory again, or correct the key; docs/exports.md explains each",
-    ),
-    CheckRule(
-        "wires", check_wires, ("config",), "names of an observation for all that the policy needs, each once",
-        f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}",
-    ),
-    *_SPEC,
-    CheckRule(
-        "provider", check_provider, (), "a provider of this onnxruntime",
-        "install what is named there into this environment, or serve with --provider cpu", environment=True,
-    ),
-    CheckRule(
-        "model_load", check_model_load, ("config", "provider"), "a model that loads on this provider",
-        "copy the files again if they may have been damaged, or export again, with an opset that this onnxruntime "
-        "knows (pip install -U onnxruntime) and operators of ONNX itself",
-    ),
-    CheckRule(
-        "inputs", check_inputs, ("model_load",), "every role has a tensor of its type and size, and every input a role",
-        f"write the tensors' names and sizes into {CONFIG_FILE} (inputs, outputs, images, state_dim, action_dim, "
-        "chunk_size, max_tokens), or export again with these names and sizes",
-    ),
-    CheckRule(
-        "dynamic_batch", check_dynamic_batch, ("inputs",), "a symbolic first axis on every input and output",
-        "export again with dynamic_axes={name: {0: 'batch'} for every input and output}",
-    ),
-    *_RUNS,
-)  # fmt: skip
-
-OTHER: Final = (
-    CheckRule("source", check_config, (), "a policy that says what it expects and gives", "see docs/policies.md"),
-    *(rule._replace(needs=("source",)) for rule in _SPEC if rule.id in ("embodiment", "memory")),
-    CheckRule("model_load", check_model_load, ("source",), "a model that loads on this device", "see docs/policies.md"),
-    _RUNS[0]._replace(needs=("model_load",)),
-    *_RUNS[1:],
-)
-"""The same for what is no export: its own reader checks its files."""
+OF_EXPORTS: Final = {"files", "wires", "normalisation", "tokenizer", "provider", "inputs", "dynamic_batch"}
+"""Not made for what is no export: its own reader checks its files."""
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -726,8 +712,9 @@ def examine(
     clocks = clocks or Clocks()
     context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory, rows)
     checks: dict[str, Check] = {}
-    for rule in (*(EXPORT if is_export(context.source) else OTHER), *([ROWS] if rows else [])):
-        broken = [checks[need] for need in rule.needs if checks[need].status in ("fail", "skip")]
+    left_out = (set() if is_export(context.source) else OF_EXPORTS) | (set() if rows else {"deterministic"})
+    for rule in [rule for rule in CHECKS if rule.id not in left_out]:
+        broken = [checks[id] for id in rule.needs if id in checks and checks[id].status in ("fail", "skip")]
         if broken:
             told = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
             checks[rule.id] = Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(told)}")
