@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError, ProcessorHung
 from reflex_runtime.robots import Policy, load_policy, served_by
-from reflex_runtime.robots.policy.processors import Fault, FaultyProcessor, InjectedDeath, parse_fault
+from reflex_runtime.robots.policy.processors import Fault, GuardedProcessor, InjectedDeath, parse_fault
 from robots.tiny import STEPS, Bench, asked, value, write_export
 
 
@@ -20,7 +20,7 @@ def policy(tmp_path: Path) -> Policy:
     return load_policy(write_export(tmp_path))
 
 
-def struck(faulty: FaultyProcessor, fault: Fault, keys: list[str]) -> set[str]:
+def struck(faulty: GuardedProcessor, fault: Fault, keys: list[str]) -> set[str]:
     return {key for key in keys if faulty._marked(fault, key)}
 
 
@@ -67,16 +67,16 @@ def test_e4_a_wrong_flag_names_the_part(text: str, part: str) -> None:
 def test_e4_the_draw_is_a_share_of_ids_and_always_the_same(policy: Policy) -> None:
     ids = [f"request-{i}" for i in range(4000)]
     fault = Fault("prod", "raise", 0.1)
-    first = struck(FaultyProcessor(policy), fault, ids)
+    first = struck(GuardedProcessor(policy), fault, ids)
     assert 320 <= len(first) <= 480  # 400 expected, four standard deviations
-    assert struck(FaultyProcessor(policy), fault, ids) == first
-    assert struck(FaultyProcessor(policy, seed=1), fault, ids) != first
-    assert struck(FaultyProcessor(policy), Fault("prod", "nan", 0.1), ids) != first
-    assert struck(FaultyProcessor(policy), Fault("prod", "raise", 0.0), ids) == set()
-    assert struck(FaultyProcessor(policy), Fault("prod", "raise", 1.0), ids) == set(ids)
+    assert struck(GuardedProcessor(policy), fault, ids) == first
+    assert struck(GuardedProcessor(policy, seed=1), fault, ids) != first
+    assert struck(GuardedProcessor(policy), Fault("prod", "nan", 0.1), ids) != first
+    assert struck(GuardedProcessor(policy), Fault("prod", "raise", 0.0), ids) == set()
+    assert struck(GuardedProcessor(policy), Fault("prod", "raise", 1.0), ids) == set(ids)
 
 
-def one_of(faulty: FaultyProcessor, fault: Fault, n: int) -> list[int]:
+def one_of(faulty: GuardedProcessor, fault: Fault, n: int) -> list[int]:
     """n requests of which exactly the second is struck."""
     marked = [i for i in range(200) if faulty._marked(fault, f"request-{i}")]
     clean = [i for i in range(200) if i not in marked]
@@ -87,7 +87,7 @@ def one_of(faulty: FaultyProcessor, fault: Fault, n: int) -> list[int]:
 def test_e4_raise_fails_the_marked_request_and_repeating_saves_the_rest(tmp_path: Path, kind: str) -> None:
     policy = load_policy(write_export(tmp_path, kind))
     fault = parse_fault("prod:raise:0.2")
-    faulty = FaultyProcessor(policy, [fault])
+    faulty = GuardedProcessor(policy, None, [fault])
     bench = Bench(policy, faulty)
     chosen = one_of(faulty, fault, 5)
     tickets = [bench.submit(asked(policy, i)) for i in chosen]
@@ -105,7 +105,7 @@ def test_e4_nan_is_the_guards_to_judge(tmp_path: Path, kind: str) -> None:
     policy = load_policy(write_export(tmp_path, kind))
     fault = parse_fault("prod:nan:0.2")
     bench = Bench(policy, served_by(policy, faults=[fault]))
-    chosen = one_of(FaultyProcessor(policy), fault, 4)
+    chosen = one_of(GuardedProcessor(policy), fault, 4)
     tickets = [bench.submit(asked(policy, i)) for i in chosen]
     bench.drain()
     with pytest.raises(NonFiniteResult):
@@ -122,7 +122,7 @@ def test_e4_faults_of_other_slots_do_not_strike(policy: Policy) -> None:
 def test_e4_slow_and_latency_are_per_batch_and_so_per_repeated_call(policy: Policy) -> None:
     slept: list[float] = []
     faults = [parse_fault("prod:slow:1"), parse_fault("prod:raise:0.2")]
-    faulty = FaultyProcessor(policy, faults, latency=0.02, sleep=slept.append)
+    faulty = GuardedProcessor(policy, None, faults, latency=0.02, sleep=slept.append)
     bench = Bench(policy, faulty)
     for i in one_of(faulty, faults[1], 5):
         bench.submit(asked(policy, i))
@@ -133,7 +133,7 @@ def test_e4_slow_and_latency_are_per_batch_and_so_per_repeated_call(policy: Poli
 
 def test_e4_slow_strikes_a_share_of_batches(policy: Policy) -> None:
     slept: list[float] = []
-    bench = Bench(policy, FaultyProcessor(policy, [parse_fault("prod:slow:0.3:10")], sleep=slept.append))
+    bench = Bench(policy, GuardedProcessor(policy, None, [parse_fault("prod:slow:0.3:10")], sleep=slept.append))
     for i in range(100):
         bench.answer(asked(policy, i))
     assert 12 <= len(slept) <= 48  # 30 expected, four standard deviations
@@ -141,7 +141,7 @@ def test_e4_slow_strikes_a_share_of_batches(policy: Policy) -> None:
 
 
 def test_e4_hang_waits_until_it_is_released_and_never_runs_the_batch(policy: Policy) -> None:
-    faulty = FaultyProcessor(policy, [parse_fault("prod:hang:1")])
+    faulty = GuardedProcessor(policy, None, [parse_fault("prod:hang:1")])
     bench = Bench(policy, faulty)
     waits: list[float | None] = []
     waiting = threading.Event()
@@ -167,7 +167,7 @@ def test_e4_hang_waits_until_it_is_released_and_never_runs_the_batch(policy: Pol
 
 
 def test_e4_die_ends_the_device_thread(policy: Policy) -> None:
-    bench = Bench(policy, FaultyProcessor(policy, [parse_fault("prod:die:1")]))
+    bench = Bench(policy, GuardedProcessor(policy, None, [parse_fault("prod:die:1")]))
     bench.submit(asked(policy, 0))
     with pytest.raises(InjectedDeath):  # not an Exception: nothing between here and the thread catches it
         bench.step()

@@ -1,4 +1,4 @@
-"""The processors around a policy: injected faults, and outside them the guard of its actions.
+"""The processor around a policy: injected faults, and outside them the guard of its actions.
 
 The guard is the last check of actions before they are sent: within the robot's ranges, and finite. Non-finite actions
 are an error, or a hold of the episode's last good action. Never zeros: in absolute joint control zero is a motion
@@ -36,20 +36,6 @@ from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.run.processor import Processor, may_run_anywhere
-
-
-def served_by(
-    policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
-) -> Processor:
-    """The processor to serve: the policy, then the faults of its slot, then the guard.
-
-    guard: by default one for the policy's embodiment that answers bad actions with errors. faults: only those of this
-    slot are used. latency: seconds added to every batch.
-    """
-    mine = [fault for fault in faults if fault.slot == policy.slot]
-    inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy
-    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment))
-
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
@@ -114,70 +100,6 @@ class ActionGuard:
         return GuardReport(int(bad.sum()), tuple(self._names[j] if self._names else str(j) for j in joints), held)
 
 
-class WrappedProcessor:
-    """A processor around another one; a subclass says what it adds in `run`."""
-
-    def __init__(self, inner: Processor) -> None:
-        self._inner, self.repeatable = inner, inner.repeatable
-
-    @property
-    def any_thread(self) -> bool:
-        return may_run_anywhere(self._inner)
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        self._inner.drop(tickets)
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-
-class GuardedProcessor(WrappedProcessor):
-    """A policy whose chunks pass through the guard. A chunk that must not be sent fails alone.
-
-    The batch's notes count the chunks that were `clamped`, `held` or `refused`.
-    """
-
-    def __init__(self, inner: Processor, guard: ActionGuard) -> None:
-        super().__init__(inner)
-        self.guard = guard
-
-    def run(self, batch: Batch) -> Sequence[Any]:
-        results = self._inner.run(batch)
-        if len(results) != len(batch.grants):
-            return results
-        chunks = [r.value for r in results if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
-        if not (chunks and len(chunks) == len(results) and self.guard.clean(chunks)):
-            return [self._checked(ticket, result, batch) for ticket, result in zip(batch.grants, results, strict=True)]
-        for chunk in chunks:
-            chunk.guard = _CLEAN
-        if self.guard.on_bad_action == "hold":
-            for chunk, ticket in zip(chunks, batch.grants, strict=True):
-                self.guard.keep(chunk.actions, _episode(ticket))
-        return results
-
-    def _checked(self, ticket: Ticket, result: Any, batch: Batch) -> Any:
-        if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
-            return result
-        checked: Done | NonFiniteResult
-        try:
-            chunk = self.guard.check(result.value, _episode(ticket))
-            checked, report = Done(chunk), chunk.guard or _CLEAN
-            note = "held" if report.held else "clamped" if report.clamped else ""
-        except NonFiniteResult as error:
-            checked, note = error, "refused"
-        if note:  # added up: a batch that is bisected is several calls
-            batch.notes[note] = batch.notes.get(note, 0) + 1
-        return checked
-
-
-def _episode(ticket: Ticket) -> str:
-    observation = ticket.request.payload
-    return observation.episode_id if isinstance(observation, Observation) else ""
-
-
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,45 +160,63 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-class FaultyProcessor(WrappedProcessor):
-    """A processor with faults. It stands between the policy and its guard, so that the guard sees an injected NaN.
+# -- both, around a policy ---------------------------------------------------------------------------------------------
 
-    faults: those of this slot, which may change between two batches. latency: seconds added to every batch
-    (`--inject-latency-ms`). seed: of the draw. sleep: waits for `slow` and latency. `release` ends every present and
-    future hang; tests and shutdown set it.
+
+class GuardedProcessor:
+    """A processor with faults before the guard, which therefore sees an injected NaN. A chunk that must not be sent
+    fails alone. The batch's notes count the chunks that were `clamped`, `held` or `refused`.
+
+    guard: None for none. faults: those of this slot, which may change between two batches. latency: seconds added to
+    every batch (`--inject-latency-ms`). seed: of the draw. sleep: waits for `slow` and latency. `release` ends every
+    present and future hang; tests and shutdown set it.
     """
 
     def __init__(
-        self,
-        inner: Processor,
-        faults: Sequence[Fault] = (),
-        latency: float = 0.0,
-        seed: int = 0,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        super().__init__(inner)
-        self.faults, self._latency, self._seed, self._sleep = faults, latency, seed, sleep
+        self, inner: Processor, guard: ActionGuard | None = None, faults: Sequence[Fault] = (), latency: float = 0.0,
+        seed: int = 0, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        self._inner, self.repeatable, self.guard, self.faults = inner, inner.repeatable, guard, faults
+        self._latency, self._seed, self._sleep = latency, seed, sleep
         self.release = threading.Event()
 
     @property
     def any_thread(self) -> bool:
         """Not with faults: they hang, and end their thread."""
-        return not self.faults and super().any_thread
+        return not self.faults and may_run_anywhere(self._inner)
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        self._inner.drop(tickets)
+
+    def stop(self) -> None:
+        self._inner.stop()
 
     def run(self, batch: Batch) -> Sequence[Any]:
         if self._latency:
             self._sleep(self._latency)
             batch.notes["injected_ms"] = self._latency * 1e3
-        faults = tuple(self.faults)
+        faults, guard = tuple(self.faults), self.guard
         for fault in faults:
             self._before(fault, batch)
         results = self._inner.run(batch)
+        if len(results) != len(batch.grants):
+            return results
+        pairs = list(zip(batch.grants, results, strict=True))
         for fault in faults:
-            if fault.kind == "nan" and len(results) == len(batch.grants):
-                results = [
-                    _poisoned(result) if self._marked(fault, ticket.id) else result
-                    for ticket, result in zip(batch.grants, results, strict=True)
-                ]
+            if fault.kind == "nan":
+                pairs = [(t, _poisoned(result) if self._marked(fault, t.id) else result) for t, result in pairs]
+        chunks = [r.value for _, r in pairs if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
+        if guard is None or not chunks:
+            return [result for _, result in pairs]
+        if len(chunks) < len(pairs) or not guard.clean(chunks):
+            return [_checked(guard, ticket, result, batch) for ticket, result in pairs]
+        for chunk, (ticket, _) in zip(chunks, pairs, strict=True):
+            chunk.guard = _CLEAN
+            if guard.on_bad_action == "hold":
+                guard.keep(chunk.actions, _episode(ticket))
         return results
 
     def _before(self, fault: Fault, batch: Batch) -> None:
@@ -301,7 +241,36 @@ class FaultyProcessor(WrappedProcessor):
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fault.rate * 2.0**64
 
 
+def served_by(
+    policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
+) -> GuardedProcessor:
+    """The processor to serve a policy. guard: by default one for its embodiment that answers bad actions with errors.
+    faults: only those of its slot are used."""
+    mine = [fault for fault in faults if fault.slot == policy.slot]
+    return GuardedProcessor(policy, guard or ActionGuard(policy.spec.embodiment), mine, latency)
+
+
 def _poisoned(result: Any) -> Any:
     if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
         return result
     return Done(replace(result.value, actions=np.full_like(result.value.actions, np.nan)))
+
+
+def _checked(guard: ActionGuard, ticket: Ticket, result: Any, batch: Batch) -> Any:
+    if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
+        return result
+    checked: Done | NonFiniteResult
+    try:
+        chunk = guard.check(result.value, _episode(ticket))
+        checked, report = Done(chunk), chunk.guard or _CLEAN
+        note = "held" if report.held else "clamped" if report.clamped else ""
+    except NonFiniteResult as error:
+        checked, note = error, "refused"
+    if note:  # added up: a batch that is bisected is several calls
+        batch.notes[note] = batch.notes.get(note, 0) + 1
+    return checked
+
+
+def _episode(ticket: Ticket) -> str:
+    observation = ticket.request.payload
+    return observation.episode_id if isinstance(observation, Observation) else ""

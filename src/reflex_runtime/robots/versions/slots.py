@@ -24,7 +24,6 @@ from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.processors import (
     ActionGuard,
     Fault,
-    FaultyProcessor,
     GuardedProcessor,
     parse_fault,
 )
@@ -99,9 +98,9 @@ class Slot:
         """Add a version; it gets requests after `exchange`."""
         config = self._config
         self._made += 1
-        faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
         guard = ActionGuard(policy.spec.embodiment, "hold" if config.on_bad_action == "hold" else "error")
-        return Version(policy, GuardedProcessor(faulty, guard), self._made)
+        served = GuardedProcessor(policy, guard, self.faults, config.inject_latency_ms / 1e3)
+        return Version(policy, served, self._made)
 
     def inject(self, faults: Sequence[Fault]) -> None:
         """From the next batch on these faults, and no others."""
