@@ -31,7 +31,7 @@ PRIVATE = {
     "_apply_gate",  # transformers
     # lerobot
     "_load_as_safetensor", "_normalize_action", "_normalize_observation", "_pi_aloha_encode_actions", "_prepare_batch",
-    "_prepare_global_conditioning", "_preprocess_images", "_tensor_stats",
+    "_prepare_global_conditioning", "_preprocess_images", "_registry_name", "_tensor_stats",
     # Python's own, and its named tuples
     "_SubParsersAction", "_asdict", "_exit", "_get_formatter", "_get_running_loop", "_option_string_actions",
     "_replace", "_set_running_loop",

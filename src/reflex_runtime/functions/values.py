@@ -7,7 +7,6 @@ here. What does not fit is the 422 that names the field.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, get_args, get_origin
 
@@ -28,8 +27,6 @@ PNG: Final = b"image/png"
 FORM: Final = b"multipart/form-data"
 MOST_PARTS: Final = 256  # of a form
 MOST_EXAMPLE: Final = 200  # numbers in an example
-_BOUNDARY: Final = re.compile(rb';\s*boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
-_DISPOSITION: Final = re.compile(rb';\s*(name|filename)=(?:"([^"\r\n]*)"|([^\s;"]*))', re.IGNORECASE)  # of a part
 _NOT_RAW: Final = (JSON, b"application/msgpack", FORM)
 
 
@@ -279,22 +276,40 @@ def _png(image: Any) -> bytes:
 
 def _form(body: bytes, content_type: bytes) -> Any:
     """The fields of a form; the only file of a form without other fields is the value itself."""
-    boundary = _BOUNDARY.search(content_type)
-    if boundary is None:
-        raise ClientError("the body is no form: its Content-Type names no boundary")
-    _, *parts = (b"\r\n" + body).split(b"\r\n--" + (boundary[1] or boundary[2]), MOST_PARTS + 2)
-    if not parts or not parts.pop().startswith(b"--"):
-        raise ClientError(f"the body is no form of at most {MOST_PARTS} parts: its last boundary is missing")
+    from python_multipart.multipart import FormParser, parse_options_header
+
+    _, options = parse_options_header(content_type)
     fields: dict[str, Any] = {}
     files: list[str] = []
-    for part in parts:
-        head, _, value = part.partition(b"\r\n\r\n")
-        said = {name.lower(): quoted or plain for name, quoted, plain in _DISPOSITION.findall(head)}
-        name = said.get(b"name", b"").decode("utf-8", "replace")
-        if name in fields:
-            raise ClientError(printable(f"the form has {name!r} twice"))
-        fields[name] = value if b"filename" in said else value.decode("utf-8", "replace")
-        files += [name] if b"filename" in said else []
+    ends: list[bool] = []
+
+    def found(name: bytes | None, value: Any, file: bool) -> None:
+        text = (name or b"").decode("utf-8", "replace")
+        if text in fields or len(fields) >= MOST_PARTS:
+            raise ClientError(printable(f"the form has {text!r} twice, or over {MOST_PARTS} parts"))
+        fields[text] = value
+        files.extend([text] if file else [])
+
+    def field(part: Any) -> None:
+        found(part.field_name, (part.value or b"").decode("utf-8", "replace"), False)
+
+    def file(part: Any) -> None:
+        part.file_object.seek(0)
+        found(part.field_name, part.file_object.read(), True)
+
+    try:
+        parser = FormParser(
+            "multipart/form-data", field, file, lambda: ends.append(True), options.get(b"boundary"),
+            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},
+        )  # fmt: skip
+        parser.write(body)
+        parser.finalize()
+        if not ends:
+            raise ValueError("its last boundary is missing")
+    except ClientError:
+        raise
+    except Exception as error:
+        raise ClientError(printable(f"the body is no form: {error}")) from None
     return fields[files[0]] if len(files) == len(fields) == 1 else fields
 
 
