@@ -105,7 +105,7 @@ def monitor_routes(registry: CollectorRegistry, health: Callable[[], Mapping[str
 
 
 def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str, Any]:
-    """What `/health` says of a runtime, JSON-safe. lost: by coordinator, why it died, or None.
+    """The answer of `/health`, JSON-safe. lost: by coordinator, why it died, or None.
 
     `status` is `ok` when every feed is running, ended or was stopped, and every coordinator is alive and gave an answer
     within its last three batches; otherwise `failing`. A feed is not well before it is connected.
@@ -295,7 +295,7 @@ class StatusServer:
 
 
 def _limits_of(settings: FeedsConfig) -> ServerConfig:
-    """The settings of the HTTP layer: those of the feeds, and limits for a server that is asked by few."""
+    """The settings of the HTTP layer: those of the feeds, and limits for a server with few callers."""
     return ServerConfig(
         host=settings.host,
         api_key=settings.api_key,

@@ -172,7 +172,7 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], k
     spec = FeedSpec(name, source, replace(config, **values))
     if not re.fullmatch(NAME, name):
         raise ConfigError("the name must be 1 to 64 letters, digits, '.', '-' or '_', and neither . nor ..")
-    _ = spec.region  # or says why not
+    _ = spec.region  # or raises
     for setting in ("score", "classes"):
         if setting in own and not config.onnx:
             raise ConfigError(f"{setting}: has no effect on a processor of your own (--processor)")
@@ -227,7 +227,7 @@ class FeedPlan:
     file: Path | None = None
 
     def limits(self, general: FeedsConfig) -> dict[str, dict[str, Any]]:
-        """What feeds want in place of the detector's `score` and `classes`. general: its settings."""
+        """By feed, the `score` and `classes` that differ from the detector's. general: its settings."""
         found: dict[str, dict[str, Any]] = {}
         for spec in self.specs:
             score, classes = spec.config.score, spec.config.classes

@@ -65,7 +65,7 @@ class FeedsSession:
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
         self._hangups: SimpleQueue[None] = SimpleQueue()
         self._begun = threading.Event()  # the start has ended, or was given up
-        self._signal = 0  # the first one that asked for a stop
+        self._signal = 0  # the first one that stops the run
         self._faults = False  # a stage or a sink failed
         self._turn = threading.Lock()  # held while feeds are exchanged
         self._pictures: FeedPictures | None = None
@@ -277,7 +277,7 @@ class FeedsSession:
     # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _complete(self, report: StopReport) -> bool:
-        """Whether nothing is missing; says what is, unless it was said when it happened."""
+        """Whether nothing is missing. Logs what is, unless it was logged when it happened."""
         snapshot, lost = self._runtime.snapshot(), self._coordinator.lost
         complete, missing = not self._faults and lost is None and report.clean, []
         for name, feed in snapshot.feeds.items():

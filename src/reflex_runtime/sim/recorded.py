@@ -1,4 +1,4 @@
-"""What a journal says of a run: the scheduler as it was set, or with other settings, the load as callers, the device.
+"""A run from its journal: the scheduler as it was set, or with other settings, the load as callers, the device.
 
 A caller that waits for its answer before it asks again would ask sooner after a faster answer. So the recorded times
 alone do not say what another setting would bring. Each client of the journal becomes one of three kinds:

@@ -258,7 +258,7 @@ class _Loop:
                 self._answered(arrival, event.at, error, event.ticket.shared)
                 if not stream.waits:
                     continue
-                if isinstance(error, Drained):  # its replica died: the caller asks another one at once
+                if isinstance(error, Drained):  # its replica died: the caller tries another one at once
                     self._plan(stream, Arrival(event.at + RETRY, arrival.request, prepared_in=arrival.prepared_in))
                 else:
                     self._plan(stream, stream.next(event.at))

@@ -140,7 +140,7 @@ class Tuner:
         progress: Callable[[int, int | None], None] = lambda *_: None,
     ) -> None:
         self.journal, self._progress = journal, progress
-        scheduler_of(journal)  # or says why not
+        scheduler_of(journal)  # or raises
         self.load = observe(journal)
         self.present = present(journal)
         self._device = MeasuredDevice(journal.batches, journal.warm.values())

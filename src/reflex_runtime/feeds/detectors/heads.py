@@ -1,4 +1,4 @@
-"""What outputs of detectors mean: one dialect per form of output. Which one a graph speaks, `recognise` says."""
+"""What outputs of detectors mean: one dialect per form of output. `recognise` finds the one of a graph."""
 
 from __future__ import annotations
 

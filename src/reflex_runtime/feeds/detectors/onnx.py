@@ -36,7 +36,7 @@ OVERLAP = 0.7  # of two boxes of a class, as a share of both
 
 @dataclass(frozen=True, slots=True)
 class DetectorSettings:
-    """What a user wants of a detector; not given, it is what its metadata or its dialect says.
+    """A user's settings of a detector; those that are not given come from its metadata or its dialect.
 
     score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
         their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
@@ -137,7 +137,7 @@ class OnnxFrames:
 
     def on_start(self) -> None:
         """Load the graph, find out what its outputs mean, and run it once, so that no frame pays for a first call.
-        Raises ConfigError, also if it lacks a class that a feed wants."""
+        Raises ConfigError, also for a class of a feed that it lacks."""
         session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
         self._loaded = loaded = self._read(session)
         self._name = _name_of(self.path)
@@ -220,7 +220,7 @@ class OnnxFrames:
 
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
-    """What is wanted, else what the dialect says. Raises ConfigError for what has no effect."""
+    """The user's limits, else those of the dialect. Raises ConfigError for what has no effect."""
     if dialect is None:
         for name in ("score", "iou", "max_detections", "classes"):
             if getattr(wanted, name) not in (None, ()):

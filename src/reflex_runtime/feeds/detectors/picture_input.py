@@ -183,7 +183,7 @@ class PictureInput:
 def picture_input(
     path: Path, session: OnnxSession, size: tuple[int, int] | None, said: tuple[int, int] | None
 ) -> PictureInput:
-    """Find the input for pictures. size: that the user wants. said: that the metadata says. Raises ConfigError."""
+    """Find the input for pictures. size: the user's. said: that of the metadata. Raises ConfigError."""
     others = dict(session.inputs)
     sizes = others.pop(SIZES_NAME, None)
     if len(others) != 1 or (sizes is not None and not (sizes.dtype.kind == "i" and fits((None, 2), sizes.dims))):

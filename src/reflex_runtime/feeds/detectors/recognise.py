@@ -206,7 +206,7 @@ def dialect_of(trial: Trial) -> Dialect | None:
 
 
 def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float64] | None = None) -> str | None:
-    """What boxes of a blank picture are in; None if none of them says it.
+    """The unit of the boxes of a blank picture; None if no box shows it.
 
     Of boxes with a place, the middles go across the picture as their places do, by pixels or by shares of it. Such that
     do not are not decoded if they are nearer to their place as offsets from it. Boxes without a place belong into the
@@ -228,7 +228,7 @@ def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float6
 
 
 def _check(trial: Trial, candidate: Candidate) -> None:
-    """Raises ConfigError for outputs that are not what a candidate says, with what was seen."""
+    """Raises ConfigError for outputs that contradict a candidate, with what was seen."""
     boxes, scores, labels = candidate.boxes, candidate.scores, candidate.labels
     if boxes.dtype.kind != "f":
         raise ConfigError(f"{trial}: its boxes are {boxes.dtype}. Export it with floating outputs")

@@ -37,7 +37,7 @@ _SHORT = 40  # characters of a text that is kept as drawn
 
 
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int = 1) -> NDArray[np.uint8]:
-    """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
+    """A copy of a picture (RGB [h, w, 3]) with what was found drawn on it.
 
     value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them,
     keypoints, polygons and masks (see docs/feeds.md), text in the corner.

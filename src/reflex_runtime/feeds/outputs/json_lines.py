@@ -138,7 +138,7 @@ class JsonLines:
         file."""
         with self._lock:
             if self._path is not None and self._fresh:
-                with suppress(OSError):  # the first result says it
+                with suppress(OSError):  # the first result raises it
                     self._open()
 
     def close(self) -> None:

@@ -197,7 +197,7 @@ class ResultOutput:
         self._state = "connected"
 
     def _unwell(self, why: object, again: bool = True) -> None:
-        """The receiver is away, or refuses; the log says it seldom. again: whether it is tried again."""
+        """The receiver is away, or refuses: logged seldom. again: whether it is tried again."""
         self._state = "away"
         self._retries += again
         self._unsuited(why, again)
@@ -213,7 +213,7 @@ class ResultOutput:
             return None
 
     def _unsuited(self, why: object, again: bool = False) -> None:
-        """A result cannot be sent, though the receiver is there; the log says it seldom."""
+        """A result cannot be sent, though the receiver is there: logged seldom."""
         self._error = in_one_line(why)
         count = self._trouble.count(time.monotonic())
         if count:

@@ -103,7 +103,7 @@ class Webhook(ResultOutput):
         return lines, kept
 
     def _again(self, records: Sequence[ResultRecord], why: str, wait: float = 0.0) -> None:
-        """Put a group back and wait, or give it up. wait: seconds that the server asks for."""
+        """Put a group back and wait, or give it up. wait: seconds of Retry-After."""
         self._failures += 1
         self._unwell(why)
         if self._failures % ATTEMPTS:

@@ -198,7 +198,7 @@ class CurrentFrame:
         self.replaced = False
         self._feed = feed
         self._view: Any = None
-        self._waits = True  # for its batch; then no frame is taken any more
+        self._waits = True  # for its batch; afterwards no frame takes its place
         self._guard = threading.Lock()  # of these
 
     def view(self) -> Any:
@@ -305,7 +305,7 @@ class Feed:
         self._lost: Exception | None = None  # why the coordinator answers no more
         self._throttle = Throttle()
         self._fault = ""  # what the last stage or sink raised
-        self._abandoned = False  # `stop` no longer waits for this thread: further results are discarded
+        self._abandoned = False  # `stop` gave up waiting for this thread: further results are discarded
         self._at: Sink | None = None  # the sink that has a result in hand
         self.in_flight = 0
 

@@ -115,7 +115,7 @@ Image = NDArray[np.uint8]  # [height, width, 3]
 
 
 class SourceClock:
-    """The time of a source: seconds that never go back, whatever its stream says.
+    """The time of a source: seconds that never go back, even where those of its stream do.
 
     Times of the stream count as long as they go forward without a leap. Where they are missing, stand still, go back or
     leap, the next picture of a camera comes as much later as it arrived later, and that of a file by its rate: also of

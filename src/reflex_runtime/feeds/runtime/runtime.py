@@ -405,7 +405,7 @@ class Runtime:
                 raise ConfigError(f"Runtime.feed: {type(sink).__name__} of {feed.name!r} belongs to another feed")
 
     def _release(self, sink: Sink) -> None:
-        """A feed no longer uses a sink; the last feed that did closes it."""
+        """A feed lets a sink go; the last feed that used it closes it."""
         with self._lock:
             left = self._sinks[id(sink)] = self._sinks.get(id(sink), 1) - 1
             if left <= 0:

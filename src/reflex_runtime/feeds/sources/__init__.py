@@ -66,7 +66,7 @@ def source_of(
 
 
 ENDINGS: Final = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
-MOST_PIXELS: Final = 8192 * 8192  # of a picture; a header that says more is an error or an attack
+MOST_PIXELS: Final = 8192 * 8192  # of a picture; a header with more is an error or an attack
 
 
 class PictureFolder:

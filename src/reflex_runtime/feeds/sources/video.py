@@ -61,7 +61,7 @@ def hardware_of(text: str) -> Any:
 
 MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
 MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
-EMPTY = 8  # bytes; a packet with no more says that a picture is that before, as in MPEG-4
+EMPTY = 8  # bytes; a packet with no more repeats the picture before, as in MPEG-4
 EARLY_S = 1.0  # a file that ends so much before its length has lost its end
 FLOATS = re.compile(r"f(16|32)(le|be)$")  # formats of pixels
 NO_TIMES = 0x80  # flag of a format of FFmpeg's: it has no times, as raw H.264 and JPEG pictures over HTTP
@@ -347,7 +347,7 @@ def _without_picture(packets: int, whole: int, interlaced: int) -> int:
 
 
 def _length_of(video: VideoStream) -> float:
-    """Seconds of a stream, as its file says; 0 if it does not. Matroska has a text."""
+    """Seconds of a stream by its file; 0 if unknown. Matroska has a text."""
     if video.duration and video.time_base:
         return float(video.duration * video.time_base)
     found = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", video.metadata.get("DURATION", ""), re.ASCII)
