@@ -201,7 +201,7 @@ def test_f14_a_batch_of_frames_that_are_all_too_old_is_no_call_and_no_fault() ->
     behind.busy.result(60.0)
     assert behind.end() == {"stale": 1}
     assert len(behind.detector.calls) == 1
-    assert behind.coordinator.consecutive_errors == 0
+    assert behind.coordinator.metrics().consecutive_errors == 0
 
 
 def test_f14_a_newer_frame_that_cannot_be_prepared_costs_that_one_only() -> None:
