@@ -304,8 +304,8 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     more = ["--max-num-seqs", "9", "--trace", str(model_dir / "steps.jsonl"), "--api-key", "secret"]
     assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
     (config,) = in_workers
-    assert config.count == 2
     plan = served[-1][0]
+    assert plan.config.workers == 2
     assert plan.directory == model_dir
     told = config.options(plan.config, 1, 0)
     assert config.options(plan.config, 1, 2)["trace"] == str(model_dir / "steps.worker-1.2.jsonl")
