@@ -225,8 +225,11 @@ class ReflexServer(uvicorn.Server):
             if self.on_ready is not None:
                 self.on_ready(host)
             if not host.unusable:
-                with _giving_back(life.app):
-                    await life.stop.wait()
+                freed = freed_memory()
+                idle = freed and asyncio.create_task(give_back_when_idle(lambda: life.app.asked, freed))
+                await life.stop.wait()
+                if idle:
+                    idle.cancel()
 
     def _date(self, loop: asyncio.AbstractEventLoop) -> None:
         """The date in the head of every answer, once a second."""
@@ -299,20 +302,6 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _giving_back(app: App) -> Iterator[None]:
-    """Give freed memory back while no requests come."""
-    freed = freed_memory()
-    if freed is None:
-        yield
-        return
-    task = asyncio.create_task(give_back_when_idle(lambda: app.asked, freed))
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
 def handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, turn: Callable[[], None] | None) -> None:
     """SIGTERM, SIGINT and SIGQUIT set `stop`; a SIGINT after that ends the process at once.
 
@@ -338,10 +327,8 @@ def handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, turn: C
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-async def _within(wait: Callable[[], Awaitable[object]], until: float) -> bool:
-    """Wait; False when it takes longer than until then."""
+async def _within(wait: Callable[[], Awaitable[object]], until: float) -> None:
+    """Wait, until then at most."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             await wait()
-            return True
-    return False
