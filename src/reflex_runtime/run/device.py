@@ -209,7 +209,7 @@ class Device:
         times its time has passed, or until `resume`.
     one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
         its late results are dropped.
-    ahead: whether a full batch is formed while the one before runs (`forming_ahead`), which is completed while it runs
+    ahead: whether a full batch is formed while the one before runs (`FormingAhead`), which is completed while it runs
         itself. For a driver that takes the events on another thread.
     hung: batches given up for their time. fatal: whether the device was given up; lost: why.
     """
