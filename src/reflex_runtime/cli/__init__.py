@@ -38,15 +38,14 @@ _TOGETHER = {  # verbs that share a file
 
 
 def _words() -> Any:
-    """What errors say of a word, `settings.declare`: only they need it."""
+    """`settings.declare`, imported late: only errors need it."""
     return import_module("reflex_runtime.settings.declare")
 
 
 class Parser(argparse.ArgumentParser):
-    """Usage errors are one line that says what may stand there, and exit status 2.
+    """An argparse parser whose usage errors are one line with a hint, and exit status 2.
 
-    anywhere: a list of words that may also stand behind options. elsewhere: options that are not known here, with what
-    an error says of them.
+    anywhere: a list of words that may also stand behind options. elsewhere: hints on unknown options, by option.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(None, [action for action in self._actions if not action.option_strings], [], "")
         return f"write {' '.join(formatter.format_help().split())}; {self.prog} --help shows all options"
 
-    # What argparse says of these values names neither the option alone nor what may stand there.
+    # argparse's own errors on these values name neither the option alone nor the choices.
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

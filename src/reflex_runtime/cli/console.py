@@ -21,8 +21,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
-    """Run a command: returns its exit status, and prints one line for an error. told: returns the words before the
-    line."""
+    """Run a command: returns its exit status, and prints one line for an error. told: the words before the line."""
     try:
         status = run()
         sys.stdout.flush()  # here, where what is wrong with it can still be told
@@ -58,7 +57,7 @@ def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
 
 
 def _let_go() -> None:
-    """What standard output could not take is dropped: the interpreter would try again at its end, and complain."""
+    """Drop what standard output could not take: the interpreter would flush it again at its end, and fail."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -69,7 +68,7 @@ def _let_go() -> None:
 
 
 def console(width: int, columns: bool = True, **more: Any) -> Console:
-    """Where tables go. width: of what is no terminal, unless `columns` and the environment's COLUMNS says it."""
+    """Where tables go. width: where the output is no terminal and, with `columns`, COLUMNS is not set."""
     from rich.console import Console
 
     told = sys.stdout.isatty() or (columns and os.environ.get("COLUMNS", "").isdigit())

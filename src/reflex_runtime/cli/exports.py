@@ -1,4 +1,4 @@
-"""`reflex export`, `demo-export` and `doctor`: export directories are written, and checked before they are served."""
+"""`reflex export`, `demo-export` and `doctor`: write export directories, and check them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _of_model(args: argparse.Namespace) -> int:
-    """A language model: what `reflex serve` refuses before it loads one."""
+    """Check a language model without loading it, as the start of `reflex serve` does."""
     from reflex_runtime.llm.engine.load import check, describe
 
     directory = Path(model_directory(args.source))

@@ -134,7 +134,7 @@ def greet_oip(server: ServerAddress, key: str, timeout: float, pick: Pick) -> No
 
 
 def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape | None:
-    """Greeted only where nothing says what its robots see."""
+    """Without an observation the server is only greeted."""
     with grpc_calls(server, key, timeout) as call:
         from reflex_runtime.robots.wires.lerobot import SERVICE, sent_by_robot, shape_of  # protobuf, as gRPC
 
@@ -248,7 +248,7 @@ class WireProbe:
 
 
 class ServerLook(NamedTuple):
-    """What /health and /config say; empty if it is no server of reflex. wires: what each expects. on: its listeners."""
+    """From /health and /config; empty if it is no server of reflex. wires: what each expects. on: its listeners."""
 
     state: str = ""
     version: str = ""
@@ -315,7 +315,7 @@ def read_observation(path: str) -> dict[str, Any]:
 def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
-    """Ask on one wire. own: what to send; by default what /config says, else the wire itself."""
+    """Send one request on one wire. own: what to send; by default from /config, else from the wire itself."""
     wire, found = WIRES[name], WireProbe(name)
     pick = Pick(found, seen.wires.get(wire.config), own)
     try:
@@ -331,15 +331,15 @@ def probe(
 
 
 class Pick:
-    """Chooses what is sent on one wire, once the server has announced what it can. said: of it in /config. began: when
-    it was chosen."""
+    """Chooses the observation for one wire from what the server announces. said: its part of /config. began: when it
+    was chosen."""
 
     def __init__(self, found: WireProbe, said: Any, own: Mapping[str, Any] | None) -> None:
         self.said: Mapping[str, Any] = said if isinstance(said, dict) else {}
         self.began, self._found, self._own = time.perf_counter(), found, own
 
     def __call__(self, announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:
-        """announced, said: by the server on the wire itself, and its part on observations."""
+        """announced: by the server on the wire itself. said: the part of it on observations."""
         found = self._found
         sources = {"--observation": self._own, "/config": example(self.said), "metadata": example(said)}
         found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))

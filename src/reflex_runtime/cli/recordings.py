@@ -143,7 +143,7 @@ def _tell_other_model(recording: Journal, slot: str | None, found: str, model: s
 
 
 def _same_hardware(recorded: Any) -> bool:
-    """Whether both say the same of the machine; what only one of them says does not count."""
+    """Whether the machine is the recorded one, by the keys that both have."""
     if not isinstance(recorded, dict):
         return True
     return all(recorded.get(key, value) == value for key, value in hardware().items())

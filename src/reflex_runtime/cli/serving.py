@@ -1,4 +1,4 @@
-"""What `reflex serve` does for policies and language models alike: tells them apart, shows settings and address."""
+"""Parts of `reflex serve` for all products: the kind of a source, sockets and supervisor, the settings in force."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def supervised(
     serve: Callable[[Sequence[socket.socket], Parent | None], int],
     workers: int = 1,
 ) -> int:
-    """Serve below a supervisor, unless the settings say otherwise. check: raises what is wrong with what is served.
+    """Serve below a supervisor, unless `supervise` is off. check: raises ConfigError for what is served.
     serve: the server itself, with its sockets: the one that all workers share first, then, where there are several, a
     loopback port of each worker's own."""
     from reflex_runtime.web.supervisor import bind, check_tls, supervise
@@ -133,7 +133,7 @@ def supervised(
 
 @contextmanager
 def bound(config: Any) -> Iterator[socket.socket]:
-    """The socket that the settings ask for; the file of a Unix socket goes at the end."""
+    """The socket of these settings; the file of a Unix socket is removed at the end."""
     from reflex_runtime.web.supervisor import bind
 
     yield bind(config.host, config.port, config.uds)
@@ -187,7 +187,7 @@ def run_server(
 
 
 def _resembles_model(word: str) -> bool:
-    """Whether people take it for a language model: what is wrong with it is said by what serves those."""
+    """Whether it is meant as a language model, so that the errors are those of models."""
     if os.path.isfile(word):
         return word.endswith(".gguf")
     names = os.listdir(word) if os.path.isdir(word) else []
@@ -195,7 +195,7 @@ def _resembles_model(word: str) -> bool:
 
 
 def options_of(kind: type[Any], served: str) -> dict[str, str]:
-    """What to say of each option where it is not known. served: what has these options."""
+    """A hint for each option, for commands that do not have it. served: what has these options."""
     return {flag(field.name): f"; {flag(field.name)} is an option of {served}" for field in fields(kind)}
 
 

@@ -150,7 +150,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def one_of(word: str, choices: Iterable[str]) -> str:
-    """What an error says of a value that is none of the choices."""
+    """The end of an error on a value that is none of the choices."""
     known = list(choices)
     return f"must be one of {', '.join(known)}{did_you_mean(word, known)}"
 

@@ -278,7 +278,7 @@ class OwnSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAsked:
-    """One policy as the command line and the file ask for it.
+    """One policy of the command line and the file.
 
     sources: by slot, served ones first. config: with its own settings; places: where those were given. where: begins
     its errors, "" where there is no other policy.

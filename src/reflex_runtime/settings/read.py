@@ -30,7 +30,7 @@ def load(
     flags: Mapping[str, Any],
     beside: tuple[str, ...] = (),
 ) -> C:
-    """Build the settings from all sources; every error says where the value came from.
+    """Build the settings from all sources; every error names the source of the value.
 
     beside: further tables that the file may have, which other parts read.
     """
@@ -47,7 +47,7 @@ def read(
     flags: Mapping[str, Any],
     beside: tuple[str, ...] = (),
 ) -> tuple[C, Places]:
-    """`load` for a command that knows facts which settings need: it calls `check_needs` itself, with the places."""
+    """`load` without `check_needs`, which the command calls itself with the places and the facts that it knows."""
     hints = hints_of(kind)
     metas = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     names = metas.keys()
