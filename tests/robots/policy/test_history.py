@@ -14,7 +14,7 @@ from reflex_runtime.observe.journal_reader import read_journal
 from reflex_runtime.robots import InvalidRequest, Policy, load_policy, served_by
 from reflex_runtime.robots.analysis.replay import replay_model
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.episodes import Glimpse, ObservationHistory
+from reflex_runtime.robots.policy.observation import Observation, ObservationHistory
 from robots.analysis.recorded import Served, serve
 from robots.plain import plain
 from robots.tiny import Bench, picture, value
@@ -134,8 +134,9 @@ def test_p23_a_moved_episode_begins_anew(forget: Callable[[Policy], None]) -> No
     assert seen(other.answer(ask(beside, 3.0))) == [3, 3]
 
 
-def moment(name: str, received: float, size: int = 100) -> Glimpse:
-    return Glimpse(name, received, {"front": np.zeros((size, 10, 3), np.uint8)}, {"front": True}, None)
+def moment(name: str, received: float, size: int = 100) -> Observation:
+    images = {"front": np.zeros((size, 10, 3), np.uint8)}
+    return Observation(images, request_id=name, received=received, present={"front": True})
 
 
 def test_p23_history_is_bounded_in_bytes_and_episodes_and_the_longest_unused_goes() -> None:

@@ -25,8 +25,8 @@ from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLin
 from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.robots.policy.base import Policy, advance, run_through
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
-from reflex_runtime.robots.policy.episodes import ChunkTails, Glimpse, Lru, ObservationHistory, Rtc
-from reflex_runtime.robots.policy.observation import ActionChunk, Observation
+from reflex_runtime.robots.policy.episodes import ChunkTails, Lru, Rtc
+from reflex_runtime.robots.policy.observation import ActionChunk, Observation, ObservationHistory
 from reflex_runtime.run.processor import Processor, run_batch
 from reflex_runtime.web.errors import InvalidRequest
 
@@ -139,12 +139,12 @@ class _Past(ObservationHistory):
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
-        self.moments: tuple[Glimpse, ...] = ()
+        self.moments: tuple[Observation, ...] = ()
 
-    def before(self, episode: str, moment: Glimpse) -> tuple[Glimpse, ...]:
+    def before(self, episode: str, moment: Observation) -> tuple[Observation, ...]:
         return self.moments[1 - self.steps :]
 
-    def remember(self, episode: str, moment: Glimpse) -> None:
+    def remember(self, episode: str, moment: Observation) -> None:
         pass
 
 
@@ -200,7 +200,7 @@ class _Runner:
         self._line_by_id: dict[tuple[str, str], RequestLine] = {}
         for line in recording.requests:
             self._line_by_id.setdefault((line.slot, line.request.request_id), line)
-        self._seen: Lru[tuple[str, str], Glimpse] = Lru(MOMENTS)
+        self._seen: Lru[tuple[str, str], Observation] = Lru(MOMENTS)
 
     def run(self, answered: Sequence[RequestLine]) -> None:
         self._warm((1,))
@@ -244,7 +244,7 @@ class _Runner:
             executed, delay = tails.prepare(asked.episode, line.rtc, executed)
         return policy.request(_prepared(policy, asked, executed, delay))
 
-    def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Glimpse:
+    def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Observation:
         """What an earlier request saw; InvalidRequest when the recording does not have it."""
         key = (slot, request_id)
         if key not in self._seen:

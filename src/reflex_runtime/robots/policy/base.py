@@ -20,15 +20,17 @@ from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.cost import CostModel, TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.robots.policy.episodes import Glimpse, ObservationHistory, Prefix, together
+from reflex_runtime.robots.policy.episodes import Prefix
 from reflex_runtime.robots.policy.observation import (
     ActionChunk,
     CacheUse,
     Observation,
     ObservationFields,
+    ObservationHistory,
     Sent,
     noise_of,
     seed_of,
+    together,
 )
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats, shift_of, transformed
@@ -248,7 +250,8 @@ class Policy(BaseProcessor):
         if spec.images:
             observation.images, observation.present = fields.pictures(sent)
         if self.history is not None:
-            observation = _with_past(observation, self.history, time.monotonic() if received is None else received)
+            observation.received = time.monotonic() if received is None else received
+            observation = _with_past(observation, self.history)
         if instruction:
             observation.instruction = instruction
             observation.doubts = fields.doubts(instruction)
@@ -429,12 +432,10 @@ class Policy(BaseProcessor):
         return {"prefix_cache": None}
 
 
-def _with_past(o: Observation, history: ObservationHistory, received: float) -> Observation:
+def _with_past(o: Observation, history: ObservationHistory) -> Observation:
     """The observation behind those before it in its episode; the first one repeated where there are too few."""
-    moment = Glimpse(o.request_id, received, o.images, o.present, o.state)  # type: ignore[arg-type]
-    past = history.before(o.episode_id, moment) if o.episode_id else ()
-    with_past = together((*past, moment), history.steps)
-    return replace(o, **with_past, moment=moment, past=tuple(one.request_id for one in past))
+    past = history.before(o.episode_id, o) if o.episode_id else ()
+    return replace(o, **together((*past, o), history.steps), moment=o, past=tuple(one.request_id for one in past))
 
 
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:

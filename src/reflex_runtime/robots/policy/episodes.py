@@ -1,4 +1,4 @@
-"""What is kept of an episode between its requests: its last observations, its last chunk, its prefixes.
+"""What is kept of an episode between its requests: its last chunk and its prefixes.
 
 Real-time chunking: the new chunk is anchored, at every denoise step, to the part of the episode's last chunk that the
 robot has not executed yet. Its first actions, which run while the new chunk is computed, are frozen; the weight then
@@ -20,8 +20,6 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from reflex_runtime.web.errors import InvalidRequest
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -48,114 +46,6 @@ class Lru(OrderedDict[K, V]):
             value = make()
         self[key] = value
         return value
-
-
-# -- earlier observations ----------------------------------------------------------------------------------------------
-
-
-HISTORY_BYTES: Final = 256 << 20
-MOMENT_OVERHEAD: Final = 1024  # bytes counted per observation beside its arrays
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Glimpse:
-    """The observation of one request, without a history axis. Arrays are read only.
-
-    received: orders the observations of an episode; seconds on a clock that all of them share.
-    """
-
-    request_id: str
-    received: float
-    images: Mapping[str, NDArray[np.uint8]]
-    present: Mapping[str, bool]
-    state: NDArray[np.float32] | None
-
-    @property
-    def nbytes(self) -> int:
-        size = sum(image.nbytes for image in self.images.values())
-        return size + (0 if self.state is None else self.state.nbytes) + MOMENT_OVERHEAD
-
-
-class ObservationHistory:
-    """The newest observations of each episode of one slot. Read on threads that prepare, written on the device thread.
-
-    An observation is kept once its chunk has been computed: a request that was refused, shed, cancelled or failed
-    leaves nothing, and a repeated one sees the same past. They are in the order in which the server received them,
-    whatever the order in which they were decoded or answered.
-
-    steps: observations that the policy sees together, >= 2. Episodes that were not asked for longest are forgotten
-    beyond `max_bytes` or `episodes`; such an episode goes on as if it began.
-    """
-
-    def __init__(self, steps: int, max_bytes: int = HISTORY_BYTES, episodes: int = EPISODES) -> None:
-        self.steps, self.max_bytes, self._most = steps, max_bytes, episodes
-        self._lock = threading.Lock()
-        self._moments: OrderedDict[str, tuple[Glimpse, ...]] = OrderedDict()
-        self._bytes = 0
-        self.evictions = 0
-
-    def before(self, episode: str, moment: Glimpse) -> tuple[Glimpse, ...]:
-        """At most steps − 1 moments that were received before this one, oldest first; none of the request itself."""
-        with self._lock:
-            kept = self._moments.get(episode, ())
-            if kept:
-                self._moments.move_to_end(episode)
-        past = [one for one in kept if one.request_id != moment.request_id and one.received <= moment.received]
-        return tuple(past[1 - self.steps :])
-
-    def remember(self, episode: str, moment: Glimpse) -> None:
-        """Keep a moment at its place; it replaces that of the same request."""
-        if not episode:
-            return
-        with self._lock:
-            kept = [one for one in self._moments.get(episode, ()) if one.request_id != moment.request_id]
-            kept = sorted([*kept, moment], key=lambda one: one.received)
-            self._remove(episode)
-            # One more than a request looks back to: a request that is asked again must not see less than before.
-            self._moments[episode] = tuple(kept[-self.steps :])
-            self._bytes += sum(one.nbytes for one in self._moments[episode])
-            while self._bytes > self.max_bytes or len(self._moments) > self._most:
-                self._remove(next(iter(self._moments)))
-                self.evictions += 1
-
-    def forget(self, episode: str | None = None) -> None:
-        """Forget an episode, or all: it was moved, or starts again."""
-        with self._lock:
-            for one in list(self._moments) if episode is None else (episode,):
-                self._remove(one)
-
-    def snapshot(self) -> dict[str, int]:
-        """JSON-safe."""
-        with self._lock:
-            return {
-                "steps": self.steps,
-                "episodes": len(self._moments),
-                "bytes": self._bytes,
-                "max_bytes": self.max_bytes,
-                "evictions": self.evictions,
-            }
-
-    def _remove(self, episode: str) -> None:
-        for moment in self._moments.pop(episode, ()):
-            self._bytes -= moment.nbytes
-
-
-def together(moments: tuple[Glimpse, ...], steps: int) -> dict[str, Any]:
-    """The fields of an `Observation` that have an axis of `steps`: the moments, oldest first, the first one repeated.
-
-    InvalidRequest where a camera's pictures have another size than earlier in the episode.
-    """
-    moments = (moments[0],) * (steps - len(moments)) + moments
-    newest = moments[-1]
-    for name, image in newest.images.items():
-        if any(moment.images[name].shape != image.shape for moment in moments):
-            field = f"images.{name}"
-            raise InvalidRequest(f"{field}: another size than earlier in this episode; use a new episode_id", field)
-    return {
-        "images": {name: np.stack([moment.images[name] for moment in moments]) for name in newest.images},
-        "present": {name: tuple(moment.present[name] for moment in moments) for name in newest.present},
-        "state": None if newest.state is None else np.stack([moment.state for moment in moments]),  # type: ignore[misc]
-    }
 
 
 # -- the last chunk ----------------------------------------------------------------------------------------------------

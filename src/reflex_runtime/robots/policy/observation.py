@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import io
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import isfinite
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.robots.policy.episodes import Anchor, Glimpse, Prefix, PrefixKey
+from reflex_runtime.robots.policy.episodes import EPISODES, Anchor, Prefix, PrefixKey
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, PolicySpec, Resize
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.web.errors import InvalidRequest
@@ -52,7 +54,8 @@ class Observation:
     cache, prefix: set by `Policy.request`: the cache's result, and the prefix found, which stays in memory until the
         request is settled, even if the cache evicts it.
     ready: of the model's own `prepare`.
-    moment: kept for the next ones of its episode; past: the request ids of those it looks back to, oldest first.
+    moment: itself without the axis [n], kept for the next ones of its episode; past: the request ids of those it looks
+        back to, oldest first.
     doubts: the warnings for the answer.
     executed, delay, received: as in `ChunkTails.anchor`. anchor: set by `Policy.request`.
     """
@@ -76,8 +79,14 @@ class Observation:
     token_mask: NDArray[np.bool_] | None = None
     present: Mapping[str, bool | tuple[bool, ...]] = field(default_factory=dict)
     robot_state: NDArray[np.float32] | None = None
-    moment: Glimpse | None = None
+    moment: Observation | None = None
     past: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes in a history."""
+        size = sum(image.nbytes for image in self.images.values())
+        return size + (0 if self.state is None else self.state.nbytes) + MOMENT_OVERHEAD
 
     def row(self, role: str) -> NDArray[Any]:
         """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_mask/NAME", its mask.
@@ -265,6 +274,100 @@ def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp]
     at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(size / wanted) - 0.5, 0.0)
     before = np.minimum(at.astype(np.intp), size - 1)
     return before, np.minimum(before + 1, size - 1), (at - before).astype(np.float32)
+
+
+# -- earlier observations ----------------------------------------------------------------------------------------------
+
+
+HISTORY_BYTES: Final = 256 << 20
+MOMENT_OVERHEAD: Final = 1024  # bytes counted per observation beside its arrays
+
+
+class ObservationHistory:
+    """The newest observations of each episode of one slot. Read on threads that prepare, written on the device thread.
+
+    An observation is kept once its chunk has been computed: a request that was refused, shed, cancelled or failed
+    leaves nothing, and a repeated one sees the same past. They are in the order in which the server received them,
+    whatever the order in which they were decoded or answered.
+
+    steps: observations that the policy sees together, >= 2. Episodes that were not asked for longest are forgotten
+    beyond `max_bytes` or `episodes`; such an episode goes on as if it began.
+    """
+
+    def __init__(self, steps: int, max_bytes: int = HISTORY_BYTES, episodes: int = EPISODES) -> None:
+        self.steps, self.max_bytes, self._most = steps, max_bytes, episodes
+        self._lock = threading.Lock()
+        self._moments: OrderedDict[str, tuple[Observation, ...]] = OrderedDict()
+        self._bytes = 0
+        self.evictions = 0
+
+    def before(self, episode: str, moment: Observation) -> tuple[Observation, ...]:
+        """At most steps − 1 moments that were received before this one, oldest first; none of the request itself."""
+        with self._lock:
+            kept = self._moments.get(episode, ())
+            if kept:
+                self._moments.move_to_end(episode)
+        past = [one for one in kept if one.request_id != moment.request_id and _received(one) <= _received(moment)]
+        return tuple(past[1 - self.steps :])
+
+    def remember(self, episode: str, moment: Observation) -> None:
+        """Keep a moment at its place; it replaces that of the same request."""
+        if not episode:
+            return
+        with self._lock:
+            kept = [one for one in self._moments.get(episode, ()) if one.request_id != moment.request_id]
+            kept = sorted([*kept, moment], key=_received)
+            self._remove(episode)
+            # One more than a request looks back to: a request that is asked again must not see less than before.
+            self._moments[episode] = tuple(kept[-self.steps :])
+            self._bytes += sum(one.nbytes for one in self._moments[episode])
+            while self._bytes > self.max_bytes or len(self._moments) > self._most:
+                self._remove(next(iter(self._moments)))
+                self.evictions += 1
+
+    def forget(self, episode: str | None = None) -> None:
+        """Forget an episode, or all: it was moved, or starts again."""
+        with self._lock:
+            for one in list(self._moments) if episode is None else (episode,):
+                self._remove(one)
+
+    def snapshot(self) -> dict[str, int]:
+        """JSON-safe."""
+        with self._lock:
+            return {
+                "steps": self.steps,
+                "episodes": len(self._moments),
+                "bytes": self._bytes,
+                "max_bytes": self.max_bytes,
+                "evictions": self.evictions,
+            }
+
+    def _remove(self, episode: str) -> None:
+        for moment in self._moments.pop(episode, ()):
+            self._bytes -= moment.nbytes
+
+
+def together(moments: tuple[Observation, ...], steps: int) -> dict[str, Any]:
+    """The fields of an `Observation` that have an axis of `steps`: the moments, oldest first, the first one repeated.
+
+    InvalidRequest where a camera's pictures have another size than earlier in the episode.
+    """
+    moments = (moments[0],) * (steps - len(moments)) + moments
+    newest = moments[-1]
+    for name, image in newest.images.items():
+        if any(moment.images[name].shape != image.shape for moment in moments):
+            field = f"images.{name}"
+            raise InvalidRequest(f"{field}: another size than earlier in this episode; use a new episode_id", field)
+    return {
+        "images": {name: np.stack([moment.images[name] for moment in moments]) for name in newest.images},
+        "present": {name: tuple(moment.present[name] for moment in moments) for name in newest.present},
+        "state": None if newest.state is None else np.stack([moment.state for moment in moments]),  # type: ignore[misc]
+    }
+
+
+def _received(moment: Observation) -> float:
+    assert moment.received is not None
+    return moment.received
 
 
 # -- the fields of a request -------------------------------------------------------------------------------------------
