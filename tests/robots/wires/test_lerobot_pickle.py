@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.robots.wires.lerobot import HELPERS, OBSERVATION, SETUP, LerobotSetup, read, read_pickle
+from reflex_runtime.robots.wires.lerobot import (
+    HELPERS,
+    OBSERVATION,
+    SETUP,
+    LerobotObservation,
+    LerobotSetup,
+    read,
+    read_pickle,
+)
 from reflex_runtime.web.errors import ClientError, InvalidRequest
 from robots.wires.broken import FRESH, check
 
@@ -124,6 +132,8 @@ def test_w40_parts_that_are_shared_are_made_once(levels: int) -> None:
         sent = {"policy_type": "act", "actions_per_chunk": 5, "lerobot_features": {"a": {"dtype": "image"}}}
         with pytest.raises(InvalidRequest):
             read(LerobotSetup, sent | {field: read_pickle(as_value, SETUP)["a"]})
+    kept = {"timestamp": 1.0, "timestep": 2, "observation": read_pickle(as_value, SETUP)}
+    assert read(LerobotObservation, kept).observation["a"] is kept["observation"]["a"]  # nothing walks through it
 
 
 def test_w40_a_list_that_holds_itself_is_no_task() -> None:

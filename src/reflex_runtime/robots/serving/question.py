@@ -111,12 +111,9 @@ class Question(RequestLimits, kw_only=True, gc=False):
     episode: str = ""
 
     def __post_init__(self) -> None:
-        if self.episode_id is not None:
-            check_id("episode_id", self.episode_id)
-        if self.request_id is not None:
-            check_id("request_id", self.request_id)
-        if self.robot_id is not None:
-            check_id("robot_id", self.robot_id)
+        for name in ("episode_id", "request_id", "robot_id"):
+            if (id := getattr(self, name)) is not None:
+                check_id(name, id)
         if self.instruction is not None and not is_unicode(self.instruction):
             raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
         if self.instruction is not None and len(self.instruction) > MAX_INSTRUCTION:
