@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
 from math import inf
 from typing import Any
 
@@ -503,7 +502,9 @@ class Feed:
                 frame = queue.get(0.0 if ahead else patience) if room else None
                 if frame is not None:
                     patience, life = frozen_after, self._life(frame)
-                    ahead.extend(life for _ in islice(life, 1))
+                    for _ in life:  # it has paused, else it is over
+                        ahead.append(life)
+                        break
                 elif ahead:
                     next(ahead.popleft(), None)
                 elif queue.closed and not len(queue):
