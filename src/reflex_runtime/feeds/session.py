@@ -7,8 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -79,7 +79,7 @@ class FeedsSession:
             signal.signal(number, signal.SIG_IGN)
         if _HANGUP is not None and (self._again or signal.getsignal(_HANGUP) != signal.SIG_IGN):  # nohup
             numbers.add(_HANGUP)
-        with _Signals(numbers, self._signalled):
+        with _signals(numbers, self._signalled):
             status, clean = self._run()
         if not clean:
             leave(status)
@@ -299,33 +299,31 @@ class FeedsSession:
         return self._files.complete() and complete and not missing
 
 
-class _Signals:
-    """While it is entered, `came(number)` is called on a thread of its own for each of these signals.
+@contextmanager
+def _signals(numbers: Collection[int], came: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `came(number)` is called on a thread of its own for each of these signals.
 
     The interpreter writes the numbers into a socket as they come, whichever thread the kernel gives them to.
     """
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    tell_before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
 
-    def __init__(self, numbers: Collection[int], came: Callable[[int], None]) -> None:
-        self._numbers, self._came = numbers, came
-        self._told, self._tell = socket.socketpair()
-        self._tell.setblocking(False)
+    def listen() -> None:
+        with told:
+            while found := told.recv(16):
+                for number in filter(numbers.__contains__, found):
+                    came(number)
 
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
-        self._tell_before = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
-        _thread("reflex-feeds-signals", self._listen)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    _thread("reflex-feeds-signals", listen)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._tell_before)
-        self._tell.close()
-
-    def _listen(self) -> None:
-        with self._told:
-            while numbers := self._told.recv(16):
-                for number in filter(self._numbers.__contains__, numbers):
-                    self._came(number)
+        signal.set_wakeup_fd(tell_before)
+        tell.close()
 
 
 def _name(number: int) -> str:
