@@ -381,7 +381,7 @@ def test_h7_the_metrics_are_prometheus_text(server: Server) -> None:
 def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
     document = good(server.get("/openapi.json"))
     assert {path for path in document["paths"] if not path.startswith("/v2")} == {  # OIP's have tests of their own
-        "/act", "/health", "/healthz", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
+        "/", "/act", "/health", "/healthz", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
         "/diagnostics/shadow", "/admin/split", "/admin/rollback", "/admin/reset", "/admin/load", "/admin/faults",
         "/reset", "/episodes/{id}/outcome", "/openapi.json", "/docs", "/dashboard", "/dashboard/stream",
         "/diagnostics/journal",
