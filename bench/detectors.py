@@ -23,7 +23,7 @@ from reflex_runtime import BatchConfig, Runtime
 from reflex_runtime.feeds import JsonLines, Pipeline, source_of
 from reflex_runtime.feeds.detectors.heads import LETTERBOX, DetectionLimits, RawHead
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
-from reflex_runtime.feeds.detectors.picture_input import Fit, PictureInput, PixelScale, result_of
+from reflex_runtime.feeds.detectors.picture_input import Fit, PictureInput, result_of
 from reflex_runtime.run.onnx_session import CPU, OnnxSession
 
 SIDE: Final = 640
@@ -64,7 +64,7 @@ def _preparing(scale: float) -> list[Row]:
     for n in (1, 4, 8):
 
         def call(n: int = n) -> None:
-            entry.tensors([entry.fitted(frame, LETTERBOX) for _ in range(n)], PixelScale())
+            entry.tensors([entry.fitted(frame, LETTERBOX) for _ in range(n)], None)
 
         times = _timed(call, scale)
         what = f"letterbox of 1280 × 720 and tensor, batch of {n}: ms a frame"
