@@ -157,32 +157,21 @@ def static(takes: Takes, share: float, rows: int, guesses: int) -> float:
 def test_l2_guesses_are_computed_where_they_pay(takes: Takes, rows: int, share: float) -> None:
     """Nearly as good as the best number of guesses, and never worse than none by three in a hundred.
 
-    The price of a unit is one number, so where rows suddenly get dear the best number is missed by more.
+    Guesses that would bring less than a tenth are left out. The price of a unit is one number, so where rows suddenly
+    get dear the best number is missed by more.
     """
     found = Guessing(takes, share, rows).rate(600)
     best = max(static(takes, share, rows, guesses) for guesses in range(GUESSES + 1))
     assert found >= 0.97 * static(takes, share, rows, 0)
-    assert found >= (0.8 if takes is bends else 0.95) * best
+    assert found >= (0.8 if takes is bends else 0.93) * best
 
 
 @pytest.mark.parametrize(("takes", "rows", "share"), [(memory_bound, 32, 0.6), (compute_bound, 8, 0.9)])
 def test_l2_guesses_pay_for_the_change_of_shape(takes: Takes, rows: int, share: float) -> None:
     """A step of another size than the one before takes longer, so guesses that come and go cost more than they take
-    themselves: 0.95 of the rate without any, if that is left out."""
+    themselves: 0.95 of the rate without any, without the margin."""
     device = Guessing(Reshaping(takes, 0.004, 0.001), share, rows, silent=2)
     assert device.rate(600) >= 0.97 * static(takes, share, rows, 0)
-
-
-def test_l2_a_shape_that_is_as_good_is_kept() -> None:
-    units, before = ExtraUnits(), 0.0
-    for extra in [0.0, 0.0, 4.0, 4.0, 3.0, 0.0] * 20 + [4.0]:
-        units.observe(2, 0.0, extra, 0.010 + 0.0001 * extra + (0.002 if extra != before else 0.0))
-        before = extra
-    surely = (0.9, 0.8, 0.7, 0.6)
-    assert units.choose(2, [surely, surely[:1]], 100.0, 1.0) == [3, 1]  # one more would pay, but for the change
-    assert units.choose(2, [surely, surely], 100.0, 1.0) == [4, 4]  # four more pay for it
-    units.observe(2, 0.0, 0.0, 0.012)
-    assert units.choose(2, [(0.3,), ()], 100.0, 1.0) == [0, 0]  # there and back again
 
 
 def test_l2_sequences_that_guess_well_get_guesses_and_others_none() -> None:
@@ -273,7 +262,6 @@ def test_l2_now_and_then_a_step_has_no_guesses_so_that_their_price_is_known() ->
     device.rate(400)
     plain = [i for i, (_, _, extra) in enumerate(device.steps) if not extra and i > 50]
     assert 3 <= len(plain) <= 10
-    assert all(i - 1 in plain or i + 1 in plain for i in plain)  # by pairs: the second has the shape of the first
 
 
 def test_l2_the_time_of_guesses_is_not_taken_for_that_of_rows() -> None:
@@ -332,7 +320,7 @@ def test_l2_without_times_there_are_no_guesses() -> None:
 def test_l2_too_many_units_are_cut_to_the_likeliest() -> None:
     units = ExtraUnits()
     for i in range(40):
-        extra = i % 4 // 2 * (2.0 + i % 3)  # now the shape of the step before, now another
+        extra = i % 4 // 2 * (2.0 + i % 3)
         units.observe(2, 0.0, extra, 0.010 + 0.0001 * extra)
     assert units.seconds(2, 4.0) == pytest.approx(0.0004, rel=0.2)
     asked = [(0.9, 0.8, 0.7), (0.95, 0.2), ()]
@@ -369,7 +357,7 @@ def test_l2_a_time_that_says_nothing_is_ignored() -> None:
 def test_l2_the_time_of_prompts_is_not_taken_for_that_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     monkeypatch.setattr(
-        "reflex_runtime.core.token_budget._Steps.observe", lambda self, rows, units, new, took: seen.append(took)
+        "reflex_runtime.core.token_budget._Steps.observe", lambda self, rows, units, took: seen.append(took)
     )
     device = Guessing(memory_bound, 0.9, 4, gap=0.2)
     device.rate(10)
