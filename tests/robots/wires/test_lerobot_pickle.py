@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.wires.lerobot import (
     HELPERS,
     OBSERVATION,
@@ -141,6 +142,27 @@ def test_w40_a_list_that_holds_itself_is_no_task() -> None:
     setup = LerobotSetup("act", 5, {})
     with pytest.raises(InvalidRequest, match="task: must be a text"):
         setup.observation(read_pickle(sent, OBSERVATION))
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), "\ud800"])
+def test_w41_a_value_of_another_type_is_the_clients_error(value: Any) -> None:
+    sent = {"policy_type": "act", "actions_per_chunk": 5, "lerobot_features": {}}
+    seen_of = {"timestamp": 1.0, "timestep": 2, "observation": {}}
+    for name in ("actions_per_chunk", "lerobot_features", "rename_map"):
+        with pytest.raises(ReflexError) as caught:
+            read(LerobotSetup, sent | {name: value})
+        assert caught.value.http_status in (400, 422)
+    for name in seen_of:
+        with pytest.raises(ReflexError) as caught:
+            read(LerobotObservation, seen_of | {name: value})
+        assert caught.value.http_status in (400, 422)
+
+
+def test_w41_a_setup_keeps_nothing_of_its_message() -> None:
+    features = {"a": {"dtype": "image", "names": "x" * 1_000_000}}
+    setup = read(LerobotSetup, {"policy_type": "act", "actions_per_chunk": 5, "lerobot_features": features})
+    assert setup.cameras == {"a": "a"}
+    assert not setup.lerobot_features
 
 
 def test_w40_memo_bombs_are_bounded() -> None:

@@ -136,6 +136,7 @@ class LerobotSetup(msgspec.Struct):
                 if count > MAX_MOTORS or any(len(motor) > MAX_NAME for motor in names):
                     why = f"at most {MAX_MOTORS} motors may be named, each in {MAX_NAME} characters"
                     raise invalid_input("lerobot_features", why)
+        self.lerobot_features = {}  # a setup is kept, and they may hold the whole message
 
     @property
     def names(self) -> frozenset[str]:
@@ -194,6 +195,8 @@ def read(kind: type[T], sent: Mapping[str, Any]) -> T:
         return msgspec.convert(sent, kind)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
+    except (AttributeError, UnicodeEncodeError):  # msgspec's own: of an array for a map, a lone surrogate for a number
+        raise ClientError("a field has an array, or text that is not Unicode, where another type is expected") from None
 
 
 class LerobotRobot:
