@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.web.grpc_listener import check_free
+from reflex_runtime.web.supervisor import bind
 from serving.exports import write_tiny
 from serving.harness import PATIENCE, STATE, Answer, Latch, Server, encode, parse_answers, read_all, refusal
 from serving.pair import Pair, episodes
@@ -246,6 +249,25 @@ def test_hangup_is_passed_on_and_is_no_end(tiny: Path, tmp_path: Path) -> None:
         below(server).send_signal(signal.SIGKILL)
         assert ready_again(server, 2).json["restarts"] == 1
         assert server.stop() == 0, "\n".join(server.log)
+
+
+def test_b20_a_parent_that_ignores_its_children_passes_that_to_no_supervisor(tiny: Path) -> None:
+    with Server(tiny, supervised=True, before="import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)") as server:
+        below(server).send_signal(signal.SIGKILL)
+        assert ready_again(server, 2).json["restarts"] == 1
+        assert server.stop() == 0, "\n".join(server.log)
+
+
+def test_an_address_is_taken_before_its_server_has_loaded(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with bind("127.0.0.1", 0) as port, bind("", 0, path):
+        number = port.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port={number}: cannot be bound: Address already in use"):
+            bind("127.0.0.1", number)
+        with pytest.raises(OSError, match="Address already in use"):
+            check_free(f"127.0.0.1:{number}")
+        with pytest.raises(ConfigError, match=r"--uds=.*: cannot be bound: Address already in use"):
+            bind("", 0, path)
 
 
 def test_without_a_supervisor_the_process_is_the_server(tiny: Path) -> None:

@@ -136,6 +136,7 @@ class _Supervisor:
 
     def run(self) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
         before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         try:
             while True:
@@ -284,7 +285,8 @@ def _name(number: int) -> str:
 
 
 def bind(host: str, port: int, uds: str = "") -> socket.socket:
-    """A bound socket; ConfigError when the address cannot be bound. uds: the path of a Unix socket, instead."""
+    """A bound socket that listens, so that no other may be bound to its address; ConfigError when it cannot be bound.
+    uds: the path of a Unix socket, instead."""
     if uds:
         return _bind_unix(uds)
     sock = None
@@ -293,6 +295,7 @@ def bind(host: str, port: int, uds: str = "") -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen(BACKLOG)
     except (OSError, UnicodeError) as error:
         if sock is not None:
             sock.close()
@@ -314,6 +317,7 @@ def _bind_unix(path: str) -> socket.socket:
                 os.unlink(path)
         sock.bind(path)
         os.chmod(path, 0o600)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"--uds={one_line(path)}: cannot be bound: {error.strerror or error}") from error
