@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE
-from reflex_runtime.observe.plots import Figure, saved
+from reflex_runtime.observe.picture import Figure, saved
+from reflex_runtime.observe.trace_tables import FAINT, INK, PALETTE, RULE
 
 ROOT = Path(__file__).parent.parent
 RATIO = re.compile(r"(answers a second|p99) over (LitServe|mosec|by hand)(?:, (\d+) ms)?$")

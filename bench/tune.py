@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bench.load import Answered
 from bench.report import Row, row, say
 from bench.servers import Server, running
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.sim.search import Tuner, Tuning
 
 MOST = 10.0  # per cent that a predicted change may miss

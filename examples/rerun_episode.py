@@ -7,8 +7,7 @@
 
 import sys
 
-from reflex_runtime.observe.journal import RequestLine
-from reflex_runtime.observe.journal_reader import JournalReader
+from reflex_runtime.observe.journal import JournalReader, RequestLine
 
 
 def write(recording: str, episode: str, file: str) -> None:

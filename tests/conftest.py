@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.observe import journal_view
+from reflex_runtime.observe import trace_tables
 from reflex_runtime.run.process import telemetry_off
 
 telemetry_off()
-journal_view.DPI = 50  # a PNG in a third of the time; what commands draw in processes of their own has the usual size
+trace_tables.DPI = 50  # a PNG in a third of the time; what commands draw in processes of their own has the usual size
 for _library in ("OMP", "OPENBLAS"):  # as many processes run as there are cores: threads would wait for each other
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 gc.set_threshold(20_000, 5, 20)  # simulations make many objects and hardly a cycle: 8 % of their time

@@ -9,8 +9,8 @@ from typing import Any, get_type_hints
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.runtime.health import DROPS, OUTPUT_DROPS, RuntimeSnapshot
 from reflex_runtime.ipc import client as ipc_errors
-from reflex_runtime.observe import series
-from reflex_runtime.observe.series import SeriesRow
+from reflex_runtime.observe import metrics
+from reflex_runtime.observe.metrics import SeriesRow
 from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import described, flag, headed
 from reflex_runtime.web import errors as web_errors
@@ -97,7 +97,7 @@ def test_feeds_results_md_has_every_reason_for_which_a_result_is_dropped() -> No
 def series_list(*groups: str) -> str:
     """Series of metrics.md, from their rows. To renew the page, paste what this returns."""
     found = []
-    for row in [row for group in groups for row in getattr(series, group)]:
+    for row in [row for group in groups for row in getattr(metrics, group)]:
         assert isinstance(row, SeriesRow)
         labels = " by " + ", ".join(f"`{label}`" for label in row.labels) if row.labels else ""
         found.append(f"- `{row.name}`{labels}: {row.help}{'' if row.kind != 'histogram' else ' (histogram)'}")
@@ -114,8 +114,8 @@ def test_metrics_md_has_every_series_as_it_is() -> None:
     lists = [series_list(*groups) for groups in GROUPS]
     text = page("metrics.md")
     assert [one for one in lists if one not in text] == []
-    groups = {name for name, value in vars(series).items() if name.isupper() and isinstance(value, tuple)}
-    held = {name for name in groups if isinstance(getattr(series, name)[0], SeriesRow)}
+    groups = {name for name, value in vars(metrics).items() if name.isupper() and isinstance(value, tuple)}
+    held = {name for name in groups if isinstance(getattr(metrics, name)[0], SeriesRow)}
     assert held == {name for groups in GROUPS for name in groups}
 
 

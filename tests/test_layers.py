@@ -166,7 +166,7 @@ def test_vllm_is_imported_in_one_part_alone() -> None:
 def test_matplotlib_is_imported_in_one_module() -> None:
     """It is an extra: the module says so where it is missing."""
     users = {m.name for m in modules().values() for _, name in m.imports if name.split(".")[0] == "matplotlib"}
-    assert users == {f"{PACKAGE}.observe.plots"}
+    assert users == {f"{PACKAGE}.observe.picture"}
 
 
 def test_no_folder_is_larger_than_its_budget() -> None:

@@ -1,4 +1,4 @@
-"""Makes the Grafana boards in deploy/grafana from the table of series (`reflex_runtime/observe/series.py`).
+"""Makes the Grafana boards in deploy/grafana from the table of series (`reflex_runtime/observe/metrics.py`).
 
     python tools/boards.py
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from reflex_runtime.observe import series
-from reflex_runtime.observe.series import SeriesRow
+from reflex_runtime.observe import metrics
+from reflex_runtime.observe.metrics import SeriesRow
 
 FOLDER: Final = Path(__file__).resolve().parent.parent / "deploy" / "grafana"
 SOURCE: Final = {"type": "prometheus", "uid": "${source}"}
@@ -29,7 +29,7 @@ KEYS: Final = {  # what a series of each table is about: panels have a line for 
     "FEEDS_AT_COORDINATORS": ("feed",),
 }  # fmt: skip
 ROWS: Final[dict[str, tuple[SeriesRow, tuple[str, ...]]]] = {
-    row.name: (row, (*key, *row.labels)) for table, key in KEYS.items() for row in getattr(series, table)
+    row.name: (row, (*key, *row.labels)) for table, key in KEYS.items() for row in getattr(metrics, table)
 }
 LEFT_OUT: Final = {  # series that are on no board, and why
     "reflex_feed_pending": "of each feed it is what reflex_feed_in_flight says",

@@ -24,7 +24,7 @@ from bench.load.wires.target import Target
 from reflex_runtime.cli.probe import read_observation
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.observe.files import replace
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.settings.declare import add_options, one_line, one_of, option, settings, validate
 from reflex_runtime.settings.read import load
 from reflex_runtime.version import __version__

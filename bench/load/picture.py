@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.load.generator import OK, LoadRound
-from reflex_runtime.observe.journal_view import FAINT, RULE
-from reflex_runtime.observe.plots import Figure, saved
+from reflex_runtime.observe.picture import Figure, saved
+from reflex_runtime.observe.trace_tables import FAINT, RULE
 
 _COLOURS = ("#4477aa", "#cc6677")
 

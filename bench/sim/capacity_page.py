@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from bench.sim.fleet import FleetPlan, Outage, run_fleet, size_fleet
-from reflex_runtime.observe.journal_view import FAINT, PALETTE, RULE
-from reflex_runtime.observe.plots import Figure, saved
+from reflex_runtime.observe.picture import Figure, saved
+from reflex_runtime.observe.trace_tables import FAINT, PALETTE, RULE
 from reflex_runtime.sim import Affine
 
 DEVICES = {"20 + 2n ms": Affine(0.020, 0.002), "5 + 1n ms": Affine(0.005, 0.001)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from reflex_runtime.observe.plots import Figure, saved
+from reflex_runtime.observe.picture import Figure, saved
 from reflex_runtime.sim.report import Report
 
 

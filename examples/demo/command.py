@@ -19,7 +19,7 @@ from demo.server import draw, progress, serving
 from demo.tasks import CONTROL_HZ
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 
 _DESCRIPTION = """\
 Start a server on a free port and drive simulated robots against it in closed loop: each robot is a process with its own

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reflex_runtime.observe.journal_view import FAINT, INK, PALETTE, RULE, client_label
-from reflex_runtime.observe.plots import Figure, Patch, saved
-
-if TYPE_CHECKING:
-    from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal import Journal, client_label
+from reflex_runtime.observe.picture import Figure, Patch, saved
+from reflex_runtime.observe.trace_tables import FAINT, INK, PALETTE, RULE
 
 WINDOW: Final = 1.5  # seconds that are drawn of each run
 

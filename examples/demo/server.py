@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.files import create
-from reflex_runtime.observe.journal import BatchLine
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import BatchLine, read_journal
 from reflex_runtime.observe.picture import write_pictures
 
 Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]

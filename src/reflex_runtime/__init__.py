@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.token_budget import TimedTokens as TimedTokens
     from reflex_runtime.feeds.runtime.runtime import Runtime as Runtime
     from reflex_runtime.observe.batch_metrics import BatchMetrics as BatchMetrics
-    from reflex_runtime.observe.journal_reader import read_journal as read_journal
+    from reflex_runtime.observe.journal import read_journal as read_journal
     from reflex_runtime.observe.journal_writer import JournalWriter as JournalWriter
     from reflex_runtime.run.audience import Audience as Audience
     from reflex_runtime.run.batched import BatchedCoroutine as BatchedCoroutine
@@ -104,7 +104,7 @@ _NAMES = {
     "run.coordinator": "BatchConfig BatchCoordinator BatchEntry BatchProcessor NewestFrame",
     "feeds.runtime.runtime": "Runtime",
     "run.processor": "BaseProcessor FunctionProcessor Processor",
-    "observe.journal_reader": "read_journal",
+    "observe.journal": "read_journal",
     "observe.journal_writer": "JournalWriter",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

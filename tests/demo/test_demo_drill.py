@@ -15,7 +15,7 @@ from demo.drill import Drill, Solved, even_run
 from demo.run import planned
 from reflex_runtime.client import ClientError
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots.versions.router import Router
 
 EPISODE = {"event": "episode_end"}

@@ -12,8 +12,7 @@ import pytest
 
 from demo.command import main
 from demo.gain import Lanes
-from reflex_runtime.observe.journal import BatchLine, Member
-from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import BatchLine, Journal, Member, read_journal
 
 
 def run_of(*batches: tuple[float, float, Iterable[tuple[int, str, float, str]]]) -> Journal:

@@ -13,7 +13,7 @@ import pytest
 from feeds.commands import Feeds, clean, figures, ran, refusal, results, scratch, screen, together
 from feeds.test_source import broken
 from feeds.videos import clip
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 
 SHORT = "a=shapes:seed=1,seconds=0.2,realtime=0"
 ENDLESS = "a=shapes:seed=1"

@@ -21,7 +21,7 @@ from feeds.markers import MarkerPictures, write_marker_video
 from feeds.rtsp import RtspCamera
 from feeds.videos import write_video
 from reflex_runtime.feeds.sources.shapes import Shapes
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 
 READER = ("--processor", "feeds.markers:MarkerReader")
 

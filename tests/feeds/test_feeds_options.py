@@ -19,7 +19,7 @@ from feeds.graphs import RED, bright_graph, lit
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture, write_video
 from reflex_runtime.cli import build_parser
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from serving.collector import Collector
 from serving.pair import until
 

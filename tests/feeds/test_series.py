@@ -15,7 +15,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.feeds.pages import FeedSeries
 from reflex_runtime.feeds.runtime.health import FeedSnapshot, OutputSnapshot, RuntimeSnapshot, StageFigures
 from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
-from reflex_runtime.observe.series import SIZES
+from reflex_runtime.observe.metrics import SIZES
 from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator
 from run.helpers import PATIENCE
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forked import reflex
-from reflex_runtime.observe.series import FUNCTIONS
+from reflex_runtime.observe.metrics import FUNCTIONS
 from serving.collector import Collector
 from serving.harness import Answer, Burst, Metrics
 

@@ -34,7 +34,7 @@ from reflex_runtime.ipc.generate_calls import MOST_PARTITIONS, BatchDispatched, 
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.streams import StreamRegistry
-from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
+from reflex_runtime.observe.metrics import GENERATE_BATCHER, SeriesSet
 
 LONG = 20_000.0  # ms: a hold that only something else ends
 OVER = 21.0  # s: longer than that

@@ -27,9 +27,9 @@ from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.runners.torch_runner import TorchRunner
-from reflex_runtime.observe.journal_reader import read_journal
-from reflex_runtime.observe.journal_view import courses, unused
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.trace_tables import courses, unused
 from thinned import thinned
 
 PHRASE = [int(token) for token in np.random.default_rng(3).integers(3, 256, 12)]

@@ -11,7 +11,7 @@ from bench import functions
 from bench.functions_chart import CASE, chart, ratios
 from bench.report import row as measured
 
-from reflex_runtime.observe.plots import drawn
+from reflex_runtime.observe.picture import drawn
 
 ROOT = Path(__file__).parent.parent.parent
 KEPT: dict[str, Any] = json.loads((ROOT / "bench" / "functions.json").read_text())

@@ -20,8 +20,7 @@ import pytest
 
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.observe import journal_writer as module
-from reflex_runtime.observe.journal import JournalError, RequestLine
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import JournalError, RequestLine, read_journal
 from reflex_runtime.observe.journal_writer import turn_all
 from reflex_runtime.robots.analysis.report import report
 from reflex_runtime.robots.policy.observation import decode_image

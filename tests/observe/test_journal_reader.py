@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.observe.journal import JournalError
-from reflex_runtime.observe.journal_reader import JournalReader, read_journal
+from reflex_runtime.observe.journal import JournalError, JournalReader, read_journal
 
 from .test_journal_recording import asked, record
 

@@ -18,7 +18,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAns
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, hardware, info_of, short
 
 HEADER = {

@@ -24,7 +24,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.observe import journal_writer
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import FunctionProcessor

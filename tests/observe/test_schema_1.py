@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.observe.journal import JournalError
-from reflex_runtime.observe.journal_reader import JournalReader, read_journal
+from reflex_runtime.observe.journal import JournalError, JournalReader, read_journal
 from robots.bundled import V1
 
 FILES = Path(__file__).with_name("schema_1")

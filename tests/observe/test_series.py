@@ -7,7 +7,7 @@ import random
 import prometheus_client as theirs
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.observe import series as ours
+from reflex_runtime.observe import metrics as ours
 
 BUCKETS = (0.001, 0.01, 0.1, 1, 10)
 

@@ -10,11 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.journal import BatchLine, Footer, GroupInfo, Header, Member
-from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.observe.journal_view import PALETTE, Colours, plain
-from reflex_runtime.observe.picture import BARS, NAMED, SEGMENTS, write_pictures
-from reflex_runtime.observe.plots import saved
+from reflex_runtime.observe.journal import BatchLine, Footer, GroupInfo, Header, Journal, Member, plain
+from reflex_runtime.observe.picture import BARS, NAMED, SEGMENTS, saved, write_pictures
+from reflex_runtime.observe.trace_tables import PALETTE, Colours
 
 LLM = {"llm": GroupInfo("tokens", 8, 256)}
 PROD = {"prod": GroupInfo("seconds", 0.1, 256)}

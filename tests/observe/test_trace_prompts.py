@@ -14,8 +14,8 @@ from PIL import Image
 
 from reflex_runtime.cli import main
 from reflex_runtime.llm.engine.prompts import letters
-from reflex_runtime.observe import journal_view
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe import trace_tables
+from reflex_runtime.observe.journal import read_journal
 
 L3 = ("--prompts", "hello world", "goodbye", "--max-num-batched-tokens", "8")
 
@@ -124,7 +124,7 @@ def test_long_runs_show_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_l10_the_picture_is_drawn_and_the_same_run_gives_the_same_bytes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_view, "DPI", 200)  # as everybody has it
+    monkeypatch.setattr(trace_tables, "DPI", 200)  # as everybody has it
     lines = shown(capsys, *L3, "-o", "one", pictures=True)
     assert lines[-3:] == ["wrote one.jsonl", "wrote one.svg", "wrote one.png"]
     svg = Path("one.svg").read_text()

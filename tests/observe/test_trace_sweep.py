@@ -13,7 +13,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.llm import SamplingParams, trace_batches
 from reflex_runtime.llm.engine.prompts import Measured, Prompt, Setup, budgets_of, knee, measured
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.observe import journal_view
+from reflex_runtime.observe import trace_tables
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -73,7 +73,7 @@ def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.Ca
 def test_l10_the_sweep_is_drawn_and_names_the_knee(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_view, "DPI", 200)  # as everybody has it
+    monkeypatch.setattr(trace_tables, "DPI", 200)  # as everybody has it
     out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
     assert out.endswith("wrote s.svg\nwrote s.png\n")
     svg = Path("s.svg").read_text()

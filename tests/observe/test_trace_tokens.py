@@ -12,10 +12,9 @@ import pytest
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.observe.journal import BatchLine, Member
-from reflex_runtime.observe.journal_reader import Journal, read_journal
-from reflex_runtime.observe.journal_view import courses, is_decode, is_tokens, who_waited, why_waiting
+from reflex_runtime.observe.journal import BatchLine, Journal, Member, read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.observe.trace_tables import courses, is_decode, is_tokens, who_waited, why_waiting
 
 L3 = {"A": "hello world", "B": "goodbye"}
 

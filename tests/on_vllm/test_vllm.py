@@ -20,8 +20,7 @@ from tests.on_vllm.engine import PLACES, TOKENS
 from tests.on_vllm.model import write_model
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.journal import BatchLine
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import BatchLine, read_journal
 from reflex_runtime.vllm import versions
 from reflex_runtime.vllm.middleware import Middleware, rewritten
 

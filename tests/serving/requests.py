@@ -14,8 +14,7 @@ import msgpack
 import numpy as np
 import PIL.Image
 
-from reflex_runtime.observe.journal import BatchLine, JournalRequest
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import BatchLine, JournalRequest, read_journal
 
 from .exports import expected
 from .harness import STATE, Answer, Burst, Server

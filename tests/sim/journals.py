@@ -19,13 +19,13 @@ from reflex_runtime.observe.journal import (
     BatchLine,
     EndedLine,
     Header,
+    Journal,
     JournalRequest,
     Latency,
     Member,
     RequestLine,
     SchedulerRequest,
 )
-from reflex_runtime.observe.journal_reader import Journal
 from reflex_runtime.observe.journal_writer import info_of
 from reflex_runtime.sim import Report, Service, WorkloadPart, simulate
 

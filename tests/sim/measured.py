@@ -13,8 +13,7 @@ from math import inf
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, Outcome
 from reflex_runtime.core.errors import ProcessorError, Rejected
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.observe.journal import BatchLine, RequestLine, SchedulerRequest
-from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal import BatchLine, Journal, RequestLine, SchedulerRequest
 from reflex_runtime.sim.recorded import RecordedSteps, came_as, request_of, scheduler_of
 
 

@@ -19,8 +19,7 @@ from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.observe.journal import BatchLine, GroupInfo, Member
-from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import BatchLine, GroupInfo, Journal, Member, read_journal
 from reflex_runtime.observe.journal_writer import info_of
 from reflex_runtime.robots import load_policy, served_by
 from reflex_runtime.robots.analysis.report import report

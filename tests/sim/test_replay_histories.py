@@ -18,7 +18,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import Journal, read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord
 from sim.measured import replay_measured
 

@@ -15,7 +15,7 @@ import msgspec
 from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.files import create, refused, write_all
-from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.settings.declare import whole
 

@@ -56,7 +56,7 @@ def add_tune(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def tune(args: argparse.Namespace) -> int:
     """Tune; returns the exit code."""
-    from reflex_runtime.observe.journal_reader import read_journal
+    from reflex_runtime.observe.journal import read_journal
     from reflex_runtime.sim.search import Tuner, told
 
     if args.journal.startswith(("http://", "https://")):

@@ -25,7 +25,7 @@ from reflex_runtime.llm.engine.prompts import (
     sweep,
     text_lines,
 )
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.observe.trace_tables import ROWS, selected, show_batches
 from reflex_runtime.settings.declare import add_options, flag, one_line, whole
 
@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> None:
         if args.file is None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
     if args.out is not None and not args.no_picture:
-        import reflex_runtime.observe.plots  # noqa: F401  # now, not after the runs
+        import reflex_runtime.observe.picture  # noqa: F401  # now, not after the runs
 
 
 def _show(

@@ -24,7 +24,7 @@ from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.observe.batch_metrics import plain
 from reflex_runtime.observe.live import Live, LiveSnapshot, own_process
-from reflex_runtime.observe.series import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
+from reflex_runtime.observe.metrics import COORDINATORS, FEEDS, FEEDS_AT_COORDINATORS, OUTPUTS
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import FeedsConfig, ServerConfig

@@ -23,7 +23,7 @@ from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.functions.values import encode, encode_text
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, hardware
 from reflex_runtime.observe.logs import leave_stuck
-from reflex_runtime.observe.series import FUNCTIONS, SeriesSet
+from reflex_runtime.observe.metrics import FUNCTIONS, SeriesSet
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.modules import made
 from reflex_runtime.settings import FunctionsConfig

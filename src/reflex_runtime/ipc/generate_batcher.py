@@ -39,7 +39,7 @@ from reflex_runtime.ipc.generate_calls import (
 )
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
 from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
-from reflex_runtime.observe.series import SeriesSet
+from reflex_runtime.observe.metrics import SeriesSet
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Dispatcher
 from reflex_runtime.settings.declare import option, validate

@@ -32,7 +32,7 @@ from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolErr
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.streams import StreamHandle
-from reflex_runtime.observe.series import GENERATE_BATCHER, SeriesSet
+from reflex_runtime.observe.metrics import GENERATE_BATCHER, SeriesSet
 
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 RECENT = 512  # requests of a partition whose waits are shown

@@ -33,7 +33,7 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.statistics import Rate, percentile
-from reflex_runtime.observe.journal_view import client_label
+from reflex_runtime.observe.journal import client_label
 
 BATCHES = 256  # in a snapshot: the newest
 MEMBERS = 64  # of a batch

@@ -4,23 +4,27 @@ Panels over one axis of batches: a stacked bar with one segment per grant and on
 stage ran and of which group (where there are several), why each batch left, predicted against measured time, and how
 long those that entered had waited. Steps over tokens show prefill, decode and preemptions; under them stands what kept
 others out, and how many those were. Of too many batches the newest are drawn, and the picture says so. The same batches
-give the same bytes.
+give the same bytes. The one module that imports matplotlib (the extra `plots`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final, cast
 
 from reflex_runtime.core.batch import Cause
-from reflex_runtime.observe.journal import BatchLine, Member
-from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.observe.journal_view import (
+from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.observe import trace_tables
+from reflex_runtime.observe.files import replace
+from reflex_runtime.observe.journal import BatchLine, Journal, Member, plain
+from reflex_runtime.observe.trace_tables import (
     FAINT,
     HATCHES,
     INK,
@@ -33,11 +37,18 @@ from reflex_runtime.observe.journal_view import (
     ink,
     is_decode,
     is_tokens,
-    plain,
     request_name,
     who_waited,
 )
-from reflex_runtime.observe.plots import Axes, Figure, MaxNLocator, Patch, Rectangle, saved
+
+with needed_by("a picture"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.ticker import MaxNLocator
+
+__all__ = ["Axes", "Figure", "MaxNLocator", "Patch", "Rectangle", "drawn", "saved", "write_pictures"]
 
 BARS = 160  # batches of a picture, and
 SEGMENTS = 2400  # grants
@@ -45,6 +56,52 @@ NAMED = 12  # colours with a name in the legend
 
 _DOT = "   ·   "
 _NEAR = 1.6  # a ceiling higher than this many times the tallest bar is written, not drawn
+
+
+# -- how a picture looks and is saved -------------------------------------------------------------------------------
+
+_STYLE: Final[dict[str, Any]] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so every machine places text alike
+    "font.size": 8.0,
+    "text.parse_math": False,  # ids may hold dollar signs
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.major.size": 0.0,
+    "ytick.major.size": 0.0,
+    "hatch.linewidth": 0.7,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "reflex",
+}
+
+
+def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "", flag: str = "--out") -> tuple[Path, Path]:
+    """Draw in the common style and save as PREFIX.svg and PREFIX.png; the same figure gives the same bytes.
+
+    Raises ConfigError, which names the flag and ends with the hint, when a file cannot be written.
+    """
+    svg, png = prefix.with_name(prefix.name + ".svg"), prefix.with_name(prefix.name + ".png")
+    with matplotlib.rc_context(cast(Any, _STYLE)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # ids may be in any script
+        figure = draw()
+        try:
+            replace(svg, drawn(figure, format="svg", metadata={"Date": None, "Creator": None}))
+            replace(png, drawn(figure, format="png", dpi=trace_tables.DPI, metadata={"Software": None}))
+        except OSError as error:
+            raise ConfigError(f"{flag}={prefix}: cannot be written: {error.strerror or error}{hint}") from error
+    return svg, png
+
+
+def drawn(figure: Figure, **options: Any) -> bytes:
+    """A figure as the bytes of a file. options: of `Figure.savefig`."""
+    file = BytesIO()
+    figure.savefig(file, **options)
+    return file.getvalue()
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanContext as SdkContext
 from opentelemetry.trace import SpanKind, Status, StatusCode, TraceFlags, TraceState
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.observe.series import SPANS, SeriesSet
+from reflex_runtime.observe.metrics import SPANS, SeriesSet
 from reflex_runtime.observe.trace_context import Span, SpanContext
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.version import __version__

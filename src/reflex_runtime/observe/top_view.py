@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.observe.journal_view import PALETTE, WHY_WAITING
 from reflex_runtime.observe.live import LiveBatch, LiveGroup, LiveSnapshot
+from reflex_runtime.observe.trace_tables import PALETTE, WHY_WAITING
 
 BATCHES = 400  # kept for the strip
 STRIP = 8  # lines of it

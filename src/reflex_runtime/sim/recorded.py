@@ -32,8 +32,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.observe.journal import BatchLine, GroupInfo, RequestLine, SchedulerRequest, WarmUpLine
-from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal import BatchLine, GroupInfo, Journal, RequestLine, SchedulerRequest, WarmUpLine
 from reflex_runtime.sim.report import Report, ms, number, share
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, line_through, simulate
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final, Literal, NamedTuple
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal import Journal
 from reflex_runtime.sim.recorded import (
     Changes,
     MeasuredDevice,

@@ -33,7 +33,7 @@ from reflex_runtime.llm.server.local_model import WorkerEngine
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, trace_of
 from reflex_runtime.llm.server.workers import Workers, WorkersConfig, labelled, opened
 from reflex_runtime.observe import live
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.settings import LLMServeConfig
 from serving.harness import Server, changed
 from serving.openai_toy import Toy

@@ -17,7 +17,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import POLICY
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.observe.journal_writer import hardware
 from reflex_runtime.robots import Policy, load_policy, served_by
 from reflex_runtime.robots.analysis.replay import DIFFS, ModelReplay, ReplayedRequest, distance, replay_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots import InvalidRequest, Policy, load_policy, served_by
 from reflex_runtime.robots.analysis.replay import replay_model
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from serving.harness import PATIENCE, STATE, Server
 from serving.pair import Pair, admin, episodes, rollout, two, until, version_of
 from serving.requests import busy, numbered, queued

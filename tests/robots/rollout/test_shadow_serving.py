@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots.serving.shadow import sampled
 from serving.exports import expected
 from serving.harness import STATE, Server

@@ -14,7 +14,7 @@ import pytest
 import reflex_runtime.robots.sources.export_directory as export_module
 from forked import reflex
 from reflex_runtime.cli import main
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots import load_policy
 from reflex_runtime.robots.sources import load as memory
 from reflex_runtime.robots.versions.router import bucket

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.run.device import PROOF
 from serving.harness import Server
 from serving.requests import numbered, right

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from reflex_runtime.demo import POLICY
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from robots.tiny import write_export
 from serving.exports import expected
 from serving.harness import STATE, Server

@@ -13,7 +13,7 @@ import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from reflex_runtime.cli import main
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots import load_policy
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import Journal, read_journal
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.web import watchers

@@ -25,8 +25,7 @@ import pytest
 
 from forked import reflex
 from reflex_runtime.cli import main
-from reflex_runtime.observe.journal import JournalError, RequestLine
-from reflex_runtime.observe.journal_reader import Journal, read_journal
+from reflex_runtime.observe.journal import Journal, JournalError, RequestLine, read_journal
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.policy.observation import seed_of
 from reflex_runtime.version import __version__

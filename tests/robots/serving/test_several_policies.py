@@ -23,7 +23,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots import Policy
 from reflex_runtime.robots.versions.slots import group_of
 from reflex_runtime.settings import OWN_SETTINGS, ServeConfig

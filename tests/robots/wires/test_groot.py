@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from reflex_runtime.cli import main
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from robots.wires.groot_clients import BLOCK, PICTURE, GrootRobot, as_nd, as_npy, nested, port_of, want
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import STATE, Server, refusal

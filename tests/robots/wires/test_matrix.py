@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.requests import WAITING, busy, calm

@@ -25,7 +25,7 @@ from websockets.exceptions import ConnectionClosed
 from xpolicylab import LabFrame, decode, encode, read
 
 from reflex_runtime.client import Client
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots import Export, InvalidRequest
 from reflex_runtime.robots.policy.spec import WireMap
 from reflex_runtime.web.errors import ClientError

@@ -18,7 +18,7 @@ import tritonclient.http as stock
 from tritonclient.utils import InferenceServerException
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots import Export
 from reflex_runtime.robots.wires.oip import Sequences, questions
 from reflex_runtime.web.oip import decode

@@ -24,7 +24,7 @@ from openpi_client import action_chunk_broker, msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from reflex_runtime.observe.journal_reader import read_journal
+from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.robots.serving.handler import ROWS, RequestHandler
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes

@@ -39,7 +39,7 @@ from reflex_runtime.llm.engine.sampler import Logits, explain, sample
 from reflex_runtime.llm.engine.sequence import Limits, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.observe.series import ENGINE, SeriesSet
+from reflex_runtime.observe.metrics import ENGINE, SeriesSet
 from reflex_runtime.observe.trace_context import parent_of
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate

@@ -21,9 +21,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.observe.journal_reader import Journal
-from reflex_runtime.observe.journal_view import PALETTE, Colours, courses, ink, plain
-from reflex_runtime.observe.trace_tables import ROWS
+from reflex_runtime.observe.journal import Journal, plain
+from reflex_runtime.observe.trace_tables import PALETTE, ROWS, Colours, courses, ink
 from reflex_runtime.settings.declare import did_you_mean, one_line, option, validate
 from reflex_runtime.settings.read import load
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.engine.sequence import RequestOutput
     from reflex_runtime.llm.engine.tokenizer import Tokenizer
     from reflex_runtime.llm.runners.runner import Runner, Step
-    from reflex_runtime.observe.plots import Figure
+    from reflex_runtime.observe.picture import Figure
 
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
@@ -352,7 +351,7 @@ def sweep(
         told = f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)"
     yield Text(told)
     if picture is not None:
-        from reflex_runtime.observe.plots import saved
+        from reflex_runtime.observe.picture import saved
 
         for path in saved(picture, lambda: _sweep_figure(runs, found, told), "; choose another, or --no-picture"):
             yield Text(f"wrote {path}")
@@ -391,7 +390,7 @@ def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
 
 def _sweep_figure(runs: Sequence[Measured], found: int | None, told: str) -> Figure:
     """Steps over budget. told: the title."""
-    from reflex_runtime.observe.plots import Figure, MaxNLocator
+    from reflex_runtime.observe.picture import Figure, MaxNLocator
 
     budgets, steps = [run.budget for run in runs], [len(run.tokens) for run in runs]
     figure = Figure(figsize=(9.0, 4.0), layout="constrained")

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reflex_runtime.llm.engine.load import AUTHORS_SAY
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import Live, own_process
-from reflex_runtime.observe.series import MODEL_SERVER, SeriesSet
+from reflex_runtime.observe.metrics import MODEL_SERVER, SeriesSet
 from reflex_runtime.observe.spans import StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread

@@ -37,7 +37,7 @@ from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.llm.server.model_host import ModelPlan, Opening
 from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
 from reflex_runtime.observe.live import LiveProcess, LiveSnapshot, OnDemandLive
-from reflex_runtime.observe.series import STREAMS, SeriesSet
+from reflex_runtime.observe.metrics import STREAMS, SeriesSet
 from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Batcher

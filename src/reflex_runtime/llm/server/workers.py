@@ -34,7 +34,7 @@ from reflex_runtime.llm.engine.sequence import Limits
 from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
-from reflex_runtime.observe.series import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
+from reflex_runtime.observe.metrics import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
 

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.observe.journal import BatchLine, JournalRequest, RequestLine
-from reflex_runtime.observe.journal_reader import Journal
+from reflex_runtime.observe.journal import BatchLine, Journal, JournalRequest, RequestLine
 from reflex_runtime.robots.policy.base import Policy, advance, run_through
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.episodes import ChunkTails, Lru, Rtc

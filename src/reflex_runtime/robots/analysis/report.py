@@ -19,8 +19,7 @@ from rich.table import Table
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
-from reflex_runtime.observe.journal import Header, JournalError, Note, RequestLine, episode_key
-from reflex_runtime.observe.journal_reader import JournalReader
+from reflex_runtime.observe.journal import Header, JournalError, JournalReader, Note, RequestLine, episode_key
 from reflex_runtime.robots.versions.comparison import Comparison, wilson
 
 WIDTH = 80
