@@ -76,6 +76,7 @@ class Uncopied:
         (b"x", "eA=="),
         ("half \ud800", "half \ud800"),
         ({"a\ud800": np.array([1])}, {"a\ud800": [1]}),
+        ({"a\ud800": [float("nan"), -float("inf")]}, {"a\ud800": [None, None]}),
     ],
 )
 def test_whatever_a_processor_answers_becomes_json(value: Any, safe: Any) -> None:

@@ -49,7 +49,8 @@ class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         try:
             return _ENCODER.encode(self)
         except UnicodeEncodeError:  # half a pair of surrogates, such as in the name of a file
-            return json.dumps(msgspec.to_builtins(self, enc_hook=_plain)).encode()
+            line = json.dumps(msgspec.to_builtins(self, enc_hook=_plain))
+            return json.dumps(json.loads(line, parse_constant=lambda name: None)).encode()
 
 
 def _plain(value: Any) -> Any:
