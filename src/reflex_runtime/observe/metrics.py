@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -36,28 +37,6 @@ class CounterChild:
         self.value += amount
 
 
-class Counter:
-    """A counter and its series by label values. The name ends in `_total`."""
-
-    def __init__(self, name: str, help: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._help, self._labels = name.removesuffix("_total"), help, labels
-        self._children: dict[tuple[str, ...], CounterChild] = {}
-        registry.register(self)
-
-    def labels(self, *values: str) -> CounterChild:
-        """The series of these label values, made if it is new."""
-        return self._children.setdefault(values, CounterChild())
-
-    def describe(self) -> Iterable[Metric]:
-        return [CounterMetricFamily(self._name, self._help, labels=self._labels)]
-
-    def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
-        for values, child in self._children.items():
-            family.add_metric(values, child.value)
-        return [family]
-
-
 class HistogramChild:
     """One series of a histogram. bounds: upper bounds of its buckets, inclusive, the last one inf."""
 
@@ -71,29 +50,6 @@ class HistogramChild:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
-
-
-class Histogram:
-    """A histogram and its series by label values. buckets: ascending upper bounds; one without a bound is added."""
-
-    def __init__(
-        self, name: str, help: str, labels: Sequence[str], buckets: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        self._name, self._help, self._labels = name, help, labels
-        self._bounds = (*(float(b) for b in buckets), inf)
-        self._children: dict[tuple[str, ...], HistogramChild] = {}
-        registry.register(self)
-
-    def labels(self, *values: str) -> HistogramChild:
-        """The series of these label values, made if it is new."""
-        return self._children.setdefault(values, HistogramChild(self._bounds))
-
-    def describe(self) -> Iterable[Metric]:
-        return [HistogramMetricFamily(self._name, self._help, labels=self._labels)]
-
-    def collect(self) -> Iterable[Metric]:
-        samples = ((values, (child.counts, child.total)) for values, child in self._children.items())
-        return [_histogram(self._name, self._help, self._labels, self._bounds, samples)]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -132,35 +88,46 @@ class SeriesRow(NamedTuple):
         return family
 
 
-class SeriesSet:
+class SeriesSet(Collector):
     """The series of these rows in a registry. labels: that all of them have, before their own."""
 
     def __init__(self, rows: Iterable[SeriesRow], registry: CollectorRegistry, labels: Sequence[str] = ()) -> None:
-        self._made: dict[str, Counter | Histogram | Gauge] = {}
+        self._rows: dict[str, SeriesRow] = {}  # of counters and histograms: read from their series
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._series: dict[str, dict[tuple[str, ...], Any]] = {}  # by the values of the labels
+        self._gauges: dict[str, Gauge] = {}
         for row in rows:
             names = (*labels, *row.labels)
-            if row.kind == "histogram":
-                self._made[row.name] = Histogram(row.name, row.help, names, row.buckets, registry)
-            elif row.kind == "counter":
-                self._made[row.name] = Counter(row.name, row.help, names, registry)
+            if row.kind == "gauge":
+                self._gauges[row.name] = Gauge(row.name, row.help, names, registry=registry)
+                continue
+            if row.kind == "counter":
+                own = row._replace(labels=(), value=attrgetter("value"))
             else:
-                self._made[row.name] = Gauge(row.name, row.help, names, registry=registry)
+                bounds = (*map(float, row.buckets), inf)
+                own = row._replace(labels=(), buckets=bounds, value=attrgetter("counts", "total"))
+            self._rows[row.name] = own
+            self._labels[row.name], self._series[row.name] = names, {}
+        registry.register(self)
 
     def counter(self, name: str, *values: str) -> CounterChild:
-        """The series of a counter with these values of its labels."""
-        made = self._made[name]
-        assert isinstance(made, Counter), name
-        return made.labels(*values)
+        """The series of a counter with these values of its labels, made if it is new."""
+        found: CounterChild = self._series[name].setdefault(values, CounterChild())
+        return found
 
     def histogram(self, name: str, *values: str) -> HistogramChild:
-        made = self._made[name]
-        assert isinstance(made, Histogram), name
-        return made.labels(*values)
+        found: HistogramChild = self._series[name].setdefault(values, HistogramChild(self._rows[name].buckets))
+        return found
 
     def gauge(self, name: str, *values: str) -> Gauge:
-        made = self._made[name]
-        assert isinstance(made, Gauge), name
+        made = self._gauges[name]
         return made.labels(*values) if values else made
+
+    def collect(self) -> Iterator[Metric]:
+        for name, row in self._rows.items():
+            yield row.collect(self._labels[name], self._series[name])
+
+    describe = collect  # a name is taken once in a registry
 
 
 def _histogram(
@@ -189,9 +156,7 @@ class _Families(Collector):
 
 def rendered(families: Iterable[Metric]) -> bytes:
     """The page of existing families."""
-    registry = CollectorRegistry()
-    registry.register(_Families(families))
-    return generate_latest(registry)
+    return generate_latest(_Families(families))
 
 
 Row: TypeAlias = SeriesRow
@@ -411,7 +376,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         labels = ("embodiment", "policy_slot", *(["policy"] if several else []))
         self.series = SeriesSet(POLICIES, self.registry, labels)
-        self._slots: dict[str, _Slot] = {}
+        self.slots: dict[str, SlotSeries] = {}
         self._recording: tuple[Callable[[], float], CounterChild] | None = None
 
     def add_slot(
@@ -432,48 +397,28 @@ class Metrics:
         self.series.gauge("reflex_policy_runtime_queue_depth", *labels).set_function(queue_depth)
         self.series.gauge("reflex_in_flight_requests", *labels).set_function(in_flight)
         self.series.gauge("reflex_backlog_seconds", *labels).set_function(backlog)
-        if not self._slots:
+        if not self.slots:
             self.series.counter("reflex_recording_dropped_total", *labels)
             self.series.gauge("reflex_recording_failed", *labels)
-        self._slots[slot] = _Slot(self.series, labels, wires)
+        self.slots[slot] = SlotSeries(self.series, labels, wires)
 
     def add_verdict(self, slot: str, drained: Callable[[], bool]) -> None:
         """Whether the slot is drained, read at scrape time."""
-        self.series.gauge("reflex_slot_drained", *self._slots[slot].labels).set_function(drained)
+        self.series.gauge("reflex_slot_drained", *self.slots[slot].labels).set_function(drained)
 
     def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
         """The recording's series, read at scrape time. One file serves all slots: they carry the label of the first."""
-        labels = next(iter(self._slots.values())).labels
+        labels = next(iter(self.slots.values())).labels
         self._recording = dropped, self.series.counter("reflex_recording_dropped_total", *labels)
         self.series.gauge("reflex_recording_failed", *labels).set_function(failed)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestAnswered):  # most of them are
-            self._slots[event.slot].answered(event)
+            self.slots[event.slot].answered(event)
         elif isinstance(event, BatchScheduled):
-            self._slots[event.batch.group].scheduled(event)
+            self.slots[event.batch.group].scheduled(event)
         elif isinstance(event, BatchFinished):
-            self._slots[event.batch.group].finished(event)
-
-    def ended(self, slot: str, success: bool) -> None:
-        """An episode of the slot ended."""
-        self._slots[slot].episodes[success].inc()
-
-    def warned(self, slot: str, kind: str) -> None:
-        """An answer of the slot carries a warning, one of `WARNINGS`."""
-        self._slots[slot].warnings[kind].inc()
-
-    def prepared(self, slot: str, seconds: float) -> None:
-        """Seconds from the admission of a request of the slot until it was ready to run."""
-        self._slots[slot].prepare.observe(seconds)
-
-    def delayed(self, slot: str, seconds: float) -> None:
-        """Seconds that a served request waited for a step of the shadow."""
-        self._slots[slot].delay.observe(seconds)
-
-    def diverged(self, slot: str, mean: float) -> None:
-        """A shadow chunk was compared: the mean absolute difference, in the robot's units."""
-        self._slots[slot].apart.observe(mean)
+            self.slots[event.batch.group].finished(event)
 
     def render(self) -> bytes:
         if self._recording is not None:
@@ -482,7 +427,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Slot:
+class SlotSeries:
     """The series of one slot, looked up once: that costs more than the observation."""
 
     def __init__(self, series: SeriesSet, labels: tuple[str, ...], wires: Iterable[str]) -> None:
@@ -499,8 +444,7 @@ class _Slot:
         self.graph = series.gauge("reflex_captured_graph_hit_rate", *labels)
         self.wait = histogram("reflex_queue_wait_seconds")
         self.prepare = histogram("reflex_prepare_seconds")
-        latency = {o: histogram("reflex_request_latency_seconds", o) for o in OUTCOMES}
-        self._latency = latency
+        self._latency = {o: histogram("reflex_request_latency_seconds", o) for o in OUTCOMES}
         self.answers = {(o, wire): self._answers(o, wire) for o in OUTCOMES for wire in wires}
         self.act = histogram("reflex_act_latency_seconds")
         self.warnings = {kind: counter("reflex_request_warnings_total", kind) for kind in WARNINGS}
@@ -518,7 +462,7 @@ class _Slot:
         self.episodes = {ok: counter("reflex_episode_outcomes_total", str(ok).lower()) for ok in (True, False)}
         if labels[1] == "shadow":
             self.delay = histogram("reflex_shadow_delay_seconds")
-            self.apart = histogram("reflex_shadow_divergence")
+            self.divergence = histogram("reflex_shadow_divergence")
         self._captured: deque[bool] = deque(maxlen=100)
 
     def _answers(self, outcome: str, wire: str) -> tuple[CounterChild, HistogramChild]:
@@ -545,15 +489,13 @@ class _Slot:
             self.graph.set(sum(self._captured) / len(self._captured))
         if batch.stage == "denoise":
             self.steps.inc(len(batch))
-        if batch.notes:
-            self._noted(batch.notes)
-
-    def _noted(self, notes: Mapping[str, Any]) -> None:
-        for name, series in self.noted.items():
-            if name in notes:
-                series.inc(notes[name])
-        if "injected_ms" in notes:
-            self.injected.inc(notes["injected_ms"] / 1e3)
+        notes = batch.notes
+        if notes:
+            for name, series in self.noted.items():
+                if name in notes:
+                    series.inc(notes[name])
+            if "injected_ms" in notes:
+                self.injected.inc(notes["injected_ms"] / 1e3)
 
     def answered(self, event: RequestAnswered) -> None:
         key = event.outcome, event.wire

@@ -376,7 +376,7 @@ class RequestHandler:
         except Exception as failure:  # else it would wait for ever
             made = known(failure, pending.request_id)
         if observation is not None:
-            self.runtime.metrics.prepared(admitted.group, time.monotonic() - ticket.arrived)
+            self.runtime.metrics.slots[admitted.group].prepare.observe(time.monotonic() - ticket.arrived)
         self.runtime.batcher.prepared(ticket, made)
 
     def _answer(self, pending: PendingRequest, served: ServedPolicy, ticket: Ticket, chunk: ActionChunk) -> ActAnswer:
@@ -417,7 +417,7 @@ class RequestHandler:
 
     def _warnings(self, pending: PendingRequest, slot: str, doubts: Sequence[Doubt]) -> list[str]:
         for doubt in doubts:
-            self.runtime.metrics.warned(slot, doubt.kind)
+            self.runtime.metrics.slots[slot].warnings[doubt.kind].inc()
             if doubt.message not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add(doubt.message)
                 log.warning("request %s: %s (said once in this log)", pending.request_id, doubt.message)

@@ -199,7 +199,7 @@ class ServedPolicy:
         of it; 404 for one that is not known, 409 where it may be one of several robots'."""
         told = self.rollout.outcome(episode_id, success, robot_id)
         if told["counted"]:
-            self._server.metrics.ended(self.groups[told["slot"]], success)
+            self._server.metrics.slots[self.groups[told["slot"]]].episodes[success].inc()
         if not told["repeated"]:
             for slot in self.slots.values():
                 slot.policy.forget(episode_key(told.get("robot_id"), episode_id))

@@ -195,7 +195,7 @@ class Shadowing:
         found = difference(actions, outcome.value.actions)
         self.divergence.add(found)
         if found is not None:
-            self._metrics.diverged(self._slot.group, found["mean"])
+            self._metrics.slots[self._slot.group].divergence.observe(found["mean"])
             self._on_difference(ticket.id, slot, found)
 
     def __call__(self, event: Event) -> None:
@@ -211,7 +211,7 @@ class Shadowing:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
                 if begun < ticket.arrived < ended:
-                    self._metrics.delayed(self._slot.group, ended - ticket.arrived)
+                    self._metrics.slots[self._slot.group].delay.observe(ended - ticket.arrived)
 
     def _paused(self, until: float, seconds: float) -> None:
         """The device has lost a thread to the shadow, or had it back, or an operator has ended the pause."""
