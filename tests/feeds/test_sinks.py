@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -165,6 +166,22 @@ def test_a_stream_is_written_and_not_closed() -> None:
     assert stream.getvalue().count(b"\n") == 1
     sink.close()
     assert stream.getvalue().count(b"\n") == 2
+
+
+def test_a_stream_with_a_buffer_is_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with path.open("wb") as stream:
+        JsonLines(stream, Clock())(result(0))
+        assert len(lines(path)) == 1
+
+
+def test_a_pipe_that_is_full_and_does_not_wait_is_an_error() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb"), open(writer, "wb", buffering=0) as stream:
+        sink = JsonLines(stream, Clock())
+        with pytest.raises(SinkError, match="unavailable"):
+            sink(result(0, "x" * 5_000_000))
 
 
 def test_a_terminal_sees_every_line_at_once() -> None:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -20,9 +20,6 @@ from reflex_runtime.feeds.runtime.health import (
 )
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.run.modules import in_one_line, told
-
-if TYPE_CHECKING:
-    pass
 
 EVERY_S: Final = 5.0  # seconds between lines on the feeds
 LINES: Final = 8  # feeds of which each has its own line; more have one together

@@ -62,10 +62,13 @@ def replace(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all of it: a disk that fills up takes a part first."""
+    """Write all of it: a disk that fills up takes a part first. Raises OSError, also for a pipe that does not wait and
+    is full."""
     left = memoryview(data)
     while left:
-        left = left[file.write(left) :]
+        if (written := file.write(left)) is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left = left[written:]
 
 
 @contextmanager

@@ -159,6 +159,7 @@ class JsonLines:
             if self._stream is None:
                 self._open()
             files.write_all(self._stream, b"".join(lines))
+            self._stream.flush()  # of a caller's stream with a buffer
         except (OSError, ValueError) as error:  # ValueError: the stream was closed elsewhere
             if isinstance(error, BrokenPipeError) and self._gone is not None:
                 self._gone()
