@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -254,6 +255,20 @@ def test_hangup_is_passed_on_and_is_no_end(tiny: Path, tmp_path: Path) -> None:
 def test_b20_a_parent_that_ignores_its_children_passes_that_to_no_supervisor(tiny: Path) -> None:
     with Server(tiny, supervised=True, before="import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)") as server:
         below(server).send_signal(signal.SIGKILL)
+        assert ready_again(server, 2).json["restarts"] == 1
+        assert server.stop() == 0, "\n".join(server.log)
+
+
+def test_b19_a_supervisor_that_was_paused_goes_on(tiny: Path) -> None:
+    with Server(tiny, "--watchdog-s", "0", supervised=True, before=f"{OFTEN}; s.LONG = 0.05") as server:
+        child, above = below(server), psutil.Process(server.process.pid)
+        for _ in range(5):
+            above.send_signal(signal.SIGSTOP)
+            resume = time.monotonic() + 0.1  # its wait is over by then
+            while time.monotonic() < resume:
+                assert server.get("/health").status == 200
+            above.send_signal(signal.SIGCONT)
+        child.send_signal(signal.SIGKILL)
         assert ready_again(server, 2).json["restarts"] == 1
         assert server.stop() == 0, "\n".join(server.log)
 

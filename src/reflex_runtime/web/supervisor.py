@@ -38,7 +38,7 @@ BACKLOG: Final = 4096  # connections that wait to be accepted
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 TURNS: Final = (signal.SIGHUP, signal.SIGUSR1)  # files continue in new ones
 PASSED_ON: Final = (*ENDS, *TURNS)
-AWAITED: Final = (*PASSED_ON, signal.SIGCHLD)
+AWAITED: Final = (*PASSED_ON, signal.SIGCHLD, signal.SIGALRM)
 MOST: Final = 8  # lives in a row shorter than STEADY, after which a lone worker is given up
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
@@ -150,6 +150,8 @@ class _Supervisor:
                 if self._ending is not None and not any(worker.pid for worker in self._workers):
                     return self._status
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that waits is dropped
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fork(self, worker: _Worker) -> None:
@@ -170,15 +172,16 @@ class _Supervisor:
         times += [worker.start_at for worker in self._workers if not worker.pid and self._ending is None]
         times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
         limit = max(0.0, min(times) - now)
-        came = signal.sigtimedwait(AWAITED, limit)
+        signal.setitimer(signal.ITIMER_REAL, max(limit, 1e-6))
+        came = signal.sigwait(AWAITED)  # Python's sigtimedwait returns garbage after a pause (Ctrl-Z) beyond its time
         after = time.monotonic()
         if after - now > limit + 1.0:  # this process stood still, so the beats are no evidence
             for worker in self._workers:
                 worker.shared.beat = after if worker.shared.beat else 0.0
-        if came is not None and came.si_signo != signal.SIGCHLD:
-            self._ending = came.si_signo if came.si_signo in ENDS else self._ending
+        if came in PASSED_ON:
+            self._ending = came if came in ENDS else self._ending
             for worker in self._workers:
-                _signal(worker.pid, came.si_signo)
+                _signal(worker.pid, came)
 
     def _end_hung(self, worker: _Worker) -> None:
         now = time.monotonic()
