@@ -41,12 +41,17 @@ class Run:
         self.recorder, self.now = recorder, now
         self.tickets = self.batches = 0
 
-    def batch(self, *answers: RequestRecord, slot: str = "prod", stage: str = "", outcome: str = "ok") -> None:
-        """One batch that answers these."""
+    def batch(
+        self, *answers: RequestRecord, slot: str = "prod", stage: str = "", outcome: str = "ok", took: float = 0.0215
+    ) -> None:
+        """One batch that answers these. took: seconds of each, from its last byte."""
         tickets = []
         for answered in answers:
             request = Request(id=answered.request_id, group=slot, client="robot", shape="s", partition="s", stage=stage)
-            tickets.append(Ticket(request, self.tickets, self.now))
+            ticket = Ticket(request, self.tickets, self.now - 0.001)
+            ticket.started, ticket.shared = self.now, 0.00975
+            ticket.admission = AdmittedBatch(self.batches + 1, len(answers), "timeout", "idle", 0.02)
+            tickets.append(ticket)
             self.tickets += 1
         self.batches += 1
         grants = dict.fromkeys(tickets, 1.0)
@@ -58,12 +63,10 @@ class Run:
             ticket.outcome = Done() if outcome == "ok" else Failed(Cancelled())
             self.recorder(RequestSettled(self.now, ticket))
         for ticket, answered in zip(tickets, answers, strict=True):
-            answered.arrived = answered.arrived or ticket.arrived
-            answered.slot = slot
-            admission = AdmittedBatch(batch.id, len(batch), "timeout", "idle", 0.02)
-            answered.batch = admission._replace(cost=0.020)
             status = 200 if outcome == "ok" else 499
-            self.recorder(RequestAnswered(self.now, slot, outcome, status, 0.021, ticket, answered, wire="http"))
+            error = QueueFull("no room") if answered.actions is None else None
+            told = self.now, slot, outcome, status, 0.021, ticket, answered, took, "http", error
+            self.recorder(RequestAnswered(*told))
 
 
 def asked(i: int, **changes: Any) -> RequestRecord:
@@ -76,10 +79,6 @@ def asked(i: int, **changes: Any) -> RequestRecord:
         "actions": np.array([[0.1, -0.2], [1 / 3, 4.0]], np.float32) * (i + 1),
         "denoising_steps": 10,
         "inference_mode": "monolithic",
-        "total_s": 0.0215,
-        "queue_s": 0.001,
-        "batch_s": 0.0205,
-        "measured_ms": 9.75,
     }
     return RequestRecord(**fields | changes)
 
@@ -150,20 +149,20 @@ def test_t1_header_and_footer_have_the_contracts_fields(tmp_path: Path) -> None:
 def test_t2_a_request_line_has_the_contracts_fields(tmp_path: Path) -> None:
     routing = {"slot": "a", "routing_key": "ep_7", "degraded": False, "cached": True}
     guard = {"clamped": 1, "joints": ["0"], "held": False}
-    one = asked(0, routing=routing, guard=guard, deadline_ms=150.0, rtc={"frozen": 3}, executed=4, arrived=1000.0)
-    path = record(tmp_path, [one, asked(1)], [asked(2, actions=None, error=("queue_full", "no room"))])
+    one = asked(0, routing=routing, guard=guard, deadline_ms=150.0, rtc={"frozen": 3}, executed=4)
+    path = record(tmp_path, [one, asked(1)], [asked(2, actions=None)])
     lines = [line for line in raw(path) if line["kind"] == "request"]
     assert [line["seq"] for line in lines] == [0, 1, 2]
     line = lines[0]
-    assert line["timestamp"] == "2023-11-14T22:13:21.250000Z"
-    assert line["arrival"] == 1.0
+    assert line["timestamp"] == "2023-11-14T22:13:21.249000Z"
+    assert line["arrival"] == 0.999
     assert {k: line["request"][k] for k in ("instruction", "state", "seed", "image_sha256", "image_b64")} == {
         "instruction": "open the door", "state": [0.5, -0.25], "seed": 2**63, "image_sha256": None, "image_b64": None,
     }  # fmt: skip
     assert (line["request"]["request_id"], line["request"]["episode_id"]) == ("request-0", "ep_7")
     assert line["request"]["executed"] == 4
     assert (line["response"]["num_actions"], line["response"]["action_dim"]) == (2, 2)
-    assert line["latency"] == {"total_ms": 21.5, "queue_ms": 1.0, "batch_ms": 20.5}
+    assert line["latency"] == {"total_ms": 21.5, "queue_ms": 1.0, "batch_ms": 20.0}
     assert (line["denoise"], line["mode"], line["cache"], line["deadline"]) == (10, "monolithic", "off", 150.0)
     assert (line["guard"], line["rtc"], line["routing"], line["error"]) == (guard, {"frozen": 3}, routing, None)
     members = ["request-0", "request-1"]
@@ -177,7 +176,7 @@ def test_t2_a_request_line_has_the_contracts_fields(tmp_path: Path) -> None:
 def test_t2_the_schedule_is_recorded_as_the_scheduler_saw_it(tmp_path: Path) -> None:
     made = recorder(tmp_path)
     refused = Request(id="late", group="prod", client="c", priority=Priority.URGENT, time_limit=0.25, wants=6)
-    made(RequestAnswered(1000.126, "prod", "rejected", 503, 0.001, None, asked(9, request_id="late", arrived=1000.1)))
+    made(RequestAnswered(1000.126, "prod", "rejected", 503, 0.001, None, asked(9, request_id="late"), 0.026))
     made(RequestRejected(1000.125, refused, QueueFull()))  # a driver's events may come after the answer
     run = Run(made, now=1000.1 + 1e-10)
     run.batch(asked(0), outcome="cancelled")
@@ -189,7 +188,7 @@ def test_t2_the_schedule_is_recorded_as_the_scheduler_saw_it(tmp_path: Path) -> 
     assert (rejected.schedule.ticket, rejected.schedule.arrived, rejected.outcome) == (None, 1000.125, "rejected")
     assert (rejected.schedule.priority, rejected.schedule.time_limit, rejected.schedule.wants) == (0, 0.25, 6.0)
     assert cancelled.schedule is not None
-    assert cancelled.schedule.arrived == 1000.1 + 1e-10  # to the last bit
+    assert cancelled.schedule.arrived == 1000.1 + 1e-10 - 0.001  # to the last bit
     (batch,) = read.batches
     assert (batch.seqs, [m.seq for m in batch.entered], batch.at) == ([0], [0], 1000.1 + 1e-10)
     assert (batch.elapsed, batch.expected, batch.cause) == (0.0195, 0.018, "idle")

@@ -141,7 +141,7 @@ class Virtual:
                 self.then.pop(event.ticket)()
 
     def answered(self, name: str, error: Any, ticket: Ticket | None) -> None:
-        detail = RequestRecord(request_id=name, arrived=self.now, slot="prod")
+        detail = RequestRecord(request_id=name)
         outcome = "ok" if error is None else error.outcome
         self.journal(RequestAnswered(self.now, "prod", outcome, 200, 0.0, ticket, detail))
 

@@ -27,7 +27,7 @@ from reflex_runtime.observe.metrics import FUNCTIONS, SeriesSet
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.modules import made
 from reflex_runtime.settings import FunctionsConfig
-from reflex_runtime.web.batch_server import BatchServer, HasHeaders, RequestScope, times_of
+from reflex_runtime.web.batch_server import BatchServer, HasHeaders, RequestScope
 from reflex_runtime.web.errors import JSON, PLAIN, known
 from reflex_runtime.web.fields import check_id, invalid, invalid_field
 from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse
@@ -185,14 +185,8 @@ class Prediction(RequestScope):
     def span_name(self) -> str:
         return f"predict {self._name}"
 
-    def record(self, now: float, error: ReflexError | None) -> RequestRecord:
-        took = now - (self.received or now)
-        found = RequestRecord(self.request_id, slot=self._name, total_s=took, arrived=self.received)
-        if self.ticket is not None:
-            times_of(found, self.ticket, now)
-        if error is not None:
-            found.error = (error.code, error.message)
-        return found
+    def record(self, error: ReflexError | None) -> RequestRecord:
+        return RequestRecord(self.request_id)
 
 
 class Predict:

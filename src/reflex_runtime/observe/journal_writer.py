@@ -21,7 +21,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import inf, isfinite
@@ -47,7 +46,7 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.files import create, refused, text, utc, write_all
 from reflex_runtime.observe.journal import (
     IMAGE_MODES,
@@ -170,20 +169,15 @@ SentImage = bytes | str | NDArray[Any]
 
 
 class RequestRecord(msgspec.Struct):
-    """The `detail` of a `RequestAnswered`: references only, cheap to make where every microsecond counts.
+    """The `detail` of a `RequestAnswered`: what was asked and answered, as references. The event has the rest.
 
     images: as sent, by name: PNG or JPEG bytes, base64 text (a data URL will do), or uint8 [h, w, 3].
-    state: as sent, [state_dim]. seed: of the noise, as used. arrived: seconds on the server's monotonic clock.
+    state: as sent, [state_dim]. seed: of the noise, as used.
     executed: how many actions of the last chunk the caller has executed, where it said so.
     past: request ids of the earlier observations that the policy saw with it, oldest first.
     actions: [num_actions, action_dim] as answered, None without an answer. cache: `hit`, `hit_stale`, `miss`, `off`.
-    total_s, queue_s, batch_s: as in the answer. batch: None when it never ran.
-    measured_ms: its share of measured device time. error: (slug, message). routing: {slot, routing_key, degraded,
-    cached} where two policies are served. model_hash: of the policy it was asked of. steps: denoising steps it had run,
-    where that differs from `denoising_steps`.
-
-    The rest is added where it is queued to be written. entered: ids of those that entered with its batch. schedule:
-    None where it never came to the scheduler.
+    routing: {slot, routing_key, degraded, cached} where two policies are served. model_hash: of the policy it was asked
+    of.
     """
 
     request_id: str
@@ -193,7 +187,6 @@ class RequestRecord(msgspec.Struct):
     state: Sequence[float] | NDArray[Any] | None = None
     seed: int = 0
     images: Mapping[str, SentImage] = {}
-    arrived: float = 0.0
     deadline_ms: float | None = None
     executed: int | None = None
     past: Sequence[str] = ()
@@ -203,21 +196,8 @@ class RequestRecord(msgspec.Struct):
     cache: str = "off"
     guard: dict[str, Any] | None = None
     rtc: dict[str, Any] | None = None
-    total_s: float = 0.0
-    queue_s: float = 0.0
-    batch_s: float = 0.0
-    batch: AdmittedBatch | None = None
-    measured_ms: float = 0.0
-    steps: int | None = None
-    error: tuple[str, str] | None = None
     routing: dict[str, Any] | None = None
-    slot: str = "prod"
     model_hash: str = ""
-    outcome: str = ""
-    status: int = 0
-    wire: str = ""
-    entered: list[str] = []
-    schedule: SchedulerRequest | None = None
 
     @property
     def image_bytes(self) -> int:
@@ -240,32 +220,40 @@ def scheduled(request: Request, ticket: Ticket | None, at: float) -> SchedulerRe
     return made
 
 
-def request_line(a: RequestRecord, seq: int, origin: float, began: float) -> RequestLine:
-    """The line without its payload. began: UTC at `origin`."""
-    batch = a.batch
+def request_line(
+    event: RequestAnswered, a: RequestRecord, entered: list[str], origin: float, began: float
+) -> RequestLine:
+    """The line without `seq` and payload. entered: ids of those that entered with its batch. began: UTC at `origin`."""
+    ticket, error, total = event.ticket, event.error, event.served_in or 0.0
+    arrived, queued, ran, batch, share, schedule = event.at - total, 0.0, 0.0, None, 0.0, None
+    if ticket is not None:
+        arrived, batch, share = ticket.arrived, ticket.admission, ticket.shared
+        queued = (event.at if ticket.started is None else ticket.started) - arrived
+        ran = 0.0 if ticket.started is None else event.at - ticket.started
+        schedule = scheduled(ticket.request, ticket, event.at)
     return RequestLine(
-        seq=seq,
-        timestamp=datetime.fromtimestamp(began + a.arrived - origin, UTC),
-        arrival=round(a.arrived - origin, 6),
-        slot=a.slot,
+        seq=0,
+        timestamp=datetime.fromtimestamp(began + arrived - origin, UTC),
+        arrival=round(arrived - origin, 6),
+        slot=event.slot,
         request=JournalRequest(a.request_id, a.episode_id, a.robot_id, seed=a.seed),
         response=None if a.actions is None else JournalAnswer(None, len(a.actions), a.actions.shape[-1]),
-        latency=Latency(_ms(a.total_s), _ms(a.queue_s), _ms(a.batch_s)),
-        denoise=a.denoising_steps if a.steps is None else a.steps,
+        latency=Latency(round(total * 1e3, 3), round(queued * 1e3, 3), round(ran * 1e3, 3)),
+        denoise=a.denoising_steps,
         mode=a.inference_mode,
         cache=a.cache,
         guard=a.guard,
         deadline=a.deadline_ms,
         rtc=a.rtc,
-        error=None if a.error is None else Failure(*a.error),
+        error=None if error is None else Failure(error.code, error.message),
         routing=a.routing,
-        outcome=a.outcome,
-        status=a.status,
-        batch=None if batch is None else AdmissionGroup(batch.id, batch.size, batch.reason, batch.cause, a.entered),
-        cost=Cost(None if batch is None else batch.cost * 1e3, round(a.measured_ms, 6)),
-        schedule=a.schedule,
+        outcome=event.outcome,
+        status=event.status,
+        batch=None if batch is None else AdmissionGroup(batch.id, batch.size, batch.reason, batch.cause, entered),
+        cost=Cost(None if batch is None else batch.cost * 1e3, round(share * 1e3, 6)),
+        schedule=schedule,
         model_hash=a.model_hash,
-        wire=a.wire,
+        wire=event.wire,
     )
 
 
@@ -282,11 +270,8 @@ def add_payload(line: RequestLine, a: RequestRecord, images: ImageMode) -> None:
         asked.image_b64 = base64_of(a.images) if images == "full" else None
 
 
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
-
-
-_Item = BatchLine | EndedLine | RequestRecord | bytes
+_Asked = tuple[RequestLine, RequestRecord | None, int]  # its payload where that is written, and the bytes of its images
+_Item = BatchLine | EndedLine | _Asked | bytes
 
 
 class JournalWriter:
@@ -504,20 +489,17 @@ class JournalWriter:
             self._behind.clear()
 
     def _answered(self, event: RequestAnswered) -> None:
-        answered, ticket = event.detail, event.ticket
-        if not isinstance(answered, RequestRecord):
+        asked, ticket = event.detail, event.ticket
+        if not isinstance(asked, RequestRecord):
             return
-        answered = copy(answered)  # other sinks have it too
-        if self._recording is None:
-            answered.images, answered.state = {}, None
-        size = answered.image_bytes
+        size = 0 if self._recording is None else asked.image_bytes
         if self._waiting_bytes + size - self._written_bytes > IMAGE_BYTES:
             self._too_large += 1
             return
-        answered.outcome, answered.status, answered.wire = event.outcome, event.status, event.wire
-        answered.entered = [] if answered.batch is None else self._entered.get(answered.batch.id, [])
-        answered.schedule = None if ticket is None else scheduled(ticket.request, ticket, event.at)
-        if self._put(answered):
+        batch = None if ticket is None else ticket.admission
+        entered = [] if batch is None else self._entered.get(batch.id, [])
+        line = request_line(event, asked, entered, self._origin, self._began)
+        if self._put((line, None if self._recording is None else asked, size)):
             self._waiting_bytes += size
 
     def _put(self, item: _Item) -> bool:
@@ -665,13 +647,13 @@ class JournalWriter:
         if isinstance(item, BatchLine):
             self._batches += 1
             return _safe(_tidy(item))
-        return _safe(item) if isinstance(item, EndedLine) else self._request(item)
+        return _safe(item) if isinstance(item, EndedLine) else self._request(*item)
 
-    def _request(self, answered: RequestRecord) -> bytes:
-        self._written_bytes += answered.image_bytes
-        line = request_line(answered, self.recorded, self._origin, self._began)
-        if self._recording is not None:
-            add_payload(line, answered, self._recording.images)
+    def _request(self, line: RequestLine, asked: RequestRecord | None, size: int) -> bytes:
+        self._written_bytes += size
+        line.seq = self.recorded
+        if asked is not None and self._recording is not None:
+            add_payload(line, asked, self._recording.images)
         written = _safe(line)
         self.recorded += 1
         return written

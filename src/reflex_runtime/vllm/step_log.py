@@ -164,19 +164,11 @@ def _settle(writer: JournalWriter, entry: Entry, now: float) -> None:
     writer(RequestSettled(now, entry))
     request, failed = entry.request, entry.outcome if isinstance(entry.outcome, Failed) else None
     error = failed.error if failed is not None and isinstance(failed.error, ReflexError) else None
-    record = RequestRecord(
-        entry.id,
-        robot_id=str(request.client),
-        arrived=entry.arrived,
-        deadline_ms=None if request.time_limit is None else 1e3 * request.time_limit,
-        total_s=now - entry.arrived,
-        queue_s=(now if entry.started is None else entry.started) - entry.arrived,
-        batch=entry.admission,
-        error=None if error is None else (error.code, error.message),
-        slot=GROUP,
-    )
+    limit_ms = None if request.time_limit is None else 1e3 * request.time_limit
+    record = RequestRecord(entry.id, robot_id=str(request.client), deadline_ms=limit_ms)
     outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
-    writer(RequestAnswered(now, GROUP, outcome, status, record.total_s, entry, record))
+    took = now - entry.arrived
+    writer(RequestAnswered(now, GROUP, outcome, status, took, entry, record, took, error=error))
 
 
 class TracedScheduler(AsyncScheduler):  # type: ignore[misc]

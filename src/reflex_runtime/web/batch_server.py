@@ -245,7 +245,7 @@ class RequestScope:
     def span_name(self) -> str:
         raise NotImplementedError
 
-    def record(self, now: float, error: ReflexError | None) -> RequestRecord | None:
+    def record(self, error: ReflexError | None) -> RequestRecord | None:
         """What journals have of it."""
         raise NotImplementedError
 
@@ -304,7 +304,7 @@ class RequestScope:
         detail = None
         if server.journals:
             try:
-                detail = self.record(now, error)
+                detail = self.record(error)
             except Exception:  # the caller gets the answer all the same
                 log.exception("request %s could not be recorded", self.request_id)
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
@@ -329,14 +329,6 @@ class RequestScope:
         traced: AbstractContextManager[object] = nullcontext() if span is None else within(span.context)
         with traced:  # log lines name its trace
             self.publish(error)
-
-
-def times_of(record: RequestRecord, ticket: Ticket, now: float) -> None:
-    """Fill in what a record has of the ticket and its batch."""
-    started = ticket.started
-    record.arrived, record.batch, record.measured_ms = ticket.arrived, ticket.admission, ticket.shared * 1e3
-    record.queue_s = (now if started is None else started) - ticket.arrived
-    record.batch_s = 0.0 if started is None else now - started
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

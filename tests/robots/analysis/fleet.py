@@ -55,16 +55,15 @@ class Fleet:
         fields: dict[str, Any] = {
             "episode_id": episode,
             "robot_id": f"robot of {episode}",
-            "arrived": 1000.0 + at,
             "state": [number / 8, -number / 4],
             "actions": chunk_of(number),
             "images": {"top": png(picture(number))},
             "instruction": "open the door",
-            "total_s": 0.05,
         }
         outcome = changes.pop("outcome", "ok")
         slot = changes.pop("slot", "prod")
-        self.run.batch(asked(number, **fields | changes), slot=slot, outcome=outcome)
+        self.run.now = 1000.001 + at
+        self.run.batch(asked(number, **fields | changes), slot=slot, outcome=outcome, took=0.05)
 
     def ended(self, episode: str, success: bool) -> None:
         self.recorder.note("outcome", episode_id=episode, success=success)

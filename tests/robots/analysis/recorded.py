@@ -105,32 +105,23 @@ class Served:
             state=sent.get("state"),
             seed=seed_of(sent["request_id"]) if sent.get("seed") is None else sent["seed"],
             images=sent.get("images") or {},
-            arrived=arrived,
             deadline_ms=None if deadline is None else deadline * 1e3,
             executed=executed,
-            total_s=now - arrived,
             inference_mode=policy.spec.inference_mode,
-            slot=slot,
         )
         if slot != "prod":
             answered.routing = {"slot": slot, "routing_key": "", "degraded": False, "cached": False}
         if ticket is not None:
             answered.past = ticket.request.payload.past
-            answered.measured_ms = ticket.shared * 1e3
-            if ticket.started is not None and ticket.admission is not None:
-                admission = ticket.admission
-                answered.queue_s, answered.batch_s = ticket.started - ticket.arrived, now - ticket.started
-                answered.batch = admission
         if chunk is not None:
             answered.actions, answered.denoising_steps = chunk.actions, chunk.denoising_steps
             answered.cache = chunk.cache
             answered.rtc = None if chunk.rtc is None else dict(chunk.rtc)
             answered.guard = None if chunk.guard is None else chunk.guard.as_dict()
-        elif error is not None:
-            answered.error = (error.code, error.message)
         outcome = "ok" if error is None else error.outcome
         status = 200 if error is None else error.http_status
-        self.recorder(RequestAnswered(now, slot, outcome, status, now - arrived, ticket, answered))
+        took = now - arrived
+        self.recorder(RequestAnswered(now, slot, outcome, status, took, ticket, answered, took, error=error))
         return chunk if error is None else error  # type: ignore[return-value]
 
 

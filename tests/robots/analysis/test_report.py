@@ -44,10 +44,10 @@ class Day:
         self.run = Run(self.recorder)
         self.episodes = 0
 
-    def episode(self, slot: str, success: bool | None, **changes: Any) -> str:
+    def episode(self, slot: str, success: bool | None, took: float = 0.0215, **changes: Any) -> str:
         self.episodes += 1
         name = changes.setdefault("episode_id", f"episode-{self.episodes}")
-        self.run.batch(asked(self.episodes, arrived=1000.0, **changes), slot=slot)
+        self.run.batch(asked(self.episodes, **changes), slot=slot, took=took)
         if success is not None:
             self.recorder.note("outcome", episode_id=name, slot=slot, success=success)
         return str(name)
@@ -73,17 +73,17 @@ def compared(directory: Path, rates: tuple[float, float], n: int, seed: int = 0,
 def test_each_slot_has_its_own_figures(tmp_path: Path) -> None:
     day = Day(tmp_path)
     for i in range(100):
-        day.episode("a", i < 70, total_s=0.001 * (i + 1))
+        day.episode("a", i < 70, took=0.001 * (i + 1))
     day.episode("b", True, guard={"clamped": 2, "joints": ["0"], "held": False})
     day.episode("b", False, guard={"clamped": 3, "joints": ["0"], "held": True})
     day.episode("b", None, guard={"clamped": 0, "joints": [], "held": False})
-    day.episode("b", None, actions=None, error=("processor_failed", "boom"))
+    day.episode("b", None, actions=None)
     found = report([day.close()])
     a, b = found.slots["a"], found.slots["b"]
     assert (a.requests, len(a.started), a.finished, a.successes) == (100, 100, 100, 70)
     assert (a.latency(0.50), a.latency(0.99)) == (50.0, 99.0)
     assert (b.requests, len(b.latencies), b.finished, b.successes) == (4, 3, 2, 1)
-    assert (b.clamped, b.held, dict(b.errors)) == (1, 1, {"processor_failed": 1})
+    assert (b.clamped, b.held, dict(b.errors)) == (1, 1, {"queue_full": 1})
     told = found.as_dict()
     json.dumps(told, allow_nan=False)
     assert told["slots"]["a"]["episodes"]["interval"] == list(wilson(70, 100))

@@ -43,7 +43,7 @@ def _history(tell: Callable[[Event], None]) -> None:
             tell(event)
             if isinstance(event, RequestSettled):
                 ticket, outcome, status = event.ticket, "failed" if crashes else "ok", 500 if crashes else 200
-                detail = RequestRecord(request_id=ticket.id, slot="prod", arrived=now)
+                detail = RequestRecord(request_id=ticket.id)
                 tell(RequestAnswered(event.at, "prod", outcome, status, 0.5 + i, ticket, detail, 0.01 * i))
 
 

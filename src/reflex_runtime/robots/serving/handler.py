@@ -52,7 +52,7 @@ from reflex_runtime.robots.versions.router import Routing
 from reflex_runtime.robots.versions.slots import Version
 from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.version import __version__
-from reflex_runtime.web.batch_server import HasHeaders, RequestScope, times_of, together
+from reflex_runtime.web.batch_server import HasHeaders, RequestScope, together
 from reflex_runtime.web.errors import InvalidRequest, Reported, SloViolated, known
 from reflex_runtime.web.fields import invalid, printable
 
@@ -130,7 +130,7 @@ class PendingRequest(RequestScope):
 
     # -- journals: references to what was asked and answered, made on the event loop -----------------------------------
 
-    def record(self, now: float, error: ReflexError | None) -> RequestRecord | None:
+    def record(self, error: ReflexError | None) -> RequestRecord | None:
         question, ticket, routing, answer = self.question, self.ticket, self.routing, self.answer
         if question is None:  # it could not be read
             return None
@@ -143,24 +143,17 @@ class PendingRequest(RequestScope):
             _array(question.state, "state") if isinstance(question.state, Array) else question.state,
             self._seed(question),
             _images(question) if question.images else {},
-            self.received,
             question.deadline_ms if question.deadline_ms is not None else config.deadline_ms or None,
             question.executed,
-            slot=self.group,
-            total_s=now - self.received,
         )
         if self.version is not None:
             found.model_hash = self.version.policy.spec.model_hash
-        if ticket is not None:
-            times_of(found, ticket, now)
-            if isinstance(ticket.request.payload, Observation):
-                found.past = ticket.request.payload.past
+        if ticket is not None and isinstance(ticket.request.payload, Observation):
+            found.past = ticket.request.payload.past
         if answer is not None and error is None:
             found.actions, found.denoising_steps = answer.actions, answer.denoising_steps
             found.inference_mode, found.cache, found.guard = answer.inference_mode, answer.cache, answer.guard
             found.rtc = None if answer.rtc is None else dict(answer.rtc)
-        if error is not None:
-            found.error = (error.code, error.message)
         if routing is not None and routing.key:
             told = {"routing_key": routing.key, "degraded": routing.degraded, "cached": routing.cached}
             found.routing = {"slot": self.group, **told}
