@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.observe.journal_writer import JournalWriter
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import HttpResponse
-from reflex_runtime.web.watchers import MOST, STREAM, Watchers, dashboard_routes
+from reflex_runtime.web.watchers import JOURNAL, MOST, STREAM, JournalStreams, Watchers, dashboard_routes
 from web.listening import listening
 
 
 def other_form(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
     return HttpResponse(error.http_status, b"in a form that no page reads")
+
 
 HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -228,3 +230,23 @@ def test_x4_a_page_of_another_site_is_refused_where_there_is_no_key() -> None:
             assert b" 200 " in await own.readline()
 
     running(check)
+
+
+def test_b20_a_journal_whose_time_is_over_as_a_drain_begins_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        streams = JournalStreams(lambda pipe: JournalWriter(pipe, []), lambda writer: None)
+        app = App(ServeConfig(), {JOURNAL: streams.route}, other_form)
+        loop, failed = asyncio.get_running_loop(), list[Any]()
+        loop.set_exception_handler(lambda loop, context: failed.append(context["message"]))
+        async with listening(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET {JOURNAL}?seconds=0.5 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            await reader.readuntil(b"\n\r\n")
+            (limit,) = streams._limits
+            loop.call_at(limit.when() or 0.0, streams.close)  # in the turn of the loop in which its time is over
+            assert b'"kind":"footer"' in await reader.readuntil(b"\r\n0\r\n\r\n")
+            writer.close()
+        assert failed == []
+
+    monkeypatch.setattr(watchers, "SHORTEST", 0.5)
+    asyncio.run(main())

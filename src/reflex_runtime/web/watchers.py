@@ -198,7 +198,8 @@ class JournalStreams:
     def close(self) -> None:
         """End every journal: the server is draining."""
         for limit in self._limits:
-            limit.reschedule(asyncio.get_running_loop().time())
+            if not limit.expired():  # one whose time is over in this turn of the loop cannot be changed
+                limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _Pipe:
