@@ -417,6 +417,14 @@ WRONG: dict[str, tuple[Any, str]] = {
         "the max of action has 1 numbers, expected 6",
     ),
     "no unnormaliser": (_processor("post", lambda steps: steps[1:]), "no step normalises action, which is MIN_MAX in"),
+    "normalised twice": (
+        _processor("post", lambda s: [s[0] | {"registry_name": "normalizer_processor"}, *s[1:]]),
+        "no step normalises action, which is MIN_MAX in",
+    ),
+    "state elsewhere": (
+        _processor("post", lambda s: [s[0] | {"state_file": f"../checkpoint/{s[0]['state_file']}"}, *s[1:]]),
+        "steps[0].state_file: ../checkpoint/policy_postprocessor_step_0_unnormalizer_processor.safetensors is not the n",
+    ),
     "not among its features": (_processor("post", _without_action), "action, which is MIN_MAX, is not in its features"),
     "unknown step": (_processor("pre", _other_step("some_new_step")), "some_new_step is not applied: only steps that"),
     "crops": (_processor("pre", _other_step("image_crop_resize_processor")), "is not applied: it crops pictures of"),

@@ -363,6 +363,9 @@ def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
         step = msgspec.convert(entry, ProcessorStep)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: steps[{i}]: {shorten(str(error))}") from None
+    if step.state_file is not None and Path(step.state_file).name != step.state_file:
+        found = shorten(step.state_file)
+        raise ConfigError(f"{file}: steps[{i}].state_file: {found} is not the name of a file beside it")
     check_code(file, f"steps[{i}].config.", step.config)
     return step
 

@@ -57,8 +57,8 @@ class LoadedPolicy:
         with loading(spec, partial(_hub_hint, path, spec)):
             config, kind, self.pre, self.post = _processors_of(path, device, name)
             served = (*cameras.values(), *(feature for feature, _ in states))
-            for pipeline, features in ((self.pre, served), (self.post, ("action",))):
-                check_statistics(path / f"{pipeline.name}.json", pipeline, spec.config, features)
+            check_statistics(path / f"{self.pre.name}.json", self.pre, spec.config, served)
+            check_statistics(path / f"{self.post.name}.json", self.post, spec.config, ("action",), "unnormalizer")
             policy = _opened(path, device, name, config, kind)
         check_loaded(spec.source, path / WEIGHTS, policy)
         self.device, self.policy, self.config = name, policy, policy.config
@@ -213,12 +213,17 @@ PAIRS: Final = {
 """The statistics of each mode of normalisation."""
 
 
-def check_statistics(file: Path, pipeline: Any, config: Mapping[str, Any], wanted: Iterable[str]) -> None:
+def check_statistics(
+    file: Path, pipeline: Any, config: Mapping[str, Any], wanted: Iterable[str], kind_of_step: str = "_normalizer"
+) -> None:
     """That a processor has the statistics of the features that it normalises, before the weights are loaded.
 
     LeRobot leaves a feature without statistics as it is, and a robot would get z-scores for degrees.
+    kind_of_step: a part of the names of those that count: one that normalises what it should denormalise does not.
     """
-    steps = [step for step in pipeline.steps if hasattr(step, "norm_map")]
+    steps = [
+        step for step in pipeline.steps if hasattr(step, "norm_map") and kind_of_step in f"_{step._registry_name}"
+    ]
     for name in wanted:
         kind = {**config["input_features"], **config["output_features"]}[name]["type"]
         found = False  # a step normalises it, or leaves it as it is by its own keys
