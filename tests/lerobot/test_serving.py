@@ -423,7 +423,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "state elsewhere": (
         _processor("post", lambda s: [s[0] | {"state_file": f"../checkpoint/{s[0]['state_file']}"}, *s[1:]]),
-        "steps[0].state_file: ../checkpoint/policy_postprocessor_step_0_unnormalizer_processor.safetensors is not the n",
+        "steps[0].state_file: ../checkpoint/policy_postprocessor_step_0_unnormalizer_processor.safetensors is not the",
     ),
     "not among its features": (_processor("post", _without_action), "action, which is MIN_MAX, is not in its features"),
     "unknown step": (_processor("pre", _other_step("some_new_step")), "some_new_step is not applied: only steps that"),

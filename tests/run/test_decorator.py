@@ -623,3 +623,17 @@ def test_zero_switches_the_watchdog_off_and_nonsense_is_refused() -> None:
 def test_a_wrong_value_is_refused_in_the_words_of_the_caller(name: str, value: Any, must: str) -> None:
     with pytest.raises(ConfigError, match=rf"^@batched: {name}={re.escape(repr(value))}: must be {must}$"):
         batched(**{name: value})
+
+
+def test_options_beside_the_function_count() -> None:
+    sizes: list[int] = []
+
+    def double(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        return [2 * item for item in items]
+
+    doubled: Any = batched(double, capacity=1, watchdog=0.0)  # type: ignore[call-overload]
+    assert doubled(3) == 6
+    with pytest.raises(ConfigError, match="capacity=0"):
+        batched(double, capacity=0)  # type: ignore[call-overload]
+    doubled.close()

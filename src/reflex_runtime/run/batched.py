@@ -563,7 +563,7 @@ def batched(
     parameters.
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
-        return batched()(max_batch_size)
+        return batched(32, max_latency, capacity, repeatable, watchdog)(max_batch_size)
     _check_whole("max_batch_size", max_batch_size, MOST_ITEMS)
     _check_whole("capacity", capacity, MOST_ITEMS)
     _check_seconds("max_latency", max_latency, MOST_LATENCY)
