@@ -5,6 +5,7 @@ Steps take BENCH_STEP_MS milliseconds, as in `runtime_process`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -24,7 +25,7 @@ def main() -> None:
     workers = WorkersConfig(lambda number: spawned(command), lambda config, number, restarts: {})
     config = LLMServeConfig(served_model_name="toy", workers=1)
     make = serving(ModelPlan("toy", config), opened(workers, ByteTokenizer()))
-    status, clean = serve(make, [bind("127.0.0.1", int(sys.argv[1]))], config)
+    status, clean = asyncio.run(serve(make, [bind("127.0.0.1", int(sys.argv[1]))], config))
     os._exit(status if clean else 1)
 
 
