@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -78,15 +77,16 @@ class Times:
 
     def take(self) -> Callable[[], Durations]:
         """What is known now, copied. The result sorts and divides, and needs no lock."""
-        return partial(_timing, self.count, self.total, tuple(self.buckets), list(self.window))
+        count, total, buckets, window = self.count, self.total, tuple(self.buckets), list(self.window)
 
+        def durations() -> Durations:
+            if not count:
+                return Durations()
+            ranked = sorted(window)
+            p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99))
+            return Durations(count, total / count, p50, p95, p99, total, buckets)
 
-def _timing(count: int, total: float, buckets: tuple[int, ...], window: list[float]) -> Durations:
-    if not count:
-        return Durations()
-    ranked = sorted(window)
-    p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99))
-    return Durations(count, total / count, p50, p95, p99, total, buckets)
+        return durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,11 @@ class BatchMeter:
         elif isinstance(event, RequestSettled):
             self._settled(event.at, event.ticket)
         elif isinstance(event, BatchScheduled):
-            self._scheduled(event)
+            batch = event.batch
+            size = len(batch.grants)
+            self._batches += 1
+            self._sizes[size] = self._sizes.get(size, 0) + 1
+            self._formation.add(batch.scheduled_at - min([ticket.arrived for ticket in batch.grants]))
         elif isinstance(event, BatchFinished):
             self._processing.add(event.elapsed)
             if event.crashed:
@@ -230,15 +234,25 @@ class BatchMeter:
 
     def take(self) -> Callable[[], BatchMetrics]:
         """The figures now, copied in a few microseconds a feed; the result works them out and needs no lock."""
-        feeds = [(name, feed.counters(), feed.latency.take()) for name, feed in self._feeds.items()]
-        return partial(
-            _metrics,
-            feeds,
-            dict(self._forgotten),
-            (self._batches, self.errors_in_a_row, self._max_batch_size),
-            dict(self._sizes),
-            (self._processing.take(), self._formation.take()),
-        )
+        feeds = [(str(name), feed.counters(), feed.latency.take()) for name, feed in self._feeds.items()]
+        forgotten, sizes = dict(self._forgotten), dict(self._sizes)
+        batches, errors, places = self._batches, self.errors_in_a_row, self._batches * self._max_batch_size
+        processing, formation = self._processing.take(), self._formation.take()
+
+        def metrics() -> BatchMetrics:
+            sums = {name: sum(counters[name] for _, counters, _ in feeds) + forgotten[name] for name in COUNTERS}
+            return BatchMetrics(
+                **sums,
+                batches_dispatched=batches,
+                processing=processing(),
+                formation=formation(),
+                batch_sizes=MappingProxyType(dict(sorted(sizes.items()))),
+                fill_ratio=sum(size * count for size, count in sizes.items()) / places if batches else None,
+                consecutive_errors=errors,
+                feeds=MappingProxyType({name: FeedBatchMetrics(**c, latency=t()) for name, c, t in feeds}),
+            )
+
+        return metrics
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -263,13 +277,6 @@ class BatchMeter:
         else:
             feed.rejected += 1
 
-    def _scheduled(self, event: BatchScheduled) -> None:
-        batch = event.batch
-        size = len(batch.grants)
-        self._batches += 1
-        self._sizes[size] = self._sizes.get(size, 0) + 1
-        self._formation.add(batch.scheduled_at - min([ticket.arrived for ticket in batch.grants]))
-
     # -- feeds ---------------------------------------------------------------------------------------------------------
 
     def _feed(self, client: Any, now: float) -> _FeedCounters:
@@ -293,25 +300,3 @@ class BatchMeter:
 def _left(ticket: Ticket) -> bool:
     """Whether it was in no call, as a frame that is too old when its batch begins: it says nothing of the processor."""
     return isinstance(ticket.outcome, Failed) and isinstance(ticket.outcome.error, Dropped)
-
-
-def _metrics(
-    feeds: list[tuple[Any, dict[str, int], Callable[[], Durations]]],
-    forgotten: dict[str, int],
-    batches: tuple[int, int, int],
-    sizes: dict[int, int],
-    times: tuple[Callable[[], Durations], Callable[[], Durations]],
-) -> BatchMetrics:
-    dispatched, errors, max_batch_size = batches
-    sums = {name: sum(counters[name] for _, counters, _ in feeds) + forgotten[name] for name in COUNTERS}
-    items = sum(size * count for size, count in sizes.items())
-    return BatchMetrics(
-        **sums,
-        batches_dispatched=dispatched,
-        processing=times[0](),
-        formation=times[1](),
-        batch_sizes=MappingProxyType(dict(sorted(sizes.items()))),
-        fill_ratio=items / (dispatched * max_batch_size) if dispatched else None,
-        consecutive_errors=errors,
-        feeds=MappingProxyType({str(name): FeedBatchMetrics(**c, latency=t()) for name, c, t in feeds}),
-    )

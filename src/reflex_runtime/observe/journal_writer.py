@@ -10,7 +10,6 @@ never touches serving.
 from __future__ import annotations
 
 import base64
-import hashlib
 import logging
 import os
 import platform
@@ -23,10 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from math import inf, isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, Protocol, Self
 from weakref import WeakSet
 
 import msgspec
@@ -266,8 +266,11 @@ def add_payload(line: RequestLine, a: RequestRecord, images: ImageMode) -> None:
     asked.past = list(a.past) or None
     asked.state = None if a.state is None else finite(np.asarray(a.state, np.float64).tolist())
     if a.images and images != "none":
-        asked.image_sha256 = sha256_of(a.images)
-        asked.image_b64 = base64_of(a.images) if images == "full" else None
+        sent = ((name, _sent_bytes(image)) for name, image in a.images.items())
+        asked.image_sha256 = _packed({name: sha256(data).hexdigest() for name, data in sent if data is not None})
+        if images == "full":
+            kept = {name: encoded for name, image in a.images.items() if (encoded := _base64(image)) is not None}
+            asked.image_b64 = _packed(kept)
 
 
 _Asked = tuple[RequestLine, RequestRecord | None, int]  # its payload where that is written, and the bytes of its images
@@ -424,16 +427,14 @@ class JournalWriter:
         batch = event.batch
         queued, idle_polls = self._scheduled.pop(batch.id, (None, ()))
         info = self._groups.get(batch.group)
-        tokens = self._progress.ran(batch, event.apart) if info is not None and info.unit == "tokens" else None
+        members = _members(batch)
+        if info is not None and info.unit == "tokens":
+            self._progress.ran(batch, members, event.apart)
         if not self._takes():
             return
         self._entered[batch.id] = [ticket.request.id for ticket in batch.admitted]
         if len(self._entered) > KEPT:
             del self._entered[next(iter(self._entered))]
-        members = _members(batch)
-        if tokens is not None:
-            for member, before in zip(members, tokens, strict=True):
-                member.computed, member.known, member.cached = before
         self._open = BatchLine(
             id=batch.id,
             group=batch.group,
@@ -586,7 +587,10 @@ class JournalWriter:
 
     def _end(self) -> None:
         if self._file is not None:
-            self._file.write(self._footer())
+            recorded, batches, dropped = self.recorded, self._batches, self.dropped
+            told = recorded - self._recorded_before, batches, dropped - self._dropped_before
+            self._recorded_before, self._batches, self._dropped_before = recorded, 0, dropped
+            self._file.write(_encode(Footer(utc(self._wall(), "microseconds"), *told)) + b"\n")
             self._file.close()
             self._file = None
 
@@ -646,7 +650,10 @@ class JournalWriter:
             return item
         if isinstance(item, BatchLine):
             self._batches += 1
-            return _safe(_tidy(item))
+            item.expected, item.cost = _micro(item.expected), _micro(item.cost)  # enough where no replay needs more
+            for member in item.members:
+                member.age, member.limit = round(member.age, 6), _micro(member.limit)
+            return _safe(item)
         return _safe(item) if isinstance(item, EndedLine) else self._request(*item)
 
     def _request(self, line: RequestLine, asked: RequestRecord | None, size: int) -> bytes:
@@ -657,12 +664,6 @@ class JournalWriter:
         written = _safe(line)
         self.recorded += 1
         return written
-
-    def _footer(self) -> bytes:
-        recorded, batches, dropped = self.recorded, self._batches, self.dropped
-        told = recorded - self._recorded_before, batches, dropped - self._dropped_before
-        self._recorded_before, self._batches, self._dropped_before = recorded, 0, dropped
-        return _encode(Footer(utc(self._wall(), "microseconds"), *told)) + b"\n"
 
 
 _writers: WeakSet[JournalWriter] = WeakSet()
@@ -685,14 +686,6 @@ def _members(batch: Batch) -> list[Member]:
             member.guessed = batch.extra[ticket]
         members.append(member)
     return members
-
-
-def _tidy(batch: BatchLine) -> BatchLine:
-    """Microseconds are enough where no replay needs more."""
-    batch.expected, batch.cost = _micro(batch.expected), _micro(batch.cost)
-    for member in batch.members:
-        member.age, member.limit = round(member.age, 6), _micro(member.limit)
-    return batch
 
 
 def _micro(seconds: float | None) -> float | None:
@@ -784,18 +777,6 @@ def hardware() -> dict[str, Any]:
     return {"system": platform.system(), "machine": platform.machine(), "cpu": model, "cores": os.cpu_count() or 0}
 
 
-class Progress(NamedTuple):
-    """Of one member before its batch, in tokens; None where its beginning was not seen.
-
-    computed: in the cache, those found there included. known: prompt and outputs. cached: found in the prefix cache on
-    entering with this batch; None when it found nothing or did not enter.
-    """
-
-    computed: float | None
-    known: float | None
-    cached: float | None
-
-
 class ProgressFold:
     """Counts computed and known tokens of every request that has run and has not ended. A preempted request starts over
     when it enters again; what it knew stays known."""
@@ -804,26 +785,19 @@ class ProgressFold:
         self._counts: dict[int, tuple[float, float]] = {}  # seq → computed, known
         self._guessed: dict[int, bool] = {}  # seq, where the last batch had guesses → whether its first token has come
 
-    def ran(self, batch: Batch, failed: bool = False) -> list[Progress]:
-        """What the members of a finished batch had before it, in the order of its grants. failed: the call failed, and
-        they run again."""
+    def ran(self, batch: Batch, members: Sequence[Member], failed: bool) -> None:
+        """Fill in what the members of a finished batch had before it. failed: the call failed, and they run again."""
         entered, counts = set(batch.admitted), self._counts
-        found = []
         self._guessed = dict.fromkeys([ticket.seq for ticket in batch.extra], False)
-        for ticket, units in batch.grants.items():
-            cached = None
+        for (ticket, units), member in zip(batch.grants.items(), members, strict=True):
+            seq = ticket.seq
             if ticket in entered:
-                cached = batch.cached.get(ticket)
-                known = counts[ticket.seq][1] if ticket.seq in counts else ticket.request.wants
-                counts[ticket.seq] = (cached or 0.0, known)
-            before = counts.get(ticket.seq)
-            if before is None:
-                found.append(Progress(None, None, None))
-                continue
-            found.append(Progress(*before, cached))
-            if not failed:
-                counts[ticket.seq] = (before[0] + units - batch.extra.get(ticket, 0.0), before[1])
-        return found
+                member.cached = batch.cached.get(ticket)
+                counts[seq] = (member.cached or 0.0, counts[seq][1] if seq in counts else ticket.request.wants)
+            if seq in counts:  # else its beginning was not seen
+                member.computed, member.known = computed, known = counts[seq]
+                if not failed:
+                    counts[seq] = (computed + units - batch.extra.get(ticket, 0.0), known)
 
     def answered(self, seq: int) -> None:
         """Count one more known token. The one before it was computed with it, if it is not the first of its batch."""
@@ -872,19 +846,8 @@ def _few_digits(array: NDArray[np.float32]) -> NDArray[np.float64]:
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def sha256_of(images: Mapping[str, SentImage]) -> str | dict[str, str] | None:
-    """SHA-256 of each image as sent (of an array: of its pixels in C order)."""
-    sent = {name: _sent_bytes(image) for name, image in images.items()}
-    return _packed({name: hashlib.sha256(data).hexdigest() for name, data in sent.items() if data is not None})
-
-
-def base64_of(images: Mapping[str, SentImage]) -> str | dict[str, str] | None:
-    """Each image as base64 of a PNG or JPEG that decodes to the very pixels that were served."""
-    return _packed({name: text for name, image in images.items() if (text := _base64(image)) is not None})
-
-
 def _sent_bytes(image: SentImage) -> bytes | None:
-    """An image as sent, as bytes; None when it is none. A raw array gives its pixels in C order."""
+    """An image as sent; None when it is none. An array gives its pixels in C order."""
     if isinstance(image, str):
         data = image.partition(",")[2] if image.startswith("data:") else image
         try:
@@ -897,6 +860,7 @@ def _sent_bytes(image: SentImage) -> bytes | None:
 
 
 def _base64(image: SentImage) -> str | None:
+    """A PNG or JPEG that decodes to the very pixels that were served."""
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
             return None  # it was refused
@@ -916,4 +880,5 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 
 
 def _packed(found: dict[str, str]) -> str | dict[str, str] | None:
+    """What there is of each image, as a line has it."""
     return found["image"] if list(found) == ["image"] else found or None

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -224,7 +225,7 @@ class Live:
             running=list(self._running.values()),
             left_out=left_out,
             groups=groups,
-            clients=sorted((_client(name, found, now) for name, found in newest), key=lambda c: c.name),
+            clients=sorted((_client(name, found, now) for name, found in newest), key=attrgetter("name")),
             clients_known=len(self._clients),
             server=server,
         )
@@ -375,7 +376,11 @@ def live_process(
     name: str, pid: int | None, state: str, restarts: int, running: int | None, waiting: int | None, why: str = ""
 ) -> LiveProcess:
     """A process with its memory now. why: at most 200 characters of it are kept."""
-    return LiveProcess(name, pid, state, restarts, memory_of(pid), running, waiting, why[:200])
+    memory = None
+    if pid is not None:
+        with suppress(OSError, ValueError, IndexError):  # where the system does not tell
+            memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return LiveProcess(name, pid, state, restarts, memory, running, waiting, why[:200])
 
 
 def own_process(
@@ -384,16 +389,6 @@ def own_process(
     """This process, the server. lives: what its supervisor knows, where there is one."""
     restarts, last_exit = (lives.restarts, lives.last_exit) if lives is not None else (0, None)
     return live_process("server", os.getpid(), state, restarts, running, waiting, why or last_exit or "")
-
-
-def memory_of(pid: int | None) -> int | None:
-    """Resident bytes of a process of this machine; None without a pid, and where the system does not tell."""
-    if pid is None:
-        return None
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 class OnDemandLive:
@@ -465,6 +460,9 @@ class LiveParts:
         batches.sort(key=lambda batch: batch.at)
         left_out = sum(snapshot.left_out for snapshot in new.values()) + max(0, len(batches) - BATCHES)
         shown = [client for snapshot in all_of for client in snapshot.clients]
+        groups: dict[str, list[LiveGroup]] = {}
+        for group in chain.from_iterable(snapshot.groups for snapshot in all_of):
+            groups.setdefault(group.name, []).append(group)
         clients = _merged_clients(shown)
         return LiveSnapshot(
             at=now,
@@ -472,7 +470,7 @@ class LiveParts:
             batches=batches[-BATCHES:],
             running=running,
             left_out=left_out,
-            groups=_merged_groups([snapshot.groups for snapshot in all_of]),
+            groups=[_merged_group(several, len(all_of)) for several in groups.values()],
             clients=sorted(clients[:CLIENTS], key=lambda client: client.name),
             clients_known=sum(snapshot.clients_known for snapshot in all_of) - (len(shown) - len(clients)),
             server=server,
@@ -499,24 +497,13 @@ def _merged_clients(found: Iterable[LiveClient]) -> list[LiveClient]:
     by_name: dict[str, LiveClient] = {}
     for client in found:
         before = by_name.get(client.name)
-        by_name[client.name] = client if before is None else _merged_client(*sorted((before, client), key=_AGE))
-    return sorted(by_name.values(), key=_AGE)
-
-
-_AGE = attrgetter("age")
-
-
-def _merged_client(newer: LiveClient, older: LiveClient) -> LiveClient:
-    known = [client.p95 for client in (newer, older) if client.p95 is not None]
-    summed = {name: getattr(newer, name) + getattr(older, name) for name in ("rate", "answers", "lost")}
-    return msgspec.structs.replace(newer, **summed, p95=max(known, default=None), why=newer.why or older.why)
-
-
-def _merged_groups(several: list[list[LiveGroup]]) -> list[LiveGroup]:
-    found: dict[str, list[LiveGroup]] = {}
-    for group in chain.from_iterable(several):
-        found.setdefault(group.name, []).append(group)
-    return [_merged_group(groups, len(several)) for groups in found.values()]
+        if before is not None:
+            newer, older = sorted((before, client), key=attrgetter("age"))
+            summed = {name: getattr(newer, name) + getattr(older, name) for name in ("rate", "answers", "lost")}
+            p95, why = worst((newer, older), "p95"), newer.why or older.why
+            client = msgspec.structs.replace(newer, **summed, p95=p95, why=why)
+        by_name[client.name] = client
+    return sorted(by_name.values(), key=attrgetter("age"))
 
 
 def _merged_group(groups: list[LiveGroup], replicas: int) -> LiveGroup:
@@ -526,17 +513,21 @@ def _merged_group(groups: list[LiveGroup], replicas: int) -> LiveGroup:
     for group in groups:
         outcomes.update(group.outcomes)
 
-    def worst(name: str) -> float | None:
-        return max((value for group in groups if (value := getattr(group, name)) is not None), default=None)
-
     def mean(name: str, weight: str) -> float | None:
         known = [(getattr(g, name), getattr(g, weight)) for g in groups if getattr(g, name) is not None]
         total = sum(weight for _, weight in known)
         return sum(value * weight for value, weight in known) / total if total else None
 
-    return LiveGroup(
-        groups[0].name, sum(g.busy for g in groups) / replicas, sum(g.batches for g in groups),
-        sum(g.requests for g in groups), sum(g.rate for g in groups), mean("p50", "requests"), worst("p95"),
-        worst("p99"), mean("error", "batches"), dict(outcomes), sum(g.tokens for g in groups),
-        mean("first_p50", "requests"), worst("first_p99"), mean("gap_p50", "requests"), worst("gap_p99"),
-    )  # fmt: skip
+    told: dict[str, Any] = {name: sum(getattr(g, name) for g in groups) for name in _SUMMED}
+    told |= {name: worst(groups, name) for name in ("p95", "p99", "first_p99", "gap_p99")}
+    told |= {name: mean(name, "requests") for name in ("p50", "first_p50", "gap_p50")}
+    told |= {"error": mean("error", "batches"), "busy": sum(g.busy for g in groups) / replicas}
+    return msgspec.structs.replace(groups[0], **told, outcomes=dict(outcomes))
+
+
+_SUMMED = ("batches", "requests", "rate", "tokens")
+
+
+def worst(figures: Iterable[Any], name: str) -> float | None:
+    """The largest of the figures of this name that are known."""
+    return max((value for one in figures if (value := getattr(one, name)) is not None), default=None)

@@ -5,7 +5,7 @@ Each row of a table is one line; columns are left out where a terminal is narrow
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.observe.live import LiveBatch, LiveGroup, LiveSnapshot
+from reflex_runtime.observe.live import LiveBatch, LiveSnapshot, worst
 from reflex_runtime.observe.trace_tables import PALETTE, WHY_WAITING
 
 BATCHES = 400  # kept for the strip
@@ -36,15 +36,12 @@ class TopView:
         self._batches.extend(snapshot.batches)
         feeds = snapshot.server.get("feeds")
         clients = self._clients(snapshot, width) if feeds is None else feeds_table(feeds, width, self._name)
-        return Group(
-            head_of(snapshot, self._url),
-            self._strip(width),
-            self._newest(),
-            groups_table(snapshot, width),
-            "",
-            clients,
-            *own_tables(snapshot.server, width),
-        )
+        shown: list[RenderableType] = [head_of(snapshot, self._url), self._strip(width), self._newest()]
+        shown += [groups_table(snapshot, width), "", clients]
+        for name, table in (("policies", policies_table), ("outputs", outputs_table), ("processes", processes_table)):
+            if snapshot.server.get(name):
+                shown += ["", table(snapshot.server[name], width)]
+        return Group(*shown)
 
     def _strip(self, width: int) -> Text:
         """A column is a batch, a cell one or more of its requests, in the colour of the client."""
@@ -121,14 +118,14 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
     served = [g for g in snapshot.groups if g.name not in shadows]
     rate, busy = sum(g.rate for g in served), min(1.0, sum(g.busy for g in snapshot.groups))
     head = Text(f"{url}: ").append(state_text(state))
-    head.append(f"  {rate:.1f} answers/s  device {busy:.0%} busy  p99 {ms(_worst(served, 'p99'))}")
+    head.append(f"  {rate:.1f} answers/s  device {busy:.0%} busy  p99 {ms(worst(served, 'p99'))}")
     for name, policy in policies.items():
         for slot, told in policy.get("slots", {}).items():
             if told["verdict"] != "ok":
                 head.append(f"  {name}/{slot}: {told['verdict']}", "bold red")
     if model is not None:
         head.append(f"\n{model.get('model', '')}: {model.get('running', 0)} running")
-        first, gap = (ms(_worst(served, name)) for name in ("first_p50", "gap_p50"))
+        first, gap = (ms(worst(served, name)) for name in ("first_p50", "gap_p50"))
         head.append(f"  {sum(g.tokens for g in served):.0f} tokens/s  first {first}  between {gap}")
         if "kv_cache_usage" in model:
             head.append(f"  cache {model['kv_cache_usage']:.0%} held")
@@ -140,10 +137,6 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
 def one_line_of(snapshot: LiveSnapshot, url: str) -> str:
     """What stands above the tables, in one line."""
     return "  ".join(head_of(snapshot, url).plain.splitlines())
-
-
-def _worst(groups: Iterable[LiveGroup], name: str) -> float | None:
-    return max((value for g in groups if (value := getattr(g, name)) is not None), default=None)
 
 
 def groups_table(snapshot: LiveSnapshot, width: int) -> Table:
@@ -244,14 +237,6 @@ def fitting(
     for row in rows:
         table.add_row(*(cell for column, cell in zip(columns, row, strict=True) if column in wide))
     return table
-
-
-def own_tables(server: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
-    """What a server tells of itself: its policies, its outputs and its processes."""
-    for name, table in (("policies", policies_table), ("outputs", outputs_table), ("processes", processes_table)):
-        if server.get(name):
-            yield ""
-            yield table(server[name], width)
 
 
 def more(count: int) -> Text:

@@ -29,6 +29,7 @@ HATCHES = ("", "////", "\\\\\\\\", "xxxx")  # lines only: a hatching of dots wei
 INK, FAINT, RULE = "#222222", "#6B7280", "#E5E7EB"
 DPI = 200  # of a PNG
 
+
 @dataclass(frozen=True, slots=True)
 class Colours:
     """One colour per client, or per request where all are of one client. by: `client` or `request`."""
