@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,19 @@ def test_where_nothing_can_be_kept_each_start_converts(
     row = row_of(path)
     assert "cannot be kept" in caplog.text
     assert row.shape == (256,)
+
+
+def test_a_conversion_that_fails_is_tried_once_and_not_blamed_on_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = count(1)
+
+    def build() -> Any:
+        raise RuntimeError(f"no such operation, try {next(tries)}")
+
+    with pytest.raises(RuntimeError, match="try 1"):
+        GraphCache(random_model("qwen2", tmp_path)).graph(ov.Core(), "plain", "key", build)
+    assert "cannot be kept" not in caplog.text
 
 
 def test_a_graph_of_a_directory_that_cannot_be_written_is_kept_in_the_users_cache(

@@ -154,14 +154,11 @@ class GraphCache:
         """The graph of that kind and key: from the cache, else built and left there. Without a place: built."""
         import openvino
 
-        built: list[Any] = []
+        def save(draft: Path, model: Any) -> None:
+            openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
 
-        def write(draft: Path) -> None:
-            built.append(build())
-            openvino.save_model(built[0], draft / MODEL_FILE, compress_to_fp16=False)
-
-        # the one on disk first: its memory is the file's, shared and given back
-        return self._kept(kind, key, partial(_read, core), write) or (built[0] if built else build())
+        # the one on disk, once it is there: its memory is the file's, shared and given back
+        return self._kept(kind, key, partial(_read, core), build, save)
 
     def export(self, kind: str, key: str, command: list[str]) -> Path:
         """The directory that a command leaves in a new directory, which is its last argument; run unless it is kept.
@@ -172,37 +169,40 @@ class GraphCache:
         def there(place: Path) -> Path | None:
             return place if _there(place) else None
 
-        found = self._kept(kind, key, there, lambda draft: _run([*command, str(draft)]))
+        found = self._kept(kind, key, there, lambda: None, lambda draft, _: _run([*command, str(draft)]))
         if found is None:
             raise ConfigError(f"{self.root}: a converted model can be kept nowhere; use --cache-dir")
         return found
 
     def array(self, kind: str, key: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """The numbers of that kind and key: from the cache, else computed and left there."""
-        made: list[npt.NDArray[np.float32]] = []
+        return self._kept(kind, key, _numbers, compute, lambda draft, made: np.save(draft / PROBE_FILE, made))
 
-        def write(draft: Path) -> None:
-            made.append(compute())
-            np.save(draft / PROBE_FILE, made[0])
-
-        found = self._kept(kind, key, _numbers, write)
-        return found if found is not None else made[0] if made else compute()
-
-    def _kept(self, kind: str, key: str, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T | None:
-        """What is read from the place of that kind and key; where nothing can be, it is written first, by one process
-        at a time. None where nothing can be kept."""
+    def _kept(
+        self,
+        kind: str,
+        key: str,
+        read: Callable[[Path], T | None],
+        make: Callable[[], T],
+        write: Callable[[Path, T], None],
+    ) -> T:
+        """What is read from the place of that kind and key; where nothing can be, it is made and written first, by one
+        process at a time. What is made where nothing can be kept."""
         place = self._place(kind, key)
-        found = read(place)
-        if found is None:
-            with _alone(place.parent):
-                if (found := read(place)) is None:
-                    started = time.perf_counter()
-                    log.info("%s: converting to OpenVINO, %s, once", self.root, kind)
-                    shutil.rmtree(place, ignore_errors=True)  # what could not be read
-                    if self._keep(place, kind, write):
-                        log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
-                        found = read(place)
-        return found
+        if (found := read(place)) is not None:
+            return found
+        with _alone(place.parent):
+            if (found := read(place)) is not None:
+                return found
+            started = time.perf_counter()
+            log.info("%s: converting to OpenVINO, %s, once", self.root, kind)
+            shutil.rmtree(place, ignore_errors=True)  # what could not be read
+            made = make()
+            if not self._keep(place, kind, lambda draft: write(draft, made)):
+                return made
+            log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+            found = read(place)
+            return made if found is None else found
 
     def key(self, files: list[Path], *made_by: object) -> str:
         """Changes with the configuration, any weight file and what makes graphs of them."""
