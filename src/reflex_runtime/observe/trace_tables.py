@@ -293,12 +293,11 @@ def show_batches(console: Console, trace: Journal, batches: Sequence[BatchLine],
     steps = is_tokens(batches)
     if same and not steps:
         console.print(Text(f"every batch: {', '.join(same)}"), style="dim", soft_wrap=True)
-    table: Any = step_table if steps else batch_table
     if everything or len(batches) <= ROWS:
-        console.print(table(trace, batches, batches, console.width))
+        console.print(_table(trace, batches, batches, steps, console.width))
     else:
         half = ROWS // 2
-        console.print(table(trace, batches, [*batches[:half], *batches[-half:]], console.width, gap_after=half))
+        console.print(_table(trace, batches, [*batches[:half], *batches[-half:]], steps, console.width, gap_after=half))
         console.print(Text("--last N, or --from ID --to ID, shows those left out", style="dim"))
     if steps:
         console.print(Text(step_key(trace, batches), style="dim"))
@@ -319,26 +318,13 @@ def _origin(trace: Journal, file: str) -> str:
 _Column = tuple[str, list[Text], bool]  # its name, its cells, and whether they stand right
 
 
-def batch_table(
-    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
-) -> Table:
-    """gap_after: after so many rows, say how many batches were left out."""
-    colours = Colours.of(trace, batches)
-    before, behind = _columns(trace, batches, rows)
-    left_out = f"… {len(batches) - len(rows):,} batches left out …"
-    return _table(before, behind, rows, width, lambda b, room: _who(b, colours, room), gap_after, left_out)
-
-
 def _table(
-    before: Sequence[_Column],
-    behind: Sequence[_Column],
-    rows: Sequence[BatchLine],
-    width: int,
-    who: Callable[[BatchLine, int], Text],
-    gap_after: int,
-    left_out: str,
+    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], steps: bool, width: int, gap_after: int = 0
 ) -> Table:
-    """The columns around `who`, which gets the room that is left and says who is in a batch."""
+    """A row a batch; `who` gets the room that other columns leave. gap_after: after so many rows, say how many were
+    left out."""
+    colours = Colours.of(trace, batches)
+    before, behind = _step_columns(trace, rows, colours, width) if steps else _columns(trace, batches, rows)
     gap = 1 if width < 120 else 2
     around = (*before, *behind)
     taken = (max(map(cell_len, [*name.split("\n"), *(c.plain for c in cells)])) for name, cells, _ in around)
@@ -348,8 +334,10 @@ def _table(
         table.add_column(name, justify="right" if right else "left", no_wrap=True, vertical="bottom")
     for number, batch in enumerate(rows):
         if gap_after and number == gap_after:
+            left_out = f"… {len(batches) - len(rows):,} {'steps' if steps else 'batches'} left out …"
             table.add_row(*[""] * len(before), Text(left_out, style="dim", no_wrap=False, overflow="fold"))
-        cells = (*(c[number] for _, c, _ in before), who(batch, room), *(c[number] for _, c, _ in behind))
+        faces = _step_faces(batch, colours, room) if steps else _faces(batch, colours)
+        cells = (*(c[number] for _, c, _ in before), _chips(batch, faces, room), *(c[number] for _, c, _ in behind))
         table.add_row(*cells)
     return table
 
@@ -387,25 +375,44 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < 0.9995 else f"{seconds * 1e3:.0f}"
 
 
-def _who(batch: BatchLine, colours: Colours, room: int) -> Text:
+def _faces(batch: BatchLine, colours: Colours) -> list[Text]:
     """Members in their colours, with the units granted where those differ from one request."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
-
-    def face(member: Member) -> Text:
-        colour = colours.hex(member)
+    faces = []
+    for member in batch.members:
+        colour, name = colours.hex(member), request_name(member)
+        if colours.by == "client":
+            client = client_label(member.client)
+            name = client if clients[member.client] == 1 else f"{client}/{name}"
         mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
-        name = member_name(member, colours.by, clients)
-        return Text(f"{mark}{name}{units}", style=f"{ink(colour)} on {colour}")
-
-    return chips(batch, face, room)
+        faces.append(Text(f"{mark}{name}{units}", style=f"{ink(colour)} on {colour}"))
+    return faces
 
 
-def chips(batch: BatchLine, face: Callable[[Member], Text], room: int) -> Text:
+def _step_faces(batch: BatchLine, colours: Colours, room: int) -> list[Text]:
+    """Members of a step, written in the longest form in which the row has room for all of them."""
+    forms: list[list[str]] = [[], [], []]
+    styles = []
+    for m in batch.members:
+        decode, face = is_decode(m), colours.hex(m)
+        face = pale(face) if decode else face
+        styles.append(f"{ink(face)} on {face}")
+        name = f"{'▸' if m.state == 'waiting' else ''}{request_name(m)}"
+        done = "" if m.computed is None or m.known is None else f"{m.computed:g}/{m.known:g}"
+        guessed = f" +{m.guessed:g} guessed" if m.guessed else ""
+        kind = f"decode{guessed}" if decode else f"prefill {m.units:g}"
+        tiny = f"{name} {'d' if decode else f'p{m.units:g}'}"
+        for form, words in zip(forms, (f"{name} {kind} · {done}", f"{tiny} {done}", tiny), strict=True):
+            form.append(words.removesuffix(" · ").rstrip())
+    shown = next((form for form in forms[:2] if sum(cell_len(face) + 3 for face in form) - 1 <= room), forms[2])
+    return [Text(f" {words} ", style=style) for words, style in zip(shown, styles, strict=True)]
+
+
+def _chips(batch: BatchLine, faces: Sequence[Text], room: int) -> Text:
     """Each member's face and what befell it; as many as there is room for, and how many more."""
     text = Text(no_wrap=True)
-    for number, member in enumerate(batch.members):
-        chip = face(member)
+    for number, (member, chip) in enumerate(zip(batch.members, faces, strict=True)):
         if member.outcome not in ("done", "more", None):
             chip = Text.assemble(chip, (f" {member.outcome}", "bold red"))
         behind = batch.size - number - 1
@@ -419,14 +426,6 @@ def chips(batch: BatchLine, face: Callable[[Member], Text], room: int) -> Text:
             text.append(" ")
         text.append_text(chip)
     return text
-
-
-def member_name(member: Member, by: str, clients: Counter[str]) -> str:
-    """What a member is called where colours are `by` client or request. clients: how often each is in the batch."""
-    if by == "request":
-        return request_name(member)
-    client = client_label(member.client)
-    return client if clients[member.client] == 1 else f"{client}/{request_name(member)}"
 
 
 def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
@@ -477,28 +476,18 @@ def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
     return "; ".join(told)
 
 
-def step_table(
-    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
-) -> Table:
-    """gap_after: after so many rows, say how many steps were left out."""
-    colours = Colours.of(trace, batches)
-
-    def who(batch: BatchLine, room: int) -> Text:
-        form = _form(batch, room)
-        return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room)
-
-    before, behind = _step_columns(trace, rows, colours, width)
-    left_out = f"… {len(batches) - len(rows):,} steps left out …"
-    return _table(before, behind, rows, width, who, gap_after, left_out)
-
-
 def _step_columns(
     trace: Journal, rows: Sequence[BatchLine], colours: Colours, width: int
 ) -> tuple[list[_Column], list[_Column]]:
     """Name, cells and whether they stand right, of the columns around `who`. What never happens is no column."""
+
+    def budget(batch: BatchLine) -> str:
+        info = trace.groups.get(batch.group)
+        return "" if info is None or info.budget is None else f"/{info.budget:g}"
+
     before: list[_Column] = [
         ("step", [Text(str(b.id)) for b in rows], True),
-        ("tokens", [Text(_of_budget(trace, b)) for b in rows], True),
+        ("tokens", [Text(f"{sum(m.units for m in b.members):g}{budget(b)}") for b in rows], True),
     ]
     if len({b.group for b in rows}) > 1:
         before.insert(1, ("model", [Text(plain(b.group)) for b in rows], False))
@@ -523,49 +512,6 @@ def _step_columns(
         name = "modelled\nms" if all("modelled" in b.notes for b in rows) else "measured\nms"
         behind.append((name, [Text(f"{b.elapsed * 1e3:.2f}") for b in rows], True))
     return before, behind
-
-
-def _of_budget(trace: Journal, batch: BatchLine) -> str:
-    info = trace.groups.get(batch.group)
-    tokens = f"{sum(m.units for m in batch.members):g}"
-    return tokens if info is None or info.budget is None else f"{tokens}/{info.budget:g}"
-
-
-# -- who ---------------------------------------------------------------------------------------------------------------
-
-
-def _long(m: Member) -> str:
-    done = "" if m.computed is None or m.known is None else f" · {m.computed:g}/{m.known:g}"
-    guessed = f" +{m.guessed:g} guessed" if m.guessed else ""
-    return f"{_mark(m)}{request_name(m)} {f'decode{guessed}' if is_decode(m) else f'prefill {m.units:g}'}{done}"
-
-
-def _short(m: Member) -> str:
-    done = "" if m.computed is None or m.known is None else f" {m.computed:g}/{m.known:g}"
-    return _tiny(m) + done
-
-
-def _tiny(m: Member) -> str:
-    return f"{_mark(m)}{request_name(m)} {'d' if is_decode(m) else f'p{m.units:g}'}"
-
-
-def _mark(m: Member) -> str:
-    return "▸" if m.state == "waiting" else ""
-
-
-def _form(batch: BatchLine, room: int) -> Callable[[Member], str]:
-    """The longest way to write a chip in which the row has room for all of its members."""
-    for form in (_long, _short):
-        if sum(cell_len(form(m)) + 3 for m in batch.members) - 1 <= room:
-            return form
-    return _tiny
-
-
-def _style(member: Member, colours: Colours) -> str:
-    face = colours.hex(member)
-    if is_decode(member):
-        face = pale(face)
-    return f"{ink(face)} on {face}"
 
 
 # -- who not -----------------------------------------------------------------------------------------------------------
