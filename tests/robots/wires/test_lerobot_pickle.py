@@ -182,6 +182,13 @@ def test_w40_memo_bombs_are_bounded() -> None:
         tracemalloc.stop()
 
 
+def test_w40_the_name_of_a_type_is_short_as_each_build_copies_it() -> None:
+    name = b"X" + struct.pack("<I", 1_000_000) + b"a" * 1_000_000
+    sent = b"\x80\4(K\3X\1\0\0\0<t\x94cnumpy\ndtype\n" + name + b"\x85R" + b"h\0b" * 2400 + b"."
+    with pytest.raises(ClientError, match="where an array is expected"):
+        read_pickle(sent, OBSERVATION)
+
+
 def test_w40_what_is_large_or_no_number_is_refused() -> None:
     for more, why in (
         ({str(i): 1.0 for i in range(6000)}, "over 5000 opcodes"), ({"text": np.str_("x")}, "no pickle"),

@@ -78,6 +78,7 @@ MOTOR: Final = ".pos"
 MAX_EXECUTED: Final = 1_000_000  # as in `Question`
 
 MAX_OPCODES: Final = 5000  # of a pickle
+MAX_TYPE: Final = 8  # characters of the name of a type of numpy; each BUILD copies it
 # Of the opcodes that Python's pickler writes from protocol 2 on, those that push their argument, and a constant.
 _LITERALS: Final = {
     "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
@@ -628,7 +629,7 @@ def _made(called: Any, arguments: Any) -> Any:
         raise TypeError
     if called.module == HELPERS and not arguments:
         return _Fields(called.name)
-    if called.name == "dtype" and isinstance(arguments[0], str):
+    if called.name == "dtype" and isinstance(arguments[0], str) and len(arguments[0]) <= MAX_TYPE:
         return _Dtype(arguments[0])
     if called.name == "_reconstruct":
         return _Array()
