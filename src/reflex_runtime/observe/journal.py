@@ -568,7 +568,9 @@ class JournalReader:
                     self._old = Schema1(msgspec.json.decode(line))
                     return msgspec.convert(self._old.header, Header)
                 if found.schema_version != SCHEMA_VERSION:
-                    raise self._bad(_other_version(found))
+                    wrote = f"schema_version {found.schema_version}, by reflex {found.reflex_version}"
+                    mend = "read the file with the release that wrote it, or write it again with this one"
+                    raise self._bad(f"{wrote}; this release reads 1 and {SCHEMA_VERSION}: {mend}")
                 return msgspec.json.decode(line, type=Header)
             except msgspec.ValidationError as error:
                 raise self._bad(f"{_NO_JOURNAL}: {error}; {_WRITES}") from error
@@ -635,13 +637,6 @@ class _AnyHeader(msgspec.Struct):
     kind: str = ""
     schema_version: int = 0
     reflex_version: str = "?"
-
-
-def _other_version(found: _AnyHeader) -> str:
-    return (
-        f"schema_version {found.schema_version}, by reflex {found.reflex_version}; this release reads "
-        f"1 and {SCHEMA_VERSION}: read the file with the release that wrote it, or write it again with this one"
-    )
 
 
 class _Kind(msgspec.Struct):

@@ -402,10 +402,6 @@ class Metrics:
             self.series.gauge("reflex_recording_failed", *labels)
         self.slots[slot] = SlotSeries(self.series, labels, wires)
 
-    def add_verdict(self, slot: str, drained: Callable[[], bool]) -> None:
-        """Whether the slot is drained, read at scrape time."""
-        self.series.gauge("reflex_slot_drained", *self.slots[slot].labels).set_function(drained)
-
     def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
         """The recording's series, read at scrape time. One file serves all slots: they carry the label of the first."""
         labels = next(iter(self.slots.values())).labels

@@ -23,7 +23,7 @@ from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.errors import ConfigError, needed_by
 from reflex_runtime.observe import trace_tables
 from reflex_runtime.observe.files import replace
-from reflex_runtime.observe.journal import BatchLine, Journal, Member, plain
+from reflex_runtime.observe.journal import BatchLine, Journal, plain
 from reflex_runtime.observe.trace_tables import (
     FAINT,
     HATCHES,
@@ -142,7 +142,9 @@ def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
     unit = kinds.pop() if len(kinds) == 1 else "requests"
     colours = Colours.of(trace, batches)
     notes = [f"one colour per {colours.by}"]
-    back = _coming_back(trace) if is_tokens(batches) else {}
+    back = {}
+    if is_tokens(batches):  # a request that leaves before its last batch was preempted
+        back = {m.seq: (b.id, request_name(m)) for b in trace.batches for m in b.members}
     bars = [_bar(b, colours, unit, back) for b in batches]
     present = {s.colour for bar in bars for s in bar.segments}
     names = {i: n for i, n in enumerate(colours.names) if i in present}
@@ -159,20 +161,11 @@ def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
     return _Drawing(bars, names, notes, unit, ceilings)
 
 
-def _height(member: Member, unit: str) -> float:
-    return 1.0 if unit == "requests" else member.units
-
-
-def _coming_back(trace: Journal) -> dict[int, tuple[int, str]]:
-    """Each request with its name and its last batch. A request that leaves an earlier batch was preempted."""
-    return {m.seq: (b.id, request_name(m)) for b in trace.batches for m in b.members}
-
-
 def _bar(batch: BatchLine, colours: Colours, unit: str, back: Mapping[int, tuple[int, str]]) -> Bar:
-    """One segment per grant. back: see `_coming_back`; empty where nothing is preempted."""
+    """One segment per grant. back: last batch and name of each request; empty where nothing is preempted."""
     segments = []
     for m in batch.members:
-        height = _height(m, unit)
+        height = 1.0 if unit == "requests" else m.units
         mark = "▸" if m.state == "waiting" else ""
         name, number = request_name(m), "" if height == 1.0 and batch.unit != "tokens" else f"{height:.3g}"
         labels = (f"{mark}{name} {number}".rstrip(), f"{mark}{number}", mark)
@@ -218,13 +211,15 @@ def _draw(drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> Fi
     main.set_xlim(-0.6, slots - 0.4)
     marked = draw_bars(main, drawing.bars, drawing.unit, drawing.ceilings, slots)
     if staged:
-        draw_stages(panels[1], drawing.bars, stages, several)
+        kinds = {stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)}
+        _strip(panels[1], "stage", [stage_of(bar.batch, several) for bar in drawing.bars], kinds)
     draw_times(time, drawing.bars)
     if tokens:
         draw_shortages(why, drawing.bars)
         draw_waiters(wait, drawing.bars, who_waited(trace.batches, {b.id for b in batches}))
     else:
-        draw_causes(why, drawing.bars)
+        causes = {cause: (letter, colour, f"{letter}  {cause}") for cause, (letter, colour) in _CAUSES.items()}
+        _strip(why, "why", [bar.batch.cause for bar in drawing.bars], causes)
         draw_waits(wait, drawing.bars)
     ticks = _ticks(drawing.bars)
     wait.set_xticks(list(ticks), list(ticks.values()))
@@ -370,19 +365,6 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[floa
 def stage_of(batch: BatchLine, several: bool) -> str:
     """Which part of a request it was; with several groups, and of which."""
     return f"{batch.group} {batch.stage}".strip() if several else batch.stage
-
-
-def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several: bool) -> None:
-    kinds = {stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)}
-    _strip(axes, "stage", [stage_of(bar.batch, several) for bar in bars], kinds)
-
-
-def draw_causes(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Why each batch left."""
-    kinds = {}
-    for cause, (letter, colour) in _CAUSES.items():
-        kinds[cause] = letter, colour, f"{letter}  {cause}"
-    _strip(axes, "why", [bar.batch.cause for bar in bars], kinds)
 
 
 def draw_shortages(axes: Axes, bars: Sequence[Bar]) -> None:

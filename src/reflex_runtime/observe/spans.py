@@ -72,7 +72,8 @@ class Spans:
         parent = parent_in(headers or {})
         if parent is None:
             return RequestSpan(name, self._new(self._random.random() < self._sample))
-        return RequestSpan(name, self._child(parent), parent.span_id)
+        own = parent._replace(span_id=self._random.getrandbits(64) or 1)
+        return RequestSpan(name, own, parent.span_id)
 
     def joined(self, ticket: Ticket, span: RequestSpan) -> None:
         """The request is this ticket: batches that it is in refer to it. Called before it is told as settled."""
@@ -117,9 +118,6 @@ class Spans:
     def _new(self, sampled: bool) -> SpanContext:
         bits = self._random.getrandbits
         return SpanContext(bits(128) or 1, bits(64) or 1, sampled)
-
-    def _child(self, parent: SpanContext) -> SpanContext:
-        return parent._replace(span_id=self._random.getrandbits(64) or 1)
 
 
 class StepSpans(Spans):
@@ -245,8 +243,13 @@ def _short(text: str) -> str:
 def check_otel(endpoint: str) -> None:
     """ConfigError where the packages for `--otel` are missing, or the environment names no share."""
     sampled_share()
-    if endpoint and not all(map(_is_there, _NEEDED)):
-        raise not_installed("opentelemetry", "--otel")
+    if endpoint:
+        try:
+            there = all(map(find_spec, _NEEDED))
+        except ModuleNotFoundError:  # not even the package around it
+            there = False
+        if not there:
+            raise not_installed("opentelemetry", "--otel")
 
 
 def sampled_share() -> float:
@@ -272,10 +275,3 @@ def spans_of(endpoint: str, registry: CollectorRegistry, kind: type[Spans] = Spa
 
     export = SpanExport(endpoint, registry)
     return kind(export.put, sampled_share(), export.close)
-
-
-def _is_there(module: str) -> Any:
-    try:
-        return find_spec(module)
-    except ModuleNotFoundError:  # not even the package around it
-        return None

@@ -194,7 +194,6 @@ class Course:
     """
 
     member: Member
-    entered_step: int
     outputs: int = 0
     scheduled: float = 0.0
     cached: float = 0.0
@@ -225,7 +224,7 @@ def courses(batches: Sequence[BatchLine]) -> list[Course]:
                 found[seq].recomputed += computed.pop(seq, 0.0)
                 found[seq].preemptions += 1
         for m in batch.members:
-            course = found.setdefault(m.seq, Course(m, batch.id))
+            course = found.setdefault(m.seq, Course(m))
             course.scheduled += m.units
             course.cached += m.cached or 0.0
             course.unused += unused(m)

@@ -312,7 +312,8 @@ class ServedPolicy:
         wires, policy = tuple(WIRES) if slot in self.served else ("",), "" if self.alone else self.name
         metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
         if slot in self.served:
-            metrics.add_verdict(group, lambda: self.rollout.breaker.verdicts[slot] != "ok")
+            drained = metrics.series.gauge("reflex_slot_drained", *metrics.slots[group].labels)
+            drained.set_function(lambda: self.rollout.breaker.verdicts[slot] != "ok")
 
     def _changed(self, change: Change) -> None:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
