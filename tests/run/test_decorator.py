@@ -637,3 +637,19 @@ def test_options_beside_the_function_count() -> None:
     with pytest.raises(ConfigError, match="capacity=0"):
         batched(double, capacity=0)  # type: ignore[call-overload]
     doubled.close()
+
+
+def test_a_thread_that_could_not_start_is_started_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def fails_once(self: threading.Thread) -> None:
+        if self.name.endswith("timekeeper") and failures:
+            raise failures.pop()
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    same = batched(lambda items: items)
+    with pytest.raises(RuntimeError, match="new thread"):
+        same(1)
+    assert same(1) == 1
+    same.close()
