@@ -286,6 +286,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ),
         ("serve more.py --no-supervise", "is a file of Python; serve a function of it: reflex serve python:more:F"),
         ("serve more:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
+        ("serve more.py:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
         ("serve python:more.py:arr --no-supervise", "there is no module 'more.py': leave .py out, more:arr"),
         ("doctor python:more:arr", "python:more:arr: is a function, and doctor checks policies and language models"),
         (
@@ -345,6 +346,16 @@ def test_help_has_every_option_below_its_heading(
         for field in options:
             place = text.index(f"\n  {flag(field.name)}", place)
     assert len(headed(kind)) >= 7
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_help_of_a_verb_has_its_texts_only(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A single % in a text of argparse takes what follows as a format, and prints the option's fields."""
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert "option_strings" not in text
+    assert "%%" not in text
 
 
 def test_a_file_of_settings_may_be_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

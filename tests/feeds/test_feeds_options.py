@@ -252,6 +252,7 @@ def test_f14_a_camera_that_never_connected_is_no_success(tmp_path: Path) -> None
         feeds.stop()
         assert feeds.wait() == 1
         assert f"a: never connected to {url}: " in "\n".join(feeds.log)
+        assert f"{url}: {url}" not in "\n".join(feeds.log)
         assert "b: never" not in "\n".join(feeds.log)
 
 

@@ -86,6 +86,14 @@ def test_t5_the_requests_of_version_1_go_through_a_model(tmp_path: Path, capsys:
     assert found["cosine_min"] > 0.99
 
 
+def test_replay_takes_the_bundled_policy_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no directory is called demo
+    assert main(["replay", str(RECORDING), "--model", "demo", "--slot", "a"]) == 0
+    assert "replayed" in capsys.readouterr().out
+
+
 def test_t6_a_trace_of_version_1_says_why_its_schedule_cannot_be_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(TRACE), "--schedule"]) == 2
     assert "no request in it came to the scheduler" in capsys.readouterr().err

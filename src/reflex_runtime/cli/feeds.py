@@ -21,7 +21,7 @@ sources:
   shapes:seed=3,fps=15               moving shapes, for trying it out
 
 examples:
-  reflex feeds a=shapes:seed=1 b=shapes:seed=2 --onnx shapes --annotate out      the bundled detector, no camera needed
+  reflex feeds a=shapes:seed=1,seconds=20 --onnx shapes --annotate out           the bundled detector, no camera needed
   reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --classes person,car --results found.jsonl
   reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --processor mypkg:Detector
   reflex feeds --config cameras.toml --port 9000                     http://127.0.0.1:9000/feeds shows them

@@ -14,6 +14,7 @@ import msgspec
 
 from reflex_runtime.cli.console import ProgressLine
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo import policy_source
 from reflex_runtime.observe.files import create, refused, write_all
 from reflex_runtime.observe.journal import Journal, read_journal
 from reflex_runtime.observe.journal_writer import hardware
@@ -42,7 +43,7 @@ def add_replay(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("replay", description=_REPLAY_DESCRIPTION, epilog=_REPLAY_EPILOG)
     parser.add_argument("file", type=Path, metavar="FILE", help="the journal, .jsonl or .jsonl.gz")
     add = parser.add_argument_group("through a model").add_argument
-    add("--model", metavar="SOURCE", help="the policy to run: an export directory")
+    add("--model", metavar="SOURCE", help="the policy to run: an export directory, or demo")
     add("--slot", metavar="SLOT", help="only requests that this slot answered (default: all, listed per slot)")
     add("--recorded-by", metavar="HASH", help="only requests that the model with this hash answered")
     what: Any = {"choices": ("actions", "latency", "cache", "all"), "metavar": "WHAT"}
@@ -90,7 +91,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
 
     chosen: dict[str | None, Any] = {None: (), "all": DIFFS}
     diffs, fail_on = (chosen.get(what, (what,)) for what in (args.diff, args.fail_on))
-    spec = read_source(args.model)
+    spec = read_source(policy_source(args.model))
     recording = read_journal(args.file)
     if args.slot is not None and args.slot not in recording.slots:
         there = ", ".join(recording.slots) or "none"

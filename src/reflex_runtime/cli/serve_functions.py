@@ -123,7 +123,7 @@ def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.s
                     return 0
                 if told is not None and lives and os.waitpid(pid, os.WNOHANG)[0]:
                     lives = False
-                    logging.error("--reload: it has ended, and begins anew when a file changes")
+                    logging.error("--reload: it has ended; callers wait until a file changes and it begins anew")
             logging.info("--reload: a file has changed")
             if lives:
                 os.kill(pid, signal.SIGTERM)

@@ -49,7 +49,7 @@ def add_tune(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("tune", description=what, epilog=_TUNE_EPILOG)
     parser.add_argument("journal", metavar="JOURNAL", help="a journal, .jsonl or .jsonl.gz")
     aims = ("p50", "p95", "p99", "throughput", "on-time")
-    what = "p50, p95, p99 (of latency), throughput or on-time; by default on-time if over 1 % are late, else p95"
+    what = "p50, p95, p99 (of latency), throughput or on-time; by default on-time if over 1 %% are late, else p95"
     parser.add_argument("--aim", choices=aims, metavar="WHAT", help=what)
     parser.set_defaults(run=tune)
 

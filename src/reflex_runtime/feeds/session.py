@@ -281,7 +281,7 @@ class FeedsSession:
         snapshot, lost = self._runtime.snapshot(), self._coordinator.lost
         complete, missing = not self._faults and lost is None and report.clean, []
         for name, feed in snapshot.feeds.items():
-            why = f": {feed.error}" if feed.error else ""
+            why = f": {feed.error.removeprefix(f'{feed.source}: ')}" if feed.error else ""
             if feed.mode == "live" and feed.state == "stopped" and not feed.frames:
                 missing.append(f"{name}: never connected to {feed.source}{why}")
             failed = feed.drops.get("failed", 0)

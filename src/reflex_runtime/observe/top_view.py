@@ -47,7 +47,7 @@ class TopView:
         """A column is a batch, a cell one or more of its requests, in the colour of the client."""
         batches = list(self._batches)[-width:]
         if not batches:
-            return Text("no batch yet", "dim")
+            return Text("no batch yet: batches are kept while somebody watches", "dim")
         per = ceil(max(batch.size for batch in batches) / STRIP)
         rows = []
         for row in reversed(range(min(STRIP, ceil(max(b.size for b in batches) / per)))):

@@ -514,7 +514,8 @@ def check_rtc_boundary(context: CheckContext) -> str:
             "actions were `executed`, and those that run while it waits are not frozen",
         )
     late = math.ceil(context.answer_time * rate)
-    told = f"{late} actions pass in {context.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {spec.chunk_size}"
+    passing = "1 action passes" if late == 1 else f"{late} actions pass"
+    told = f"{passing} in {context.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {spec.chunk_size}"
     if late <= horizon:
         return told
     if late < spec.chunk_size:

@@ -185,9 +185,10 @@ def check_directory(path: Path, hint: str = "", what: str = "an export directory
 
 def _hint(path: Path) -> str:
     """What to do where the name of a model on a hub was given."""
-    module, colon, _ = str(path).partition(":")
+    name, colon, function = str(path).partition(":")
+    module = name.removesuffix(".py").replace("/", ".")
     if colon and Path(module.replace(".", "/") + ".py").is_file():
-        return f"; for a function of yours: reflex serve python:{path}"
+        return f"; for a function of yours: reflex serve python:{module}:{function}"
     download = from_hub(path)
     return f" or the directory of a language model{download}" if download else ""
 
