@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -115,9 +116,15 @@ def test_h10_reload_starts_again_when_a_file_changes(tmp_path: Path) -> None:
         draft.rename(file)
 
     written("def f(items: list[int]) -> list[int]:\n    return [1 for _ in items]\n", 0)
-    before = f"import os; os.chdir({str(tmp_path)!r})"
-    with Functions("python:changes:f", options=("--reload",), before=before) as server:
+    before = f"import os; os.chdir({str(tmp_path)!r}); from reflex_runtime.cli import serve_functions as s; "
+    with Functions("python:changes:f", options=("--reload",), before=before + "s.LOOK_EVERY = 0.05") as server:
         assert server.predict("", 0).json == 1
+        for _ in range(5):
+            server.process.send_signal(signal.SIGSTOP)
+            resume = time.monotonic() + 0.1  # its wait is over by then
+            while time.monotonic() < resume:
+                assert server.predict("", 0).json == 1
+            server.process.send_signal(signal.SIGCONT)
         written("def f(items: list[int]) -> list[int]:\n    return [22 for _ in items]\n", 1)
         server.wait_log_while_fewer("root ready", 2)
         assert server.predict("", 0).json == 22

@@ -103,7 +103,8 @@ def _serve(
 
 def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.socket], None], int]) -> int:
     """Serve, and begin anew when a Python file changes. One that cannot be served waits for the next change."""
-    waits = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+    waits = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
     signal.pthread_sigmask(signal.SIG_BLOCK, waits)
     with bound(config) as sock:
         while True:
@@ -115,13 +116,14 @@ def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.s
                 logs.leave(status_of(lambda: serve([sock], None), ("reflex", "serve")))
             lives = True
             while _changes() == seen:
-                told = signal.sigtimedwait(waits, LOOK_EVERY)
-                if told is not None and told.si_signo != signal.SIGCHLD:
+                signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY)
+                told = signal.sigwait(waits)  # Python's sigtimedwait returns garbage after a pause beyond its time
+                if told in (signal.SIGTERM, signal.SIGINT):
                     if lives:
                         os.kill(pid, signal.SIGTERM)
                         os.waitpid(pid, 0)
                     return 0
-                if told is not None and lives and os.waitpid(pid, os.WNOHANG)[0]:
+                if told == signal.SIGCHLD and lives and os.waitpid(pid, os.WNOHANG)[0]:
                     lives = False
                     logging.error("--reload: it has ended; callers wait until a file changes and it begins anew")
             logging.info("--reload: a file has changed")
