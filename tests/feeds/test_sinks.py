@@ -20,9 +20,11 @@ import pytest
 
 from feeds.fakes import Clock, frame
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.outputs import check_files
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo, annotated
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError, record_of
 from reflex_runtime.feeds.runtime.pipeline import Frame, Result
+from reflex_runtime.settings import FeedsConfig
 
 
 def result(sequence: int = 0, value: Any = None, feed: str = "cam") -> Result:
@@ -475,3 +477,9 @@ def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[cameras\]'"):
         AnnotatedVideo("out.mp4")
+
+
+def test_a_file_that_cannot_be_names_its_option() -> None:
+    for name in ("results", "trace"):
+        with pytest.raises(ConfigError, match=f"--{name}=.*: cannot be written: File name too long"):
+            check_files(FeedsConfig(**{name: "x" * 300}))  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def check_files(config: FeedsConfig) -> None:
         other = one_line(Path(config.results).with_suffix(".jsonl"))
         raise ConfigError(f"--results={one_line(config.results)}: results are JSON lines, not Parquet: {other}")
     for flag, value in written(config):
-        if Path(value).is_dir():
+        if os.path.isdir(value):  # False for a name that is too long
             raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
     if config.annotate:
         with files.refused(f"--annotate={one_line(config.annotate)}", "be made"):
