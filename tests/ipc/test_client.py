@@ -330,6 +330,25 @@ def test_a_client_is_started_once() -> None:
     run(test())
 
 
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"call_timeout_s": 0}, r"ClientConfig.call_timeout_s=0: must be in \(0, 86400\] seconds"),
+        ({"heartbeat_s": -1.0}, r"ClientConfig.heartbeat_s=-1.0: must be in \[0, 86400\] seconds"),
+        ({"backoff_s": float("nan")}, "ClientConfig.backoff_s=nan"),
+        ({"hung_after_s": True}, "hung_after_s=True"),
+        ({"most_failures": 2.0}, "most_failures=2.0"),
+        ({"heartbeat_s": 21}, "heartbeat_s=21: must be at most hung_after_s=20.0"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_range(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ClientConfig(**given)
+
+
 def test_errors_say_what_a_server_answers() -> None:
     for error, code, status, safe in (
         (StartFailed("x"), "worker_start_failed", 503, False),

@@ -446,6 +446,7 @@ def test_sizes_come_from_the_checkpoint_the_graph_and_the_memory(build: Build) -
     ("settings", "message"),
     [
         ({"num_blocks": 0}, "num_blocks=0: must be in [1, "),
+        ({"max_model_len": 513}, "max_model_len=513: must be at most 512"),
         ({"num_blocks": 10**12}, "GiB are free, and a block takes "),
         ({"num_blocks": None, "kv_cache_bytes": 10}, "kv_cache_bytes=10: must be in ["),
     ],

@@ -214,6 +214,11 @@ def test_a_cache_has_room_for_a_block(llama: Path) -> None:
         TorchRunner(llama, kv_cache_bytes=8191)
 
 
+def test_a_context_is_at_most_what_the_model_was_made_for(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=513: must be at most 512, what the model was made for"):
+        TorchRunner(llama, num_blocks=8, max_model_len=513)
+
+
 def test_what_a_runner_says_of_itself(llama: Path) -> None:
     # 2 layers of keys and values, 16 tokens, 2 heads of 16 numbers, 4 bytes
     runner = TorchRunner(llama, kv_cache_bytes=8192 * 10 + 5, threads=1)

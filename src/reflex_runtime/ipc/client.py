@@ -25,6 +25,7 @@ from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROMPT, PROTOCOL, SH
 from reflex_runtime.ipc.peer import ConnectionLost, Peer
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed, beat, unheard
 from reflex_runtime.pacing import Restarts
+from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.ipc")
 
@@ -33,6 +34,7 @@ State = Literal["starting", "ready", "restarting", "open", "stopped"]
 GRACE = 1.0  # seconds for a process to exit after its connection has ended, so that its exit status is known
 SOON = 1.0  # seconds until a retry while a start is under way
 _COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names come from outside and may be many
+_DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +48,23 @@ class ClientConfig:
     every cooldown_s.
     """
 
-    call_timeout_s: float = 30.0
-    start_timeout_s: float = 600.0
-    heartbeat_s: float = 5.0
-    hung_after_s: float = 20.0
-    backoff_s: float = 0.2
-    backoff_max_s: float = 10.0
-    steady_s: float = 30.0
-    most_failures: int = 5
-    cooldown_s: float = 60.0
+    call_timeout_s: float = option(30.0, low=0, above=True, high=_DAY, unit="seconds")
+    start_timeout_s: float = option(600.0, low=0, above=True, high=_DAY, unit="seconds")
+    heartbeat_s: float = option(5.0, low=0, high=_DAY, unit="seconds")
+    hung_after_s: float = option(20.0, low=0, above=True, high=_DAY, unit="seconds")
+    backoff_s: float = option(0.2, low=0, above=True, high=_DAY, unit="seconds")
+    backoff_max_s: float = option(10.0, low=0, above=True, high=_DAY, unit="seconds")
+    steady_s: float = option(30.0, low=0, high=_DAY, unit="seconds")
+    most_failures: int = option(5, low=1, high=1000)
+    cooldown_s: float = option(60.0, low=0, above=True, high=_DAY, unit="seconds")
 
+    def __post_init__(self) -> None:
+        validate(self, "ClientConfig")
+        for low, high in (("heartbeat_s", "hung_after_s"), ("backoff_s", "backoff_max_s")):
+            if getattr(self, low) > getattr(self, high):
+                raise ConfigError(
+                    f"ClientConfig.{low}={getattr(self, low)!r}: must be at most {high}={getattr(self, high)!r}"
+                )
 
 
 class WorkerUnavailable(Rejected):

@@ -27,7 +27,7 @@ from reflex_runtime.llm.runners.checkpoint import (
     require,
 )
 from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
-from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, free_bytes
+from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, context_length, free_bytes
 from reflex_runtime.run.model_files import check_files, read_object
 from reflex_runtime.settings.declare import one_of
 
@@ -160,9 +160,7 @@ def check(
         AdapterStack.read(adapters, model, copies)
     if cache_dir and Path(cache_dir).exists() and not Path(cache_dir).is_dir():
         raise _wrong("cache_dir", str(cache_dir), "is not a directory")
-    if max_model_len is not None and max_model_len > model.max_position_embeddings:
-        most = model.max_position_embeddings
-        raise _wrong("max_model_len", max_model_len, f"must be at most {most}, what the model was made for")
+    context_length(max_model_len, model.max_position_embeddings)
     if dtype == "bfloat16" and runner == "openvino":
         from reflex_runtime.llm.runners.openvino_runner import check_bfloat16
 

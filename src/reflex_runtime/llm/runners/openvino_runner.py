@@ -19,7 +19,15 @@ from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import ModelConfig
 from reflex_runtime.llm.runners.openvino_graph import add_adapters, keep_stored
 from reflex_runtime.llm.runners.openvino_source import MODEL_FILE, GraphCache, OpenVinoExport, last_line, source
-from reflex_runtime.llm.runners.runner import GIB, Step, blocks_in, change_by_paging, free_bytes, probe
+from reflex_runtime.llm.runners.runner import (
+    GIB,
+    Step,
+    blocks_in,
+    change_by_paging,
+    context_length,
+    free_bytes,
+    probe,
+)
 from reflex_runtime.run.process import telemetry_off
 
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
@@ -72,7 +80,7 @@ class OpenVinoRunner:
         config, model = made.config, made.model
         self.adapters = _with_adapters(model, config, adapters or {})
         dtype = _dtype(dtype, config, core)
-        self.max_model_len = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+        self.max_model_len = context_length(max_model_len, config.max_position_embeddings)
         hint = _HINTS[dtype]
         settings = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": hint, "NUM_STREAMS": 1}
         settings |= {"CPU_RUNTIME_CACHE_CAPACITY": KERNELS} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})

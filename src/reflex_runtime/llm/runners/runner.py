@@ -116,6 +116,14 @@ def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int 
     return num_blocks
 
 
+def context_length(asked: int | None, most: int) -> int:
+    """Tokens of one sequence: those asked for, or `most`, the positions of the model. ConfigError for more."""
+    if asked is not None and not 1 <= asked <= most:
+        why = f"must be at most {most}, what the model was made for" if asked > most else "must be >= 1"
+        raise ConfigError(f"max_model_len={asked}: {why}", field="max_model_len")
+    return asked or most
+
+
 def probe(vocab_size: int) -> npt.NDArray[np.int64]:
     """The tokens that a model is compared on."""
     return np.arange(PROBE, dtype=np.int64) * 7 % vocab_size

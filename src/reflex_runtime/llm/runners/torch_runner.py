@@ -264,7 +264,7 @@ class TorchRunner:
             dtype = "bfloat16" if config.torch_dtype == "bfloat16" else "float32"
         kind: torch.dtype = getattr(torch, dtype)
         self.vocab_size, self.block_size = config.vocab_size, block_size
-        self.max_model_len = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+        self.max_model_len = runner.context_length(max_model_len, config.max_position_embeddings)
         self.name = f"torch {device} {dtype}"
         self.adapters: tuple[str, ...] = ()
         if threads is not None:
