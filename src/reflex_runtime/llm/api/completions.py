@@ -74,9 +74,9 @@ class CompletionHandler:
             host = self.state.ready()  # what is ready now answers it, also in a drain
             request.preparing = True
             asked = await read_body(request, lambda body: dialect.read(body, self.state.plan.defaults))
+            adapter = self.state.adapter(asked.model)  # a span has no name that a caller made up
             if span is not None:
                 span.asked(asked)
-            adapter = self.state.adapter(asked.model)
             hints = self.told(dialect.path, asked.ignored, host)
             bell, of = asyncio.Event(), None if span is None else span.span
             reply = await queued(host, asked, self.state.plan.config, request, adapter, of, bell)
