@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-long test-lerobot test-ray test-vllm lint messages hashes bench soak docs release audit clean
+.PHONY: setup demo test test-long test-timing test-lerobot test-ray test-vllm lint messages hashes bench soak docs release audit clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -23,10 +23,13 @@ demo: .venv/demo             ## simulated robots on a real policy, with the batc
 	$(BIN)/python examples/demo
 
 test: setup                  ## every promise, in three processes: many tests wait for a server; those of a file share one
-	$(BIN)/python -m pytest -m "not long" --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not long and not timing" --numprocesses 3 --dist loadfile
 
-test-long: setup             ## what measures time, more messages and seeds of the same tests, and the benchmarks' own tests
-	$(BIN)/python -m pytest -m long tests clients bench
+test-long: setup             ## more messages and seeds of the same tests, and each benchmark started once
+	$(BIN)/python -m pytest -m long --numprocesses 3 --dist loadfile tests clients bench
+
+test-timing: setup           ## what measures time, CPU and memory: with nothing beside it
+	$(BIN)/python -m pytest -m timing
 
 # LeRobot wants versions of its own, and 5 GB: an environment of its own, on Python 3.12 where there is one.
 LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.12 || \

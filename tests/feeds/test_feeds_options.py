@@ -157,7 +157,7 @@ def test_f14_provider_is_the_one_onnx_runtime_is_asked_for(tmp_path: Path, capsy
     assert figures(ran(*arguments, cwd=tmp_path), "a")["answered"] == 2
 
 
-@pytest.mark.long  # measures CPU
+@pytest.mark.timing  # CPU
 def test_f14_threads_are_onnx_runtimes_own(tmp_path: Path) -> None:
     arguments = ("a=shapes:seed=1", "--onnx", "shapes", "--results", "-", "--threads")
     with Feeds(*arguments, "1", cwd=tmp_path) as one, Feeds(*arguments, "5", cwd=tmp_path) as five:

@@ -145,7 +145,7 @@ def test_l5_prompts_that_never_come_back_take_little_memory_of_a_large_cache(mon
     assert touched(pool) >= 400, "what is held at a time has the memory that it needs"
 
 
-@pytest.mark.long  # measures memory
+@pytest.mark.timing  # memory
 def test_l5_memory_of_a_large_cache_is_that_of_the_first_minute() -> None:
     pool, texts = BlockPool(4096, SIZE), Texts()
     seen = []

@@ -290,7 +290,7 @@ def test_messages_a_template_cannot_take_are_refused(root: Path) -> None:
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "x"}]))
 
 
-@pytest.mark.long  # measures time
+@pytest.mark.timing  # time
 def test_a_long_text_takes_time_in_proportion(root: Path) -> None:
     tokenizer = HFTokenizer.load(root)
 

@@ -305,7 +305,7 @@ def test_t3_what_was_recorded_can_be_read_while_nothing_follows(tmp_path: Path, 
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.timing
 def test_t3_the_caller_pays_microseconds_and_the_thread_keeps_up(tmp_path: Path) -> None:
     """Bounds a few times what it takes on a quiet machine (4 us an answer; 70 us of the thread): no wait hides here."""
     made = recorder(tmp_path, capacity=100_000)

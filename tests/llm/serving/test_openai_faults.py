@@ -147,7 +147,7 @@ def test_l9_a_preempted_stream_says_the_same() -> None:
 # -- callers that read slowly ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # measures memory
+@pytest.mark.timing  # memory
 def test_l9_a_slow_reader_is_held_alone_and_its_memory_bounded() -> None:
     runner = Model()
     with Toy(runner, send_buffer=4096) as toy:

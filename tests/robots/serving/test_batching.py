@@ -549,7 +549,7 @@ def _closed_loop(server: Server, callers: int, rounds: int) -> None:
         thread.join()
 
 
-@pytest.mark.long  # measures CPU
+@pytest.mark.timing  # CPU
 def test_h10_threads_are_onnx_runtimes(one_by_one: Path) -> None:
     import psutil
 
