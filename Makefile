@@ -22,11 +22,11 @@ setup: .venv/ready           ## make .venv with everything for development
 demo: .venv/demo             ## simulated robots on a real policy, with the batches drawn; installs what they need alone
 	$(BIN)/python examples/demo
 
-test: setup                  ## every promise, in three processes: many tests wait for a server; those of a file share one
-	$(BIN)/python -m pytest -m "not long and not timing" --numprocesses 3 --dist loadfile
+test: setup                  ## every promise, in four processes: many tests wait for a server; those of a file share one
+	$(BIN)/python -m pytest -m "not long and not timing" --numprocesses 4 --dist loadfile
 
 test-long: setup             ## more messages and seeds of the same tests, and each benchmark started once
-	$(BIN)/python -m pytest -m long --numprocesses 3 --dist loadfile tests clients bench
+	$(BIN)/python -m pytest -m long --numprocesses 4 --dist loadfile tests clients bench
 
 test-timing: setup           ## what measures time, CPU and memory: with nothing beside it
 	$(BIN)/python -m pytest -m timing

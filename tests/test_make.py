@@ -21,8 +21,8 @@ def test_make_test_runs_all_but_what_is_long_and_fails_with_it(tmp_path: Path) -
     python.write_text(PYTHON)
     python.chmod(0o755)
     told = {
-        "test": "-m pytest -m not long and not timing --numprocesses 3 --dist loadfile",
-        "test-long": "-m pytest -m long --numprocesses 3 --dist loadfile tests clients bench",
+        "test": "-m pytest -m not long and not timing --numprocesses 4 --dist loadfile",
+        "test-long": "-m pytest -m long --numprocesses 4 --dist loadfile tests clients bench",
         "test-timing": "-m pytest -m timing",
     }
     for target, command in told.items():
