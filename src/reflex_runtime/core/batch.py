@@ -207,7 +207,7 @@ class More(NamedTuple):
 
     value: an answer so far (a token), or None.  wants: units it wants next.  stage: its next stage; None keeps it.
     earlier: answers of the same step that come before `value`.  unused: granted units whose result was thrown away.
-    extra: chances that each further unit would be of use, descending (see `extra.py`); for groups with resources.
+    extra: chances that each further unit would be of use, descending (see `ExtraUnits`); for groups with resources.
     """
 
     value: Any = None

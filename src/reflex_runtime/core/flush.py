@@ -45,7 +45,7 @@ class FlushPolicy:
     until: time at which such a hold ends in any case; for controllers.
     times_fixed: a batch may also take this many times the fixed part of its kind, if that is longer than max_batch_cost
         and others need not wait for it. 0 switches it off. It needs a `Planner`, see there.
-    returns: longest hold, in seconds, for clients whose next request is due, if it pays (`returns.py`); counted
+    returns: longest hold, in seconds, for clients whose next request is due, if it pays (`holding.py`); counted
         from max(oldest arrival, device free), and never longer than max_batch_cost. 0 switches it off.
     shed: refuse waiting requests whose deadline cannot be met any more, and choose the set of largest expected value
         when deadlines are at risk.

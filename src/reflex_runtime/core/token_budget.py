@@ -163,8 +163,8 @@ class TimedTokens(TokenCost):
     For the same reason a long one makes no step longer than `LONGEST`: who comes meanwhile waits for its end.
     A step without running sequences may take `ALONE` times as long. inf bounds nothing.
     See `TokenCost` for threshold.
-    Units beyond those that sequences want are granted where they pay (`extra.py`), within the gap: at most `most_extra`
-    in a step.
+    Units beyond those that sequences want are granted where they pay (`ExtraUnits`), within the gap: at most
+    `most_extra` in a step.
     """
 
     def __init__(self, threshold: float = inf, gap: float | None = None, most_extra: float = inf) -> None:

@@ -26,7 +26,7 @@ from reflex_runtime.robots.app import _check_device  # noqa: E402
 from reflex_runtime.robots.policy.base import run_through  # noqa: E402
 from reflex_runtime.robots.sources import torch_models  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
-from reflex_runtime.robots.sources.torch_models import MOST_SHAPES, CapturedStep, TorchStaged, TorchWhole, UploadedOnce  # noqa: E402  # noqa: E402
+from reflex_runtime.robots.sources.torch_models import MOST_SHAPES, CapturedStep, TorchStaged, TorchWhole, UploadedOnce  # noqa: E402
 from reflex_runtime.robots.versions.slots import group_of  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402

@@ -2,7 +2,7 @@
 
 A draw depends on the sequence's seed and on how many tokens it has sampled, on nothing else: not on the rest of the
 batch, and not on whether the step was tried before. Greedy rows are one argmax for all; the others are transformed
-together and drawn one by one. Rows that a request changes first (`shaping.py`) are copied: what is reported about a
+together and drawn one by one. Rows that a request changes first (`Shaping`) are copied: what is reported about a
 token is the model's own.
 """
 
