@@ -1,8 +1,13 @@
-"""/docs of a server in Debian's Chromium: long names of fields do not make it wider than a phone."""
+"""/docs of servers in Debian's Chromium: every path of the document, fit for a phone, with commands that run."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+from pathlib import Path
+
 from browser.looked import Browser, Looked, needs_browser
+from serving.harness import Server
 from serving.openai_toy import Toy
 
 pytestmark = needs_browser
@@ -11,6 +16,22 @@ pytestmark = needs_browser
 def test_x4_docs_fit_a_phone(browser: Browser) -> None:
     with Toy() as toy:
         phone = Looked(browser, toy, path="/docs", viewport={"width": 390, "height": 844})
-        assert "include_stop_str_in_output" in phone.text("body")
+        phone.until("td", "include_stop_str_in_output")
         assert phone.page.evaluate("document.documentElement.scrollWidth") == 390
         phone.page.close()
+
+
+def test_h7_docs_show_every_path_and_the_command_of_its_example_runs_when_pasted(browser: Browser, tiny: Path) -> None:
+    with Server(tiny, "--api-key", "KEY") as server:
+        docs = Looked(browser, server, path="/docs")
+        docs.until("h2", "Errors")
+        paths = json.loads(server.get("/openapi.json").body)["paths"]
+        assert all(path in docs.text("main") for path in paths)
+        assert "list of number" in docs.text("tr:has(code:text-is('state'))")
+        assert "(required)" in docs.text("tr:has(code:text-is('state'))")
+        assert 'one of "prod"' in docs.text("tr:has(code:text-is('slot'))")
+        command = docs.text("pre:has-text('/act')")
+        done = subprocess.run(["sh", "-c", f"{command} -s"], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["num_actions"] > 0
+        assert docs.wrong == []
+        docs.page.close()

@@ -66,7 +66,6 @@ def test_h7_the_document_describes_every_path_and_who_may_ask() -> None:
             assert methods.keys() - {"parameters"} == {"get"}
             status = page.ask(path.replace("{name}", "x"))[0]
             assert (status == 401) == ("security" in methods["get"]), (path, status)
-        assert "GET /feeds/{name}.mjpeg" in page.ask("/docs")[2].decode()
 
 
 def test_i18_nothing_can_be_changed_over_http() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import html
 import http.client
 import io
 import json
 import random
 import re
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -333,17 +331,6 @@ def answers_its_example(server: Functions, document: Any, name: str) -> bool:
     """Whether the example in the document is answered."""
     body = document["paths"][f"/predict/{name}"]["post"]["requestBody"]["content"]["application/json"]
     return "example" in body and server.predict(name, body["example"]).status == 200
-
-
-def test_every_line_for_a_shell_in_docs_is_answered_when_it_is_pasted(server: Functions) -> None:
-    page = html.unescape(server.get("/docs").body.decode())
-    lines = {
-        re.findall(r"/predict/(\w+)", line)[0]: line for line in re.findall(r"<pre><code>(curl .*?)</code>", page, re.S)
-    }
-    assert lines.keys() >= {*TYPED}
-    script = "\n".join(f"{lines[name]} -s -o /dev/null -w '%{{http_code}} {name}\\n'" for name in TYPED)
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [f"200 {name}" for name in TYPED], done.stderr
 
 
 def test_what_is_written_as_it_is_has_its_type_in_the_document(server: Functions) -> None:

@@ -1,14 +1,10 @@
-"""/openapi.json of every server, and /docs, a page of it that loads nothing from other sites."""
+"""/openapi.json of every server, from its routes and the schemas of its bodies; /docs shows it without other sites."""
 
 from __future__ import annotations
 
-import html
 import json
-import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -19,7 +15,6 @@ from reflex_runtime.web.errors import JSON
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 
 JSON_TYPE: Final = JSON.decode()
-_HOST: Final = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 
 
 # -- JSON Schema in a few words ----------------------------------------------------------------------------------------
@@ -169,17 +164,24 @@ def _operation(told: Operation, codes: Iterable[str], errors: Mapping[str, str],
     return said | ({"security": [{"bearer": []}, {"key": []}]} if guarded else {})
 
 
+_PAGE: Final = Path(__file__).parent / "dashboard" / "docs.html"
+
+
 def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
-    """/openapi.json, /docs, and / that lists what is there. write: the document for a request."""
+    """/openapi.json; /docs, a page of it; and /, which lists the paths for programs, and is the page for browsers.
+
+    write: the document for a request.
+    """
 
     async def document(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, write(request))
 
     async def docs(request: HttpRequest) -> HttpResponse:
-        shown = page(write(request), request.headers.get(b"host", b""))
-        return HttpResponse(200, shown, b"text/html; charset=utf-8")
+        return HttpResponse(200, _PAGE.read_bytes(), b"text/html; charset=utf-8")
 
     async def index(request: HttpRequest) -> HttpResponse:
+        if b"text/html" in request.headers.get(b"accept", b""):
+            return await docs(request)
         told = json.loads(write(request))
         paths = {
             f"{method.upper()} {path}": spec["summary"]
@@ -187,106 +189,6 @@ def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
             for method, spec in methods.items()
             if method != "parameters"
         }
-        if b"text/html" not in request.headers.get(b"accept", b""):
-            return HttpResponse(200, json.dumps({"server": told["info"]["title"], "paths": paths}, indent=1).encode())
-        rows = "".join(f"<tr><td>{_linked(name)}<td>{html.escape(text)}" for name, text in paths.items())
-        return HttpResponse(200, _page(told, f"<table>{rows}</table>"), b"text/html; charset=utf-8")
+        return HttpResponse(200, json.dumps({"server": told["info"]["title"], "paths": paths}, indent=1).encode())
 
-    found = (("/", index), ("/openapi.json", document), ("/docs", docs))
-    return [Route(path, run, open=True) for path, run in found]
-
-
-def _linked(name: str) -> str:
-    """A method and its path: a link where a browser can follow it, relative, as the server may stand below a path."""
-    path = html.escape(name.partition(" ")[2])
-    plain = name.startswith("GET ") and "{" not in name
-    shown = f"<code>{html.escape(name)}</code>"
-    return f'<a href=".{path}">{shown}</a>' if plain else shown
-
-
-def page(described: bytes, host: bytes = b"") -> bytes:
-    """A page for people: every path, its fields, its answers, and an example where the document has one.
-
-    host: of the request, for the examples.
-    """
-    address = host.decode() if _HOST.fullmatch(host) else "127.0.0.1:8000"
-    doc = json.loads(described)
-    parts: list[str] = []
-    failures: dict[str, str] = {}
-    for path, methods in doc["paths"].items():
-        for method, spec in methods.items():
-            if method == "parameters":
-                continue
-            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
-            parts.append(f"<p>{html.escape(spec['summary'])}</p>")
-            if "description" in spec:
-                parts.append(f"<p>{html.escape(spec['description'])}</p>")
-            bodies = spec.get("requestBody", {}).get("content", {})
-            content = bodies.get(JSON_TYPE, {})
-            parts += _fields("Field", content.get("schema", {}), doc)
-            if "example" in content:
-                parts.append(_example(f"{address}{path}", content["example"], "security" in spec))
-            parts += _also_said(spec, bodies)
-            failed = {code: told["description"] for code, told in spec["responses"].items() if code != "200"}
-            failures |= failed
-            parts.append(f"<p class=codes>Errors: {html.escape(', '.join(sorted(failed)) or 'none')}</p>")
-    parts.append("<h2>Errors</h2>" + _table("Status", dict(sorted(failures.items()))))
-    return _page(doc, "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>" + "".join(parts))
-
-
-def _page(doc: Mapping[str, Any], body: str) -> bytes:
-    """A page about a server, under its name."""
-    frame = Template((Path(__file__).parent / "dashboard" / "docs.html").read_text("utf-8"))
-    title, version = html.escape(doc["info"]["title"]), html.escape(__version__)
-    return frame.substitute(title=title, version=version, body=body).encode()
-
-
-def _example(url: str, body: Any, key: bool) -> str:
-    """A command that sends a body, to be pasted into a shell."""
-    words = ["curl", shlex.quote(url), "-H 'Content-Type: application/json'"]
-    words += ["-H 'Authorization: Bearer KEY'"] * key
-    command = f"{' '.join(words)} \\\n  -d {shlex.quote(json.dumps(body))}"
-    return f"<p>Example</p><pre><code>{html.escape(command)}</code></pre>"
-
-
-def _fields(title: str, schema: Mapping[str, Any], doc: Mapping[str, Any]) -> list[str]:
-    """A table of the fields of an object; of another value a line with its type."""
-    name = schema.get("$ref", "").rpartition("/")[2]
-    schema = doc["components"]["schemas"][name] if name else schema
-    required = schema.get("required", ())
-    rows = {
-        field: f"{_field(told)}{' (required)' if field in required else ''}"
-        for field, told in sorted(schema.get("properties", {}).items())
-    }
-    if rows:
-        return [_table(title, rows)]
-    return [f"<p>The body: {html.escape(_field(dict(schema)))}</p>"] if schema.keys() - {"title"} else []
-
-
-def _also_said(spec: Mapping[str, Any], bodies: Mapping[str, Any]) -> Iterator[str]:
-    """Fields of the query, and what else the body may be."""
-    query = {told["name"]: _field(told["schema"]) for told in spec.get("parameters", ()) if told["in"] == "query"}
-    if query:
-        yield _table("Query", query)
-    if others := [kind for kind in bodies if kind != JSON_TYPE]:
-        yield f"<p>Or as {html.escape(', '.join(others))}</p>"
-
-
-def _field(schema: dict[str, Any]) -> str:
-    return f"{_type(schema)}: {schema['description']}" if "description" in schema else _type(schema)
-
-
-def _type(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_type(s) for s in schema["anyOf"] if s.get("type") != "null")
-    if "enum" in schema:
-        return "one of " + ", ".join(json.dumps(v) for v in schema["enum"])
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    kind = str(schema.get("type", "any"))
-    return "mapping" if kind == "object" else kind
-
-
-def _table(title: str, rows: dict[str, str]) -> str:
-    cells = "".join(f"<tr><td><code>{html.escape(k)}</code><td>{html.escape(v)}" for k, v in rows.items())
-    return f"<table><tr><th>{title}<th>{cells}</table>"
+    return [Route(path, run, open=True) for path, run in (("/", index), ("/openapi.json", document), ("/docs", docs))]
