@@ -1,4 +1,9 @@
-"""Token generation: continuous batching over a paged cache, on the same scheduler core as everything else."""
+"""Language models: continuous batching over a paged cache, on the scheduler core.
+
+A request has three shapes from the wire to a step: the body of its dialect (`api`), the `GenerationRequest` of all
+dialects, and a `Sequence` of the engine for each choice. The `GenerateParams` of a `GenerationRequest` are what the
+engine gets, in this process or in a runtime process.
+"""
 
 from reflex_runtime.ipc.messages import SamplingParams, TokenOutput
 from reflex_runtime.llm.engine.llm_engine import LLMEngine, trace_batches

@@ -40,13 +40,13 @@ def test_l9_detokenize_tells_the_text(toy: Toy) -> None:
 def test_l9_a_large_conversation_is_read_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages and the JSON in their calls took 190 ms of the loop for 1.4 MB."""
     threads: list[str] = []
-    read = tokenize.chat_request
+    read = tokenize.chat_conversation
 
     def noting(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return read(*given)
 
-    monkeypatch.setattr(tokenize, "chat_request", noting)
+    monkeypatch.setattr(tokenize, "chat_conversation", noting)
     assert toy.post("/tokenize", {"messages": HELLO}).status == 200
     assert toy.post("/tokenize", {"messages": HELLO * 5000}).status == 200
     assert threads[0] == "toy-server"

@@ -1,6 +1,6 @@
 """What every API's answers are made of, and those of the OpenAI API, whole or as server-sent events.
 
-An API is a `ModelApi`: it reads its bodies to a `CompletionRequest`, and its `Writer` takes every output of every
+An API is a `ModelApi`: it reads its bodies to a `GenerationRequest`, and its `Writer` takes every output of every
 choice and makes what is sent: `chunk` at once, or `whole` at the end.
 """
 
@@ -18,7 +18,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.ipc.streams import OutputStream
 from reflex_runtime.llm.api.fields import CalledFunction, CalledTool, error_body
-from reflex_runtime.llm.api.requests import CompletionRequest
+from reflex_runtime.llm.api.requests import GenerationRequest
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
 from reflex_runtime.llm.engine.output_parsers import PartReader, Thought, ToolCall
 from reflex_runtime.web.errors import ErrorForm
@@ -50,7 +50,7 @@ class ReplyContext:
     them."""
 
     id: str
-    asked: CompletionRequest
+    asked: GenerationRequest
     streams: Seq[OutputStream]
     detokenizer: Detokenizer
     reader: Callable[[], PartReader] | None = None
@@ -102,7 +102,7 @@ class ModelApi:
     makes the writer. form: of its errors."""
 
     path: str
-    read: Callable[[bytes, SamplingParams], CompletionRequest]
+    read: Callable[[bytes, SamplingParams], GenerationRequest]
     write: Callable[[ReplyContext], Writer]
     form: ErrorForm | None = None
 

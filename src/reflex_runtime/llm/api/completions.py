@@ -187,7 +187,7 @@ class GenerationSpan:
             "gen_ai.response.model": model,
         }
 
-    def asked(self, asked: wire.CompletionRequest) -> None:
+    def asked(self, asked: wire.GenerationRequest) -> None:
         """What it asks for, without its texts."""
         params = asked.params
         self.span.name = f"{self.span.attributes['gen_ai.operation.name']} {asked.model}"
@@ -272,7 +272,7 @@ def in_order(lock: asyncio.Lock, count: int) -> AbstractAsyncContextManager[None
 
 async def queued(
     runtime: ModelHost,
-    asked: wire.CompletionRequest,
+    asked: wire.GenerationRequest,
     config: LLMServeConfig,
     request: HttpRequest,
     adapter: str,
@@ -304,8 +304,8 @@ async def queued(
 
 
 async def tokenised(
-    runtime: ModelHost, asked: wire.CompletionRequest, config: LLMServeConfig
-) -> tuple[wire.CompletionRequest, list[list[int]]]:
+    runtime: ModelHost, asked: wire.GenerationRequest, config: LLMServeConfig
+) -> tuple[wire.GenerationRequest, list[list[int]]]:
     """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
     _check_choices(asked, config)
     try:
@@ -321,7 +321,7 @@ async def tokenised(
     return asked, prompts
 
 
-async def _tokens(runtime: ModelHost, asked: wire.CompletionRequest) -> list[list[int]]:
+async def _tokens(runtime: ModelHost, asked: wire.GenerationRequest) -> list[list[int]]:
     try:
         if asked.conversation is not None:
             return [await runtime.texts.encode_chat(asked.conversation)]
@@ -333,7 +333,7 @@ async def _tokens(runtime: ModelHost, asked: wire.CompletionRequest) -> list[lis
                 return await runtime.texts.encode(texts)
         return [await _one(runtime, text, asked.place(i)) for i, text in enumerate(texts)]
     except ConfigError as error:
-        raise wire.refused(error, asked.field) from None
+        raise wire.refused(error, asked.prompt_field) from None
 
 
 async def _one(runtime: ModelHost, text: str, place: str) -> list[int]:
@@ -346,7 +346,7 @@ async def _one(runtime: ModelHost, text: str, place: str) -> list[int]:
         raise wire.refused(error, place) from None
 
 
-async def matcher_of(runtime: ModelHost, asked: wire.CompletionRequest) -> Matcher | None:
+async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Matcher | None:
     """What holds the answer to the form that was asked for. Raises BadRequest."""
     try:
         return await runtime.compiled(asked.params.constraint)
@@ -355,23 +355,23 @@ async def matcher_of(runtime: ModelHost, asked: wire.CompletionRequest) -> Match
         raise BadRequest(f"{field}: {error.message}", field) from None
 
 
-def _check_choices(asked: wire.CompletionRequest, config: LLMServeConfig) -> None:
+def _check_choices(asked: wire.GenerationRequest, config: LLMServeConfig) -> None:
     """Refuse more choices than may ever wait, because they are queued together."""
     choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
     if choices > most:
         raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
 
 
-def _check_tokens(asked: wire.CompletionRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:
+def _check_tokens(asked: wire.GenerationRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:
     """The same for their tokens. A single choice may have any length."""
     tokens, most = asked.n * sum(map(len, prompts)), config.max_queued_tokens
     if tokens > most and asked.n * len(prompts) > 1:
-        name = "n" if asked.n > 1 else asked.field
+        name = "n" if asked.n > 1 else asked.prompt_field
         what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
         raise BadRequest(f"{name}: {what}", name)
 
 
-def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
+def _check_scores(asked: wire.GenerationRequest, prompts: list[list[int]]) -> None:
     """Refuse more numbers of the prompts' own tokens than one answer may hold."""
     if asked.params.prompt_logprobs is None:
         return
@@ -381,7 +381,7 @@ def _check_scores(asked: wire.CompletionRequest, prompts: list[list[int]]) -> No
         raise BadRequest(f"echo: {what}; ask for fewer alternatives, choices or prompts", "echo")
 
 
-async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[str]:
+async def echoes(asked: wire.GenerationRequest, tokenizer: Tokenizer) -> list[str]:
     """The text with which each choice begins, where that was asked for. Its token ids are known to be the model's."""
     if not asked.echo:
         return []
@@ -396,10 +396,10 @@ async def echoes(asked: wire.CompletionRequest, tokenizer: Tokenizer) -> list[st
 
 
 def served(
-    asked: wire.CompletionRequest, request: HttpRequest, adapter: str, by_kind: bool, span: RequestSpan | None
+    asked: wire.GenerationRequest, request: HttpRequest, adapter: str, by_kind: bool, span: RequestSpan | None
 ) -> GenerateParams:
     """Its parameters, with who asks and the rest of its time limit: that counts from when the request reached this
-    machine. by_kind: see `CompletionRequest.tier`."""
+    machine. by_kind: see `GenerationRequest.tier`."""
     left, peer = asked.params.timeout_ms, request.client
     if left is not None:
         left -= 1e3 * (time.monotonic() - request.started)
@@ -418,7 +418,7 @@ def served(
 
 async def requests_of(
     runtime: ModelHost,
-    asked: wire.CompletionRequest,
+    asked: wire.GenerationRequest,
     number: int,
     ids: list[int],
     params: GenerateParams,
@@ -445,7 +445,7 @@ async def requests_of(
             found.append(runtime.request(ids, own, matcher))
         except TooLarge as error:
             place = asked.place(number)
-            told = error.message if place == asked.field else f"{place}: {error.message}"
+            told = error.message if place == asked.prompt_field else f"{place}: {error.message}"
             raise BadRequest(told, place, "context_length_exceeded") from None
         except ConfigError as error:
             raise wire.refused(error, asked.place(number)) from None
@@ -453,7 +453,7 @@ async def requests_of(
 
 
 def reader_of(
-    asked: wire.CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+    asked: wire.GenerationRequest, tokenizer: Tokenizer, prompt: list[int]
 ) -> Callable[[], PartReader] | None:
     """What reads the text of an answer; None where it has no parts. A form holds from the first token on, so that an
     answer that has one thinks nothing."""

@@ -14,8 +14,7 @@ share a request takes. How a request is sampled that does not say it is the mode
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -38,21 +37,6 @@ class BadRequest(ClientError):
 
     def __reduce__(self) -> Any:
         return (BadRequest, (self.message, self.param, self.told))
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A BadRequest from within names fields, and what is below them, as its caller wrote them. names: theirs, by the
-    name that is raised."""
-    try:
-        yield
-    except BadRequest as error:
-        for raised, name in names.items():
-            whole = error.param is not None and (error.param + ".").startswith((raised + ".", raised + "["))
-            if error.param is not None and whole and error.message.startswith(raised):
-                param, message = (name + text[len(raised) :] for text in (error.param, error.message))
-                raise BadRequest(message, param, error.told) from None
-        raise
 
 
 def too_deep() -> BadRequest:
@@ -183,20 +167,23 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-def constraint_of(form: ResponseFormat | None, other: StructuredOutputs | None) -> Constraint | None:
-    """What `response_format` or `structured_outputs` say; the BadRequest that names what is wrong with them."""
+def constraint_of(
+    where: str, kind: str | None, schema: msgspec.Raw, other: StructuredOutputs | None, place: str
+) -> tuple[str, Constraint | None]:
+    """The field that has the form of the answer, and the constraint. where, kind, schema: as the API has it; place: of
+    the schema; other: as vLLM has it. Raises BadRequest."""
     if other is not None:
-        if form is not None and form.type != "text":
-            raise BadRequest("structured_outputs: response_format says a form, too; send one", "structured_outputs")
-        return _structured(other)
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return Constraint("json", _ANY_OBJECT)
-    schema = None if form.json_schema is None else bytes(form.json_schema.schema)
-    if not schema or schema == b"null":
-        raise BadRequest("response_format.json_schema.schema: is missing", "response_format.json_schema.schema")
-    return _form("response_format", "json", schema.decode())
+        if kind not in (None, "text"):
+            raise BadRequest(f"structured_outputs: {where} says a form, too; send one", "structured_outputs")
+        return "structured_outputs", _structured(other)
+    if kind in (None, "text"):
+        return where, None
+    if kind == "json_object":
+        return where, Constraint("json", _ANY_OBJECT)
+    text = bytes(schema).decode()
+    if not text or text == "null":
+        raise BadRequest(f"{place}.schema: is missing", f"{place}.schema")
+    return where, _form(where, "json", text)
 
 
 def _structured(said: StructuredOutputs) -> Constraint:
@@ -344,9 +331,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class MoreFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every kind of request may say beyond its API, and a seed."""
+class SampledFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of every dialect: what all APIs have, what other servers of open models add, and our own. null counts as
+    absent."""
 
+    model: str
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     seed: Whole | None = None
     top_k: Whole | None = None
     min_p: float | None = None
@@ -361,24 +353,10 @@ class MoreFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_gap_ms: float | None = None
 
 
-def said_as(kind: type[MoreFields], fields: MoreFields) -> dict[str, Any]:
-    """What a request says in the fields of that kind."""
-    return {name: getattr(fields, name) for name in kind.__struct_fields__}
-
-
-class SampledFields(MoreFields, kw_only=True):
-    """What requests of OpenAI's APIs may say of what is generated, and how. null counts as absent."""
-
-    model: str
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-
-
 class CommonFields(SampledFields, kw_only=True):
-    """What completions and chats may say."""
+    """Fields of completions and chats."""
 
+    user: str | None = None
     n: Whole | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None

@@ -7,19 +7,17 @@ the names that templates know: `enable_thinking`, and messages with the role too
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.messages import SamplingParams
+from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.decode import decode, functions_of
-from reflex_runtime.llm.api.fields import BadRequest, error_form, renamed, told
+from reflex_runtime.llm.api.fields import BadRequest, error_form, told
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole, encode
@@ -91,10 +89,9 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class TalkFields(wire.MoreFields, kw_only=True):
-    """A conversation, as both endpoints get it."""
+class TalkFields(wire.SampledFields, kw_only=True):
+    """The body of POST /v1/messages/count_tokens. What concerns the sampling of an answer must be absent."""
 
-    model: str
     messages: list[Turn]
     system: str | list[Block] | None = None
     tools: list[msgspec.Raw] | None = None  # of `NamedTool`, and of tools that another server would run
@@ -109,9 +106,6 @@ class MessageFields(TalkFields, kw_only=True):
 
     max_tokens: Whole
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     metadata: Metadata | None = None
 
 
@@ -141,47 +135,37 @@ TOOL: Final = wire.FieldTable(
 )
 
 
-def message(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.CompletionRequest:
-    """POST /v1/messages, or the BadRequest that names what is wrong."""
+def message(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.GenerationRequest:
+    """POST /v1/messages. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(MESSAGE, body)
     conversation, tools, more = _conversation(fields)
-    common = wire.CommonFields(
-        model=fields.model,
-        stop=fields.stop_sequences,
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        stream=fields.stream,
-        user=None if fields.metadata is None else fields.metadata.user_id,
-        response_format=_form(fields.output_config),
-        **wire.said_as(wire.MoreFields, fields),
-    )
-    names = {
-        "stop": "stop_sequences",
-        "user": "metadata.user_id",
-        "response_format.json_schema": "output_config.format",
-        "response_format": "output_config.format",
-    }
-    with renamed(names):
-        asked = requests.conversing(common, conversation, fields.max_tokens, "max_tokens", defaults, tools)
-    params = changed(asked.params, include_stop=True)
-    return replace(asked, params=params, form_field="output_config.format", cut=True, ignored=[*hints, *more])
+    client = requests.client_of({"metadata.user_id": fields.metadata.user_id if fields.metadata else None})
+    field, constraint = _form(fields)
+    params = requests.params_of(
+        fields, defaults, fields.max_tokens, client, constraint, {"stop": "stop_sequences"},
+        stop=tuple(fields.stop_sequences or ()), include_stop=True,
+    )  # fmt: skip
+    return requests.request_of(
+        fields, params, fields.max_tokens, prompts=[], conversation=conversation, tools=tools, form_field=field,
+        cut=True, ignored=[*hints, *more],
+    )  # fmt: skip
 
 
 def counted(body: bytes) -> tuple[str, Conversation, list[str]]:
-    """POST /v1/messages/count_tokens: the model, what it would be asked, and the places of hints; or the BadRequest."""
+    """POST /v1/messages/count_tokens: the model, the conversation, and the places of hints. Raises BadRequest."""
     fields, hints = decode(TALK, body)
-    for name, value in wire.said_as(wire.MoreFields, fields).items():
-        if value is not None:
+    for name in wire.SampledFields.__struct_fields__:
+        if name != "model" and getattr(fields, name) is not None:
             raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
-    _form(fields.output_config)
+    _form(fields)
     conversation, _, more = _conversation(fields)
     return fields.model, conversation, [*hints, *more]
 
 
-def _form(config: OutputConfig | None) -> wire.ResponseFormat | None:
-    if config is None or config.format is None:
-        return None
-    return wire.ResponseFormat("json_schema", wire.JsonSchemaFormat("answer", config.format.schema))
+def _form(fields: TalkFields) -> tuple[str, Constraint | None]:
+    form, where = fields.output_config and fields.output_config.format, "output_config.format"
+    kind, schema = ("json_schema", form.schema) if form else (None, msgspec.Raw())
+    return wire.constraint_of(where, kind, schema, fields.structured_outputs, where)
 
 
 def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, list[str]]:

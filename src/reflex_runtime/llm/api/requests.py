@@ -1,46 +1,44 @@
-"""From the body of a request to what is asked, validated. What its fields are that nothing here follows: `FieldTable`.
+"""From the fields of a body to `GenerationRequest`, which every dialect makes, and what conversations have in common.
 
-At the end is what APIs that take conversations read alike. Errors name a field as its caller wrote it: `where`.
+Errors name a field as its caller wrote it (`where`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 import msgspec
-from msgspec.structs import replace as changed
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.messages import MOST_LOGPROBS, GenerateParams, SamplingParams
+from reflex_runtime.ipc.messages import MOST_LOGPROBS, Constraint, GenerateParams, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.fields import BadRequest
 from reflex_runtime.llm.engine.load import AUTHORS_SAY
 from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import check_id
 
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
-"""Places of hints that a template follows which names `reasoning_effort`."""
+"""Hints that a chat template follows if it uses `reasoning_effort`."""
 _OF_PARAMS = re.compile(r"(?:SamplingParams\.)?(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request that was understood.
+class GenerationRequest:
+    """One request: its prompts, the parameters of each choice, and how the answer is written.
 
-    prompts: texts or token ids; conversation: instead of them. params: of the first choice; its max_tokens is as
-    small as may be where the caller named none (max_tokens is None then): as many as there is room for. usage_always:
-    all events of a stream tell the usage so far. echo: each answer begins with its prompt; prompt_only: and ends with
-    it. form_field: the name under which the form of the answer was sent;
-    prompt_field: the prompt, where that is not the usual one. said: what the answer repeats of the request. cut: a
-    max_tokens for which there is no room asks for as many as there is. ignored: places of its hints that nothing
-    follows.
+    prompts: texts or token ids; or a conversation. params: of the first choice. max_tokens: None fills the context
+    (params has the least then); cut: a larger max_tokens than the context has room for is lowered, not refused.
+    n: choices for each prompt. usage_always: each event of a stream has the usage so far. echo: each answer begins with
+    its prompt; prompt_only: and has nothing else. form_field, prompt_field: names of the caller's fields for the form
+    and the prompt. said: fields that the answer repeats. ignored: hints without effect.
     """
 
     model: str
@@ -48,70 +46,58 @@ class CompletionRequest:
     conversation: Conversation | None
     params: GenerateParams
     max_tokens: int | None
-    n: int
     stream: bool
-    include_usage: bool
-    usage_always: bool
     priority: str | None
+    n: int = 1
+    include_usage: bool = False
+    usage_always: bool = False
     echo: bool = False
     prompt_only: bool = False
     form_field: str = "response_format"
     tools: wire.AskedTools = wire.NO_TOOLS
-    prompt_field: str = ""
+    prompt_field: str = "messages"
     said: dict[str, Any] = field(default_factory=dict)
     cut: bool = False
     ignored: Sequence[str] = ()
 
     def tier(self, by_kind: bool) -> str:
-        """Its priority; of one that names none by its kind, or the default one."""
+        """Its priority. by_kind: without one, streams are urgent and several prompts are background."""
         if self.priority is not None or not by_kind:
             return self.priority or "default"
         if len(self.prompts) > 1:
             return "background"
         return "urgent" if self.stream else "default"
 
-    @property
-    def field(self) -> str:
-        """The name under which the prompt was sent."""
-        return self.prompt_field or ("prompt" if self.conversation is None else "messages")
-
     def place(self, number: int) -> str:
-        """The same, of the prompt of that number."""
-        return f"{self.field}[{number}]" if len(self.prompts) > 1 else self.field
+        """The field of the prompt of that number."""
+        return f"{self.prompt_field}[{number}]" if len(self.prompts) > 1 else self.prompt_field
 
 
-PLAIN: Final = SamplingParams()  # of a model whose authors say nothing of how it is sampled
+PLAIN: Final = SamplingParams()  # for a model without `generation_config.json`
 
 
-def completion(body: bytes, defaults: SamplingParams = PLAIN) -> CompletionRequest:
-    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: how the model's authors sample it."""
+def completion(body: bytes, defaults: SamplingParams = PLAIN) -> GenerationRequest:
+    """POST /v1/completions. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(wire.TEXT, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
-    most = 16 if fields.max_tokens is None else fields.max_tokens
-    nothing = most == 0 and bool(fields.echo)  # the prompt alone: one token is made, and not told
-    most = 1 if nothing else most
-    asked = _asked(fields, prompts_of(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
-    asked = replace(asked, ignored=hints)
-    if not fields.echo:
-        return asked
-    params = changed(asked.params, prompt_logprobs=fields.logprobs)
-    return replace(asked, echo=True, prompt_only=nothing, params=params)
+    most, echo = 16 if fields.max_tokens is None else fields.max_tokens, bool(fields.echo)
+    prompt_only = most == 0 and echo  # one token is computed, and not sent
+    return _openai(
+        fields, defaults, 1 if prompt_only else most, client_of({"user": fields.user}),
+        prompts=prompts_of(fields.prompt), conversation=None, prompt_field="prompt", echo=echo,
+        prompt_only=prompt_only, ignored=hints,
+        more={"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if echo else None},
+    )  # fmt: skip
 
 
-def chat(body: bytes, defaults: SamplingParams = PLAIN) -> CompletionRequest:
-    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: the model's."""
+def chat(body: bytes, defaults: SamplingParams = PLAIN) -> GenerationRequest:
+    """POST /v1/chat/completions. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(wire.CHAT, body)
-    asked = chat_request(fields, defaults)
-    return replace(asked, ignored=[*hints, *asked.ignored])
-
-
-def chat_request(fields: wire.ChatFields, defaults: SamplingParams = PLAIN) -> CompletionRequest:
-    """What these fields ask for, or the BadRequest that names what is wrong. defaults: the model's."""
-    check_length("messages", len(fields.messages))
-    calls = (call for message in fields.messages for call in message.tool_calls or ())
-    check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
-    messages = [_message(i, message) for i, message in enumerate(fields.messages)]
+    conversation, tools, more = chat_conversation(
+        fields.messages, fields.tools, fields.chat_template_kwargs, fields.reasoning_effort,
+        fields.tool_choice, fields.parallel_tool_calls,
+    )  # fmt: skip
     both = fields.max_completion_tokens, fields.max_tokens
     if None not in both and both[0] != both[1]:
         differ = f"max_tokens={both[1]}: differs from max_completion_tokens={both[0]}; send one of them"
@@ -121,96 +107,104 @@ def chat_request(fields: wire.ChatFields, defaults: SamplingParams = PLAIN) -> C
         raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
     if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    choice = fields.tool_choice.function if isinstance(fields.tool_choice, wire.ChosenTool) else fields.tool_choice
-    found, hints = functions_of(fields.tools, wire.TOOL)
-    functions = {f"{where}.function": tool.function for where, tool in found.items()}
-    tools, shown = wire.tools_of(functions, choice, fields.parallel_tool_calls)
-    variables = effort_of(fields.reasoning_effort) | template_variables(fields.chat_template_kwargs)
-    conversation = Conversation(messages, shown, variables)
-    asked = conversing(fields, conversation, getattr(fields, name), name, defaults, tools, logprobs)
-    return replace(asked, ignored=hints)
+    client = client_of({"user": fields.user, "safety_identifier": fields.safety_identifier})
+    return _openai(
+        fields, defaults, getattr(fields, name), client, names={"max_tokens": name},
+        prompts=[], conversation=conversation, tools=tools, ignored=[*hints, *more],
+        more={"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None},
+    )  # fmt: skip
 
 
-def conversing(
+def _openai(
     fields: wire.CommonFields,
-    conversation: Conversation,
-    max_tokens: int | None,
-    limit_name: str,
     defaults: SamplingParams,
-    tools: wire.AskedTools,
-    logprobs: int | None = None,
-) -> CompletionRequest:
-    """A request of any API that takes conversations. limit_name: of the field that says max_tokens."""
-    asked = _asked(fields, [], conversation, max_tokens, limit_name, logprobs, defaults)
-    if tools.forced and asked.params.constraint is not None:
-        raise BadRequest(f"tool_choice: demands a call, and {asked.form_field} another form; send one", "tool_choice")
-    return replace(asked, tools=tools) if tools.tools else asked
-
-
-def _asked(
-    fields: wire.CommonFields,
-    prompts: Sequence[str | list[int]],
-    conversation: Conversation | None,
     max_tokens: int | None,
-    limit_name: str,
-    logprobs: int | None,
-    defaults: SamplingParams,
-) -> CompletionRequest:
+    client: str,
+    *,
+    names: Mapping[str, str] | None = None,
+    more: dict[str, Any],
+    **request: Any,
+) -> GenerationRequest:
+    """What completions and chats have in common. more: parameters; request: fields of the request."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= wire.MOST_CHOICES:
         raise BadRequest(f"n={n}: must be in [1, {wire.MOST_CHOICES}]", "n")
-    if fields.stream_options is not None and not fields.stream:
+    options = fields.stream_options
+    if options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    return CompletionRequest(
-        model=fields.model,
-        prompts=prompts,
-        conversation=conversation,
-        params=_params(fields, max_tokens, limit_name, logprobs, defaults),
-        max_tokens=max_tokens,
-        n=n,
-        stream=bool(fields.stream),
-        include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
-        usage_always=fields.stream_options is not None and bool(fields.stream_options.continuous_usage_stats),
-        priority=fields.priority,
-        form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
+    form, where = fields.response_format, "response_format"
+    schema = msgspec.Raw() if form is None or form.json_schema is None else form.json_schema.schema
+    form_field, constraint = wire.constraint_of(
+        where, None if form is None else form.type, schema, fields.structured_outputs, f"{where}.json_schema"
     )
+    params = params_of(
+        fields, defaults, max_tokens, client, constraint, names or {},
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        include_stop=bool(fields.include_stop_str_in_output),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=tuple(_bias(fields.logit_bias)),
+        **more,
+    )  # fmt: skip
+    return request_of(
+        fields, params, max_tokens, n=n, form_field=form_field,
+        include_usage=options is not None and bool(options.include_usage),
+        usage_always=options is not None and bool(options.continuous_usage_stats),
+        **request,
+    )  # fmt: skip
 
 
-def _params(
-    fields: wire.CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: SamplingParams
+def request_of(
+    fields: wire.SampledFields, params: GenerateParams, max_tokens: int | None, **more: Any
+) -> GenerationRequest:
+    """The request of any dialect. more: what the dialect says of it. Raises BadRequest for a form beside a forced
+    call."""
+    request = GenerationRequest(
+        model=fields.model, params=params, max_tokens=max_tokens, stream=bool(fields.stream),
+        priority=fields.priority, **more,
+    )  # fmt: skip
+    if request.tools.forced and params.constraint is not None:
+        raise BadRequest(f"tool_choice: demands a call, and {request.form_field} another form; send one", "tool_choice")
+    return request
+
+
+def params_of(
+    fields: wire.SampledFields,
+    defaults: SamplingParams,
+    max_tokens: int | None,
+    client: str,
+    constraint: Constraint | None,
+    names: Mapping[str, str],
+    **more: Any,
 ) -> GenerateParams:
-    said: dict[str, Any] = {name: getattr(fields, name) for name in AUTHORS_SAY}
-    if said["top_k"] == -1:  # of all tokens, as other servers write it
-        said["top_k"] = 0
-    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
-    least = fields.min_tokens or 0
-    clients = [client_named(name, getattr(fields, name, None)) for name in ("user", "safety_identifier")]
+    """The parameters of any dialect's request. names: of the dialect's fields, where they differ. more: parameters that
+    only some dialects have. Raises BadRequest."""
+    sampled: dict[str, Any] = {name: getattr(fields, name) for name in AUTHORS_SAY}
+    if sampled["top_k"] == -1:  # other servers write all tokens so
+        sampled["top_k"] = 0
+    least, deadline = fields.min_tokens or 0, fields.deadline_ms
+    if deadline is not None and not 0.0 < deadline <= 600_000.0:
+        raise BadRequest(f"deadline_ms={deadline:g}: must be in (0, 600000]", "deadline_ms")
     try:
         return GenerateParams(
             max_tokens=max(1, least) if max_tokens is None else max_tokens,
-            seed=None if fields.seed == -1 else fields.seed,  # -1: any, as other servers write it
-            stop=stop,
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
-            include_stop=bool(fields.include_stop_str_in_output),
             min_tokens=least,
+            seed=None if fields.seed == -1 else fields.seed,  # other servers write any seed so
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
             ignore_eos=bool(fields.ignore_eos),
-            logprobs=logprobs,
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            logit_bias=tuple(_bias(fields.logit_bias)),
-            constraint=wire.constraint_of(fields.response_format, fields.structured_outputs),
-            client=next(filter(None, clients), ""),
-            timeout_ms=time_limit_of(fields.deadline_ms),
+            constraint=constraint,
+            client=client,
+            timeout_ms=deadline,
             max_gap_ms=fields.max_gap_ms,
-            **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
+            **{name: getattr(defaults, name) if value is None else value for name, value in sampled.items()},
+            **more,
         )
     except ConfigError as error:
         found = _OF_PARAMS.match(error.message)
-        name = found[1] if found else None
-        param = limit_name if name == "max_tokens" else name
-        message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
-        raise BadRequest(message, param) from None
+        if found is None:
+            raise BadRequest(error.message) from None
+        name = names.get(found[1], found[1])
+        raise BadRequest(f"{name}={error.message.partition('=')[2]}", name) from None
 
 
 def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
@@ -218,6 +212,26 @@ def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
         if not (key.isascii() and key.isdigit() and len(key) < 11 and key == str(int(key))):  # each id once
             raise BadRequest(f"logit_bias: the key {key[:50]!r} is no token id", "logit_bias")
         yield int(key), by
+
+
+def chat_conversation(
+    messages: Sequence[wire.Message],
+    tools: Sequence[msgspec.Raw] | None,
+    variables: dict[str, Any] | None,
+    effort: Any = None,
+    choice: str | wire.ChosenTool | None = None,
+    parallel: bool | None = None,
+) -> tuple[Conversation, wire.AskedTools, list[str]]:
+    """The conversation of a chat, its tools, and hints among them. Raises BadRequest."""
+    check_length("messages", len(messages))
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
+    found = [_message(i, message) for i, message in enumerate(messages)]
+    sent, hints = functions_of(tools, wire.TOOL)
+    functions = {f"{where}.function": tool.function for where, tool in sent.items()}
+    chosen = choice.function if isinstance(choice, wire.ChosenTool) else choice
+    asked, shown = wire.tools_of(functions, chosen, parallel)
+    return Conversation(found, shown, effort_of(effort) | template_variables(variables)), asked, hints
 
 
 def _message(place: int, message: wire.Message) -> dict[str, Any]:
@@ -252,22 +266,15 @@ def refused(error: ConfigError, field: str) -> BadRequest:
     return BadRequest(message, found[1])
 
 
-def time_limit_of(deadline_ms: float | None) -> float | None:
-    """The time limit, or the BadRequest that says what it may be."""
-    if deadline_ms is not None and not 0.0 < deadline_ms <= 600_000.0:
-        raise BadRequest(f"deadline_ms={deadline_ms:g}: must be in (0, 600000]", "deadline_ms")
-    return deadline_ms
-
-
-def client_named(field: str, name: str | None) -> str | None:
-    """The client that a request names in this field."""
-    if name is None:
-        return None
-    try:
-        check_id(field, name)
-    except Exception as error:
-        raise BadRequest(str(error), field) from None
-    return name
+def client_of(named: Mapping[str, str | None]) -> str:
+    """The client that a request names: the first of these fields that has one. Raises BadRequest for any that is no
+    id."""
+    for name, client in named.items():
+        try:
+            check_id(name, client or "")
+        except InvalidRequest as error:
+            raise BadRequest(str(error), name) from None
+    return next(filter(None, named.values()), "")
 
 
 def check_length(where: str, messages: int, parts: int = 0) -> None:

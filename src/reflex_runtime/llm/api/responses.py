@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from typing import Any, Final, Literal
 
 import msgspec
@@ -19,7 +18,7 @@ from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.decode import decode, functions_of
-from reflex_runtime.llm.api.fields import BadRequest, renamed, told
+from reflex_runtime.llm.api.fields import BadRequest, told
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole, encode
@@ -82,6 +81,7 @@ class ResponseFields(wire.SampledFields, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: str | list[InputItem]
+    user: str | None = None
     instructions: str | None = None
     max_output_tokens: Whole | None = None
     stream_options: Padding | None = None
@@ -115,8 +115,8 @@ _TEXTS: Final = ("input_text", "output_text", "text")
 _HISTORY: Final = re.compile(r"\w+_(call|output|call_output|list_tools|approval_(request|response))|compaction\w*")
 
 
-def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.CompletionRequest:
-    """POST /v1/responses, or the BadRequest that names what is wrong."""
+def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.GenerationRequest:
+    """POST /v1/responses. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(RESPONSE, body)
     tools, shown, more = _tools(fields)
     thinks = dict(fields.reasoning) if isinstance(fields.reasoning, dict) else {"": fields.reasoning}
@@ -125,21 +125,21 @@ def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests
         hints = [f"{name}.effort" if name == "reasoning" else name for name in hints]
     variables |= requests.template_variables(fields.chat_template_kwargs)
     conversation = Conversation(_messages(fields), shown, variables)
-    common = wire.ChatFields(
-        messages=[],
-        safety_identifier=fields.safety_identifier,
-        response_format=_form(fields.text),
-        **wire.said_as(wire.SampledFields, fields),
-    )
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
     _check_metadata(fields.metadata or {})
-    names = {"response_format.json_schema": "text.format", "response_format": "text.format"}
-    with renamed(names):
-        limit = fields.max_output_tokens
-        asked = requests.conversing(common, conversation, limit, "max_output_tokens", defaults, tools)
-    said = _said(fields, asked)
-    return replace(asked, form_field="text.format", prompt_field="input", said=said, ignored=[*hints, *more])
+    form, where, limit = fields.text and fields.text.format, "text.format", fields.max_output_tokens
+    kind, schema = (form.type, form.schema) if form else (None, msgspec.Raw())
+    field, constraint = wire.constraint_of(where, kind, schema, fields.structured_outputs, where)
+    params = requests.params_of(
+        fields, defaults, limit,
+        requests.client_of({"user": fields.user, "safety_identifier": fields.safety_identifier}),
+        constraint, {"max_tokens": "max_output_tokens"}, include_stop=bool(fields.include_stop_str_in_output),
+    )  # fmt: skip
+    return requests.request_of(
+        fields, params, limit, prompts=[], conversation=conversation, tools=tools, form_field=field,
+        prompt_field="input", said=_said(fields, params), ignored=[*hints, *more],
+    )  # fmt: skip
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
@@ -151,15 +151,8 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         raise BadRequest(f"metadata: {told}", "metadata")
 
 
-def _form(text: TextConfig | None) -> wire.ResponseFormat | None:
-    if text is None or text.format is None:
-        return None
-    of = text.format
-    return wire.ResponseFormat(of.type, wire.JsonSchemaFormat(of.name or "answer", of.schema))
-
-
-def _said(fields: ResponseFields, asked: requests.CompletionRequest) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+def _said(fields: ResponseFields, params: SamplingParams) -> dict[str, Any]:
+    """Fields that the answer repeats."""
     return {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
@@ -167,11 +160,11 @@ def _said(fields: ResponseFields, asked: requests.CompletionRequest) -> dict[str
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
-        "temperature": asked.params.temperature,
+        "temperature": params.temperature,
         "text": {"format": _format(fields.text)},
         "tool_choice": fields.tool_choice or "auto",
         "tools": [msgspec.Raw(bytes(tool)) for tool in fields.tools or ()],
-        "top_p": asked.params.top_p,
+        "top_p": params.top_p,
         "truncation": "disabled",
     }
 

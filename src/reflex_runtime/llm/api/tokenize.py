@@ -11,9 +11,9 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.api.decode import decode, token_ids
-from reflex_runtime.llm.api.fields import BadRequest, ChatFields, FieldTable, Message, too_deep
+from reflex_runtime.llm.api.fields import BadRequest, FieldTable, Message, too_deep
 from reflex_runtime.llm.api.messages import InputTokens, counted
-from reflex_runtime.llm.api.requests import chat_request, refused
+from reflex_runtime.llm.api.requests import chat_conversation, refused
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import encode
 
@@ -73,8 +73,10 @@ def tokenize(body: bytes) -> Question:
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
         raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
-    what, hints = (fields.prompt, ()) if fields.prompt is not None else _conversation(fields)
-    return fields.model, hints, partial(_tokenized, what)
+    if fields.prompt is not None:
+        return fields.model, (), partial(_tokenized, fields.prompt)
+    conversation, _, hints = chat_conversation(fields.messages or [], fields.tools, fields.chat_template_kwargs)
+    return fields.model, hints, partial(_tokenized, conversation)
 
 
 def detokenize(body: bytes) -> Question:
@@ -115,13 +117,3 @@ async def _ids(what: str | Conversation, model: ModelHost) -> list[int]:
         raise too_deep() from None
     except ConfigError as error:
         raise refused(error, "prompt" if isinstance(what, str) else "messages") from None
-
-
-def _conversation(fields: TokenizeFields) -> tuple[Conversation, Sequence[str]]:
-    """What the chat endpoint would make of it, and the places of hints."""
-    chat = ChatFields(
-        model="", messages=fields.messages or [], tools=fields.tools, chat_template_kwargs=fields.chat_template_kwargs
-    )
-    asked = chat_request(chat)
-    assert asked.conversation is not None
-    return asked.conversation, asked.ignored
