@@ -513,7 +513,7 @@ def test_b19_a_hung_thread_is_replaced_once_and_then_the_device_is_given_up() ->
         second = batcher.submit(Request("second"))  # waits behind the one that hangs
         with pytest.raises(ProcessorHung):
             await first.waiter
-        assert not batcher.device.fatal
+        assert batcher.device.lost is None
         await gate.busy()  # the replacement took the second, and hangs in it
         third = batcher.submit(Request("third"))
         with pytest.raises(ProcessorHung):
@@ -521,7 +521,7 @@ def test_b19_a_hung_thread_is_replaced_once_and_then_the_device_is_given_up() ->
         with pytest.raises(Drained):
             await third.waiter
         await fatal.wait()
-        assert batcher.device.fatal
+        assert batcher.device.lost is not None
         assert batcher.device.hung == 2
         with pytest.raises(Closed):
             batcher.submit(Request("fourth"))
@@ -668,7 +668,7 @@ def test_b19_errors_in_stop_and_drop_are_only_logged(caplog: pytest.LogCaptureFi
         async with Batcher({"default": Rude()}, on_fatal=fatal.set) as batcher:
             assert await batcher.run(Request(1)) == 1
         assert not fatal.is_set()
-        assert not batcher.device.fatal
+        assert batcher.device.lost is None
 
     run(main())
     assert "could not be stopped" in caplog.text
@@ -732,7 +732,7 @@ def test_b20_close_with_a_hung_batch_answers_everybody() -> None:
         await asyncio.to_thread(lost.join, PATIENCE)
         assert not lost.is_alive()  # it went its way: nothing was restarted, nothing completed twice
         assert gate.started == 1
-        assert not batcher.device.fatal
+        assert batcher.device.lost is None
 
     run(main())
 
@@ -804,7 +804,7 @@ def test_b24_what_prepares_runs_on_the_device_thread_before_the_first_batch() ->
         batcher = Batcher({"default": gate}, BY_COUNT)
         await batcher.start(lambda: threads.append(threading.current_thread()))
         assert (len(threads), gate.calls) == (1, [])
-        assert threads[0] is batcher.device._thread
+        assert threads[0] is batcher.device.thread
         assert await batcher.run(Request(1)) == 1
         assert await batcher.close()
         assert len(threads) == 1

@@ -156,7 +156,7 @@ def test_when_the_device_is_lost_the_formed_batch_is_answered() -> None:
         made.steps.inside()
         made.device.watchdog = 0.0
         made.device.look()
-        assert made.device.fatal
+        assert made.device.lost is not None
         assert all(isinstance(t.outcome.error, ReflexError) for t in tickets)
         assert isinstance(tickets[5].outcome.error, Drained)
 
@@ -197,7 +197,7 @@ def test_a_batch_on_which_the_cost_model_fails_is_answered_and_the_next_ones_run
             events += made.device.take_events()
         assert [e.batch.id for e in events if isinstance(e, BatchScheduled)] == [1, 2, 3]
         assert [t.outcome.value for t in tickets[2:]] == [2, 3, 4, 5]
-        assert not made.device.fatal
+        assert made.device.lost is None
 
 
 @pytest.mark.parametrize("seconds", [0.001, 90.0])
@@ -234,7 +234,7 @@ def test_where_no_thread_can_be_made_batches_are_formed_when_the_device_is_free(
     finish(made, tickets, 3)
     assert made.steps.calls == [[0, 1], [2, 3], [4, 5]]
     assert "no batch is formed ahead" in caplog.text
-    assert not made.device.fatal
+    assert made.device.lost is None
     made.device.stop()
 
 

@@ -360,7 +360,8 @@ class _Driver(ThreadDriver):
         self.__init__(*self._made_of, self._audience.sinks)  # type: ignore[misc]
 
     def _start_threads(self) -> None:
-        if not self.device.alive:  # else the timekeeper could not start the last time
+        thread = self.device.thread
+        if thread is None or thread.ident is None:  # else the timekeeper could not start the last time
             self.device.start()
         super()._start_threads()
 

@@ -30,7 +30,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle
 from reflex_runtime.run.audience import Sink as Sink
-from reflex_runtime.run.device import BRIEF, Clock, LoopDevice, complete
+from reflex_runtime.run.device import BRIEF, Clock, Device, complete
 from reflex_runtime.run.processor import Processor, kind_of, wrapped
 
 if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
@@ -154,9 +154,9 @@ class Batcher(LoopDriver[V]):
         _check(processors, [config.name for config in configs])
         scheduler = Scheduler(configs)
         self._replaces = any(config.latest_only for config in configs)
-        self.device = LoopDevice(
-            scheduler, processors, self._notified, clock, self._fatal_from_thread,
-            watchdog=watchdog or inf, expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck,
+        self.device = Device(
+            scheduler, processors, self._notified, clock, self._fatal_from_thread, watchdog=watchdog or inf,
+            expendable=expendable, one_thread=one_thread, ahead=True, brief=brief, on_stuck=on_stuck,
         )  # fmt: skip
         super().__init__(scheduler, sinks, clock, self.device.input)
         self._on_fatal = on_fatal

@@ -439,8 +439,10 @@ class BatchCoordinator(ThreadDriver):
         """
         until = time.monotonic() + timeout
         self.stop_threads(timeout)
-        self.device.join(max(0.0, until - time.monotonic()))
-        self.detached = self.device.name if self.device.alive else None
+        thread = self.device.thread
+        if thread is not None and not self.device.current:  # it still calls `on_stop`
+            thread.join(max(0.0, until - time.monotonic()))
+        self.detached = thread.name if thread is not None and thread.is_alive() else None
         if self.detached is None and _owners.get(id(self.processor)) is self:  # the entry of its next owner must stay
             del _owners[id(self.processor)]
         return self.detached is None

@@ -1,20 +1,15 @@
 """One device: a scheduler, the lock that guards it, and the thread that runs its batches.
 
 The device thread completes a batch and takes the next one while it holds the lock once; other threads submit, cancel
-and wake it. It sleeps, without polling. Drivers deliver the results. `LoopDevice` also runs batches on an event loop.
+and wake it. It sleeps, without polling. Drivers deliver the results.
 
-A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
-second time, or with a GPU that is lost, the device itself is given up (`on_fatal`): open requests are answered with
-errors, and none is admitted. A thread lost to an expendable group stops only that group; if it comes back after all,
-the group gets its turn again after a rest. With `one_thread` there is no replacement: the device waits for a thread
-that hangs, and ends with one that dies.
-
-`Wakeable` is one sleeping thread that others wake: threading.Condition has a lock and a queue per sleep, which took
-30 us on a cold cache. The lock that guards the sleeper's state is held at every call.
-
-A second thread forms the next batch shortly before the running one ends. It sleeps until the predicted end of the
-running batch, less the time that forming takes, and some for the error of the prediction. It sleeps without a time
-while batches are not full: then each is formed when the device is free.
+- A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
+  second time, or with a GPU that is lost, the device itself is given up (`on_fatal`): open requests are answered with
+  errors, and none is admitted. A thread lost to an expendable group stops only that group; if the thread comes back,
+  the group runs again after a rest. With `one_thread` there is no replacement: the device waits for a thread that
+  hangs, and ends with one that dies.
+- `FormingAhead`: a second thread forms a full batch shortly before the running one ends.
+- `BriefBatches`: batches that take less than a hand-over to a thread run on the event loop, in `turn`.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import Context
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, cast
 
@@ -37,6 +33,8 @@ from reflex_runtime.run.process import ForkedLock, tell_of_forks
 from reflex_runtime.run.processor import Processor, may_run_anywhere, run_batch
 
 log = logging.getLogger("reflex.device")
+
+Clock = Callable[[], float]
 
 
 def complete(scheduler: Scheduler, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
@@ -54,7 +52,11 @@ def complete(scheduler: Scheduler, batch: Batch, outcomes: Sequence[Outcome], el
 
 
 class Wakeable:
-    """One thread that sleeps. waiting: whether that sleeps; until: the time until which it does."""
+    """One thread that sleeps. threading.Condition has a lock and a queue per sleep, which took 30 us on a cold cache.
+
+    lock: guards the sleeper's state, and is held at every call. waiting: whether the thread sleeps; until: when it
+    wakes by itself.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
@@ -96,9 +98,10 @@ FULL = frozenset({Cause.SIZE, Cause.FULL})
 
 
 class FormingAhead:
-    """Plans when to form, and does it. `lock` guards the scheduler and is held at every call.
+    """Forms the next batch on a thread of its own, shortly before the running one is predicted to end.
 
-    settle: completes what has ended, before a batch is formed.
+    While batches are not full it sleeps: each is then formed when the device is free.
+    lock: guards the scheduler, and is held at every call. settle: completes what has ended, before a batch is formed.
     """
 
     def __init__(
@@ -180,10 +183,86 @@ class FormingAhead:
         self._next = planned + batch.expected
 
 
+# -- brief batches run on the event loop -------------------------------------------------------------------------------
+
+# A hand-over to a thread and back costs more than a small model. But while a batch runs on the loop nothing else does,
+# so a kind of batch runs there only after many of them in a row were brief, and the first long one sends it back.
+
+BRIEF: Final = 0.0003  # seconds; a hand-over costs 0.05 to 0.15 ms of them
+PROOF: Final = 32  # batches in a row that must be brief
+MOST_PROOF: Final = 4096  # after long ones that came soon, at most so many
+KINDS: Final = 256  # kinds that are measured; with more of them all are measured anew
+
+
+@dataclass(slots=True)
+class _Proof:
+    """Batches of one group, partition and stage.
+
+    proof: how many must be brief in a row. brief: how many have been. size, seconds: of the largest among them.
+    """
+
+    proof: int = PROOF
+    brief: int = 0
+    size: int = 0
+    seconds: float = inf
+
+
+class BriefBatches:
+    """Measures every batch, and decides where the next one runs.
+
+    limit: the longest that a brief batch takes, in seconds; 0: none is brief. processors: by group; those with
+    `any_thread` may run on the loop.
+    """
+
+    def __init__(self, limit: float, processors: Mapping[str, Processor]) -> None:
+        self.limit, self._processors = limit, processors
+        self._kinds: dict[tuple[str, Hashable, str], _Proof] = {}
+        self._proven: set[str] = set()  # groups with a kind that is
+
+    def group(self, name: str) -> bool:
+        """Whether any batch of the group may run on the loop."""
+        return name in self._proven and may_run_anywhere(self._processors[name])
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether this batch may run on the loop: many of its kind were brief, and it is predicted to be.
+
+        One larger than they were is predicted to take longer in proportion.
+        """
+        kind = self._kinds.get((batch.group, batch.partition, batch.stage))
+        if kind is None or kind.brief < kind.proof:
+            return False
+        return kind.seconds * max(1.0, len(batch) / kind.size) <= self.limit
+
+    def ran(self, batch: Batch, seconds: float, failed: bool = False) -> None:
+        """A batch came back after so many seconds, on any thread. One that failed proves nothing, unless it was
+        long."""
+        if self.limit <= 0.0:
+            return
+        key = (batch.group, batch.partition, batch.stage)
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) == KINDS:
+                self._kinds.clear()
+                self._proven.clear()
+            kind = self._kinds[key] = _Proof()
+        if seconds > self.limit:
+            proof = kind.proof
+            if kind.brief >= 2 * proof:  # the first one in a long time
+                proof = PROOF
+            elif kind.brief >= proof:
+                proof = min(2 * proof, MOST_PROOF)
+            self._kinds[key] = _Proof(proof)
+            self._proven.discard(batch.group)  # until a batch of another kind that is proven comes back
+        elif not failed:
+            if len(batch) >= kind.size:
+                kind.size, kind.seconds = len(batch), seconds
+            kind.brief += 1
+            if kind.brief >= kind.proof:
+                self._proven.add(batch.group)
+
+
 # -- the device --------------------------------------------------------------------------------------------------------
 
-
-Clock = Callable[[], float]
 
 BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices of what must leave: a thread that waits
 # for it needs that long to wake up, and would not get it from one that takes it again at once
@@ -211,7 +290,10 @@ class Device:
         its late results are dropped.
     ahead: whether a full batch is formed while the one before runs (`FormingAhead`), which is completed while it runs
         itself. For a driver that takes the events on another thread.
-    hung: batches given up for their time. fatal: whether the device was given up; lost: why.
+    brief: seconds up to which batches may run on the thread that calls `turn`; 0: none do.
+    on_stuck: called on the device thread, once a watchdog, while a batch that runs in `turn` has taken longer than
+        that: the thread that could answer is not free.
+    hung: batches given up for their time. lost: why the device was given up, if it was.
     """
 
     RESTARTS = 1
@@ -230,9 +312,10 @@ class Device:
         expendable: Collection[str] = (),
         one_thread: bool = False,
         ahead: bool = False,
+        brief: float = 0.0,
+        on_stuck: Callable[[], None] | None = None,
     ) -> None:
-        self.scheduler = scheduler
-        self.clock = clock
+        self.scheduler, self.clock = scheduler, clock
         self._processors = processors
         self._notify = notify
         self._on_fatal = on_fatal
@@ -244,7 +327,7 @@ class Device:
         self._lock = threading.Lock()
         self._bell = Wakeable(self._lock)
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # the one in charge, or the last one
         self._ended = threading.Event()  # the thread in charge has left its loop, or there is none any more
         self._generation = 0
         self._restarts = 0
@@ -253,8 +336,11 @@ class Device:
         self._running: tuple[Batch, float] | None = None
         self._returned: tuple[Batch, Sequence[Outcome], float, float] | None = None  # to be completed: elapsed, at
         self._ahead = FormingAhead(scheduler, self._lock, clock, self._settle, f"{name}-ahead") if ahead else None
+        self._brief = BriefBatches(0.0 if one_thread else brief, processors)
+        self._context = Context()  # of batches in `turn`: as a thread has one, not that of the caller who woke the loop
+        self._here = False  # the batch that runs is in `turn`
+        self._on_stuck = on_stuck
         self.hung = 0
-        self.fatal = False
         self.lost: ProcessorError | None = None
 
     # -- callers -------------------------------------------------------------------------------------------------------
@@ -266,7 +352,7 @@ class Device:
         """
         prepared: Future[object] = Future()
         with self._lock:
-            if self._thread is not None and self._thread.ident is not None:
+            if self.thread is not None and self.thread.ident is not None:
                 raise ConfigError("Device.start: already started")
             self._spawn(lambda: _run_into(prepared, prepare or (lambda: None)))
         tell_of_forks(self)
@@ -373,19 +459,9 @@ class Device:
         return self._running is not None or self._late
 
     @property
-    def name(self) -> str:
-        """The name of the thread in charge, or of the last one."""
-        return self._name if self._thread is None else self._thread.name
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread in charge, or the last one, still exists."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def current(self) -> bool:
         """Whether the caller is the device thread itself, which must not wait for an answer."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     @property
     def limit(self) -> float:
@@ -421,17 +497,14 @@ class Device:
             self._bell.ring()
             if self._ahead is not None:
                 self._ahead.end()
-            thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            ended = True
-        else:
-            ended = self._ended.wait(timeout) and not self.fatal
+            thread, waits = self.thread, not self.current
+        ended = thread is None or not waits or (self._ended.wait(timeout) and self.lost is None)
         self._drain()
         with self._lock:
-            if thread is not threading.current_thread():
+            if waits:
                 self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
         self._notify()
-        if ended and thread is not None and thread is not threading.current_thread():
+        if ended and waits and thread is not None:
             thread.join(max(0.0, until - time.monotonic()))  # it still calls the processors' own `stop`
         return ended
 
@@ -443,19 +516,86 @@ class Device:
                     return
             time.sleep(BETWEEN)
 
-    def join(self, timeout: float) -> None:
-        """After `stop`: wait for the thread itself, which still stops its processors."""
-        if self._thread is not None and not self.current:
-            self._thread.join(timeout)
+    # -- brief batches, on the event loop's thread ---------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Let a free device take what was submitted: here, if its batch is brief, else on its thread.
+
+        Returns whether a batch ran here; its events wait to be taken. Always on the same thread.
+        """
+        if not self._bell.waiting:
+            return False
+        with self._lock:
+            settled = self.scheduler.settled
+            try:
+                batch = self._form_here() if self._has_news() else None
+            except BaseException:  # it fails on the device thread, too, and there it has consequences
+                self._bell.ring()
+                raise
+            news = settled != self.scheduler.settled
+        if batch is None:
+            if news:  # some were shed
+                self._notify()
+            return False
+        try:
+            outcomes = self._context.run(run_batch, self._processors[batch.group], batch)
+        except BaseException:  # the caller does not go on with what waits
+            error = Failed(ProcessorError("the thread that ran it was interrupted"))
+            self._came_back(batch, [error] * len(batch), ring=True)
+            self._notify()
+            raise
+        self._came_back(batch, outcomes, ring=False)
+        return True
+
+    def _form_here(self) -> Batch | None:
+        """The batch to run on the calling thread; otherwise the device thread is woken. The lock is held."""
+        busy = [group for group in self._processors if self.scheduler.unsettled(group)]
+        if not self._bell.waiting or self._stopping or not all(map(self._brief.group, busy)):
+            self._bell.ring()
+            return None
+        self._settle()
+        if self._ahead is not None:
+            self._ahead.rest()
+        batch = self.scheduler.next_batch(self.clock())
+        if batch is None:  # the thread sleeps until the end of a hold
+            self._bell.ring()
+            return None
+        if not self._brief.fits(batch):
+            self._start(batch, self.clock())
+            self._bell.ring()
+            return None
+        self._running, self._here = (batch, self.clock()), True
+        batch.notes["on_loop"] = True
+        return batch
+
+    def _came_back(self, batch: Batch, outcomes: Sequence[Outcome], ring: bool) -> None:
+        with self._lock:
+            self._here = False
+            if self._running is not None and self._running[0] is batch:  # it was not given up meanwhile
+                self._complete(outcomes, self.clock())
+                self._settle()
+            dropped = not all(isinstance(outcome, Done) for outcome in outcomes) and self.scheduler.idle
+            if self._stopping or ring or dropped:  # residents that left, and no next batch names them
+                self._bell.ring()
+
+    def _look_here(self, now: float) -> None:
+        """The device thread watches a batch that runs in `turn`. The lock is held."""
+        self.scheduler.expire(now)
+        if self._running is None or now - self._running[1] < self.watchdog:
+            return
+        batch, since = self._running
+        log.error("batch %d has run for %.0f s on the event loop, which stands still", batch.id, now - since)
+        if self._on_stuck is not None:
+            self._on_stuck()
 
     # -- device thread -------------------------------------------------------------------------------------------------
 
     def _spawn(self, prepare: Callable[[], None] | None = None) -> None:
         self._generation += 1
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._main, args=(self._generation, prepare), name=f"{self._name}-{self._generation}", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def _main(self, generation: int, prepare: Callable[[], None] | None) -> None:
         try:
@@ -519,12 +659,17 @@ class Device:
         """A thread that was given up has come back: its expendable group was late, and does not hang. The lock is
         held."""
         group, since = self._astray.pop(thread, ("", now))
-        if group and not self.fatal and all(group != other for other, _ in self._astray.values()):
+        if group and self.lost is None and all(group != other for other, _ in self._astray.values()):
             self.scheduler.pause(group, now + self.REST * (now - since), now)
             self._bell.ring()
 
     def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
         """The batch to run now, and residents to drop where there is none. The lock is held."""
+        if self._here:
+            self._look_here(now)
+            return None, ()
+        if self._running is not None:  # formed in `turn`, for this thread to run
+            return self._running[0], ()
         batch = self.scheduler.start_ahead(now) if self._ahead is not None else None
         if batch is None:
             self._settle()
@@ -546,6 +691,7 @@ class Device:
         assert self._running is not None
         batch, since = self._running
         self._running = None
+        self._brief.ran(batch, now - since, failed=isinstance(outcomes[0], Failed | Apart))
         self._settle()
         self._returned = batch, tuple(outcomes), now - since, now
 
@@ -569,13 +715,13 @@ class Device:
 
     def _has_work(self) -> bool:
         """Whether something is due now. The lock is held."""
-        return self.scheduler.wake_at() <= self.clock()
+        return self._here or self.scheduler.wake_at() <= self.clock()
 
-    def _wait(self, most: float = inf) -> None:
-        """Sleep until an input or until the scheduler has something to do, at most for so many seconds. The lock is
-        held, not while it sleeps."""
+    def _wait(self) -> None:
+        """Sleep until an input or until the scheduler has something to do; where batches run in `turn`, for a watchdog
+        at most. The lock is held, not while it sleeps."""
         wake = self.scheduler.wake_at()
-        self._bell.wait(min(wake - self.clock(), most), wake)
+        self._bell.wait(min(wake - self.clock(), self.watchdog if self._brief.limit else inf), wake)
 
     @staticmethod
     def _drop(gone: Sequence[tuple[Processor, tuple[Ticket, ...]]]) -> None:
@@ -616,7 +762,7 @@ class Device:
         self._generation += 1
         if self._ahead is not None:
             self._ahead.end()
-        self.fatal, self.lost, self._late = True, error, False
+        self.lost, self._late = error, False
         while self.scheduler.close(self.clock(), drain=False):
             pass
         self._ended.set()
@@ -636,239 +782,20 @@ class Device:
 
     def _tell_lost(self) -> None:
         self._notify()
-        if self.fatal and self._on_fatal is not None:
+        if self.lost is not None and self._on_fatal is not None:
             on_fatal, self._on_fatal = self._on_fatal, None
             on_fatal()
 
     def _cut_short(self, error: ProcessorError) -> None:
         """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
         self._settle()
-        if self._running is not None:
-            self._answer_running(error)
-            self._late = self._one_thread  # that thread still stops the processors
-            self._generation += not self._one_thread
-
-    def _answer_running(self, error: ProcessorError) -> None:
-        assert self._running is not None
-        batch, since = self._running
+        if self._running is None:
+            return
+        (batch, since), now = self._running, self.clock()
         self._running = None
-        now = self.clock()
+        self._late = self._one_thread  # that thread still stops the processors
+        self._generation += not self._one_thread
         try:
             self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)
         except ValueError:  # the thread died while it completed the batch
             log.exception("batch %d was completed in part", batch.id)
-
-
-# -- brief batches run on the event loop -------------------------------------------------------------------------------
-
-# A hand-over to a thread and back costs more than a small model. But while a batch runs on the loop nothing else does,
-# so a kind of batch runs there only after many of them in a row were brief, and the first long one sends it back. Such
-# a batch runs in `turn`, at the end of the loop's turn. Meanwhile the device thread watches it: it expires tickets, and
-# logs if the batch does not come back.
-
-BRIEF: Final = 0.0003  # seconds; a hand-over costs 0.05 to 0.15 ms of them
-PROOF: Final = 32  # batches in a row that must be brief
-MOST_PROOF: Final = 4096  # after long ones that came soon, at most so many
-KINDS: Final = 256  # kinds that are measured; with more of them all are measured anew
-
-
-class _Proof:
-    """Batches of one group, partition and stage.
-
-    proof: how many must be brief in a row. brief: how many have been. size, seconds: of the largest among them.
-    """
-
-    __slots__ = ("brief", "proof", "seconds", "size")
-
-    def __init__(self) -> None:
-        self.brief, self.proof = 0, PROOF
-        self.size, self.seconds = 0, inf
-
-
-class BriefBatches:
-    """Measures every batch, and answers where the next one runs.
-
-    limit: the longest that a brief batch takes, in seconds; 0: none is brief. processors: by group; those with
-    `any_thread` may run on the loop.
-    """
-
-    def __init__(self, limit: float, processors: Mapping[str, Processor]) -> None:
-        self.limit, self._processors = limit, processors
-        self._kinds: dict[tuple[str, Hashable, str], _Proof] = {}
-        self._proven: dict[str, int] = {}  # kinds that are, by group
-
-    def group(self, name: str) -> bool:
-        """Whether any batch of the group may run on the loop."""
-        return self._proven.get(name, 0) > 0 and may_run_anywhere(self._processors[name])
-
-    def fits(self, batch: Batch) -> bool:
-        """Whether this batch may run on the loop: many of its kind were brief, and it is predicted to be.
-
-        One larger than they were is predicted to take longer in proportion.
-        """
-        kind = self._kinds.get((batch.group, batch.partition, batch.stage))
-        if kind is None or kind.brief < kind.proof:
-            return False
-        return kind.seconds * max(1.0, len(batch) / kind.size) <= self.limit
-
-    def ran(self, batch: Batch, seconds: float, failed: bool = False) -> None:
-        """A batch came back after so many seconds, on the loop or on the device thread. One that failed proves nothing,
-        unless it was long."""
-        if self.limit <= 0.0:
-            return
-        key = (batch.group, batch.partition, batch.stage)
-        kind = self._kinds.get(key)
-        if kind is None:
-            if len(self._kinds) == KINDS:
-                self._kinds.clear()
-                self._proven.clear()
-            kind = self._kinds[key] = _Proof()
-        if seconds > self.limit:
-            self._was_long(batch.group, kind)
-            return
-        if failed:
-            return
-        if len(batch) >= kind.size:
-            kind.size, kind.seconds = len(batch), seconds
-        kind.brief += 1
-        if kind.brief == kind.proof:
-            self._proven[batch.group] = self._proven.get(batch.group, 0) + 1
-
-    def _was_long(self, group: str, kind: _Proof) -> None:
-        if kind.brief >= kind.proof:
-            self._proven[group] -= 1
-            soon = kind.brief < 2 * kind.proof
-            kind.proof = min(2 * kind.proof, MOST_PROOF) if soon else PROOF
-        kind.brief, kind.size, kind.seconds = 0, 0, inf
-
-
-class LoopDevice(Device):
-    """A `Device` that forms full batches ahead, and runs brief ones on the thread that calls `turn`.
-
-    brief: seconds up to which batches may run there; 0: none do.
-    on_stuck: called on the device thread, once a watchdog, while a batch that runs there has taken longer than that:
-        the thread that could answer is not free.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        processors: Mapping[str, Processor],
-        notify: Callable[[], None],
-        clock: Clock,
-        on_fatal: Callable[[], None] | None = None,
-        watchdog: float = inf,
-        expendable: Collection[str] = (),
-        one_thread: bool = False,
-        brief: float = 0.0,
-        on_stuck: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(
-            scheduler, processors, notify, clock, on_fatal,
-            watchdog=watchdog, expendable=expendable, one_thread=one_thread, ahead=True,
-        )  # fmt: skip
-        self._brief = BriefBatches(0.0 if one_thread else brief, processors)
-        self._context = Context()  # as a thread has one: not that of the caller who woke the loop
-        self._here = False  # the batch that runs is on the thread that called `turn`
-        self._handed: Batch | None = None  # formed there, but for the device thread to run
-        self._on_stuck = on_stuck
-
-    # -- the thread that calls `turn` ----------------------------------------------------------------------------------
-
-    def turn(self) -> bool:
-        """Let a free device take what was submitted: here, if its batch is brief, else on its thread.
-
-        Returns whether a batch ran here; its events wait to be taken. Always on the same thread.
-        """
-        if not self._bell.waiting:
-            return False
-        with self._lock:
-            settled = self.scheduler.settled
-            try:
-                batch = self._form_here() if self._has_news() else None
-            except BaseException:  # it fails on the device thread, too, and there it has consequences
-                self._bell.ring()
-                raise
-            news = settled != self.scheduler.settled
-        if batch is None:
-            if news:  # some were shed
-                self._notify()
-            return False
-        try:
-            outcomes = self._context.run(run_batch, self._processors[batch.group], batch)
-        except BaseException:  # the caller does not go on with what waits
-            error = Failed(ProcessorError("the thread that ran it was interrupted"))
-            self._came_back(batch, [error] * len(batch), ring=True)
-            self._notify()
-            raise
-        self._came_back(batch, outcomes, ring=False)
-        return True
-
-    def _form_here(self) -> Batch | None:
-        """The batch to run on the calling thread; otherwise the device thread is woken. The lock is held."""
-        busy = [group for group in self._processors if self.scheduler.unsettled(group)]
-        if not self._bell.waiting or self._stopping or not all(map(self._brief.group, busy)):
-            self._bell.ring()
-            return None
-        self._settle()
-        assert self._ahead is not None
-        self._ahead.rest()
-        batch = self.scheduler.next_batch(self.clock())
-        if batch is None:  # the thread sleeps until the end of a hold
-            self._bell.ring()
-            return None
-        if not self._brief.fits(batch):
-            self._start(batch, self.clock())
-            self._handed = batch
-            self._bell.ring()
-            return None
-        self._running, self._here = (batch, self.clock()), True
-        batch.notes["on_loop"] = True
-        return batch
-
-    def _came_back(self, batch: Batch, outcomes: Sequence[Outcome], ring: bool) -> None:
-        with self._lock:
-            self._here = False
-            if self._running is not None and self._running[0] is batch:  # it was not given up meanwhile
-                self._complete(outcomes, self.clock())
-                self._settle()
-            dropped = not all(isinstance(outcome, Done) for outcome in outcomes) and self.scheduler.idle
-            if self._stopping or ring or dropped:  # residents that left, and no next batch names them
-                self._bell.ring()
-
-    # -- device thread -------------------------------------------------------------------------------------------------
-
-    def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
-        handed, self._handed = self._handed, None
-        if handed is not None:
-            return handed, ()
-        if self._here:
-            self._look_here(now)
-            return None, ()
-        return super()._take(now)
-
-    def _look_here(self, now: float) -> None:
-        """A batch runs on the thread that called `turn`. The lock is held."""
-        self.scheduler.expire(now)
-        if self._running is None or now - self._running[1] < self.watchdog:
-            return
-        batch, since = self._running
-        log.error("batch %d has run for %.0f s on the event loop, which stands still", batch.id, now - since)
-        if self._on_stuck is not None:
-            self._on_stuck()
-
-    def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
-        if self._running is not None:
-            batch, since = self._running
-            self._brief.ran(batch, now - since, failed=isinstance(outcomes[0], Failed | Apart))
-        super()._complete(outcomes, now)
-
-    def _has_work(self) -> bool:
-        return self._here or super()._has_work()
-
-    def _wait(self, most: float = inf) -> None:
-        super()._wait(min(most, self.watchdog))
-
-    def _answer_running(self, error: ProcessorError) -> None:
-        self._handed = None
-        super()._answer_running(error)
