@@ -82,7 +82,7 @@ def test_an_answer_that_is_none_reaches_no_motor(make: Make, case: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2000\r\n\r\n" + bytes(2000),
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"7d0\r\n" + bytes(2000) + b"\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + bytes(2000),
     ],

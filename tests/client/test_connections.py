@@ -74,23 +74,17 @@ def test_the_answer_to_another_request_reaches_no_motor(make: Make) -> None:
             caller.act()
 
 
-def test_a_kept_connection_that_closes_under_a_request_is_replaced_once(make: Make) -> None:
-    with Stub([reply(), "close", reply()]) as stub:
-        caller, time = make(stub.url), Time()
-        caller.act()
-        chunk = caller.act(request_id="mine")
-        assert chunk.attempts == 1
-        assert time.pauses == []
-        assert [seen.connection for seen in stub.seen] == [1, 1, 2]
-
-
-def test_a_new_connection_that_closes_may_have_run_the_request(make: Make) -> None:
-    with Stub(["close", reply()]) as stub:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_connection_that_closes_under_a_request_may_have_run_it(make: Make, kept: bool) -> None:
+    with Stub([reply()] * kept + ["close", reply()]) as stub:
+        caller = make(stub.url)
+        if kept:
+            caller.act()
         with pytest.raises(Unreachable, match="before it had answered") as caught:
-            make(stub.url).act(request_id="mine")
+            caller.act(request_id="mine")
         assert not caught.value.retry_safe
         assert caught.value.request_id == "mine"
-        assert len(stub.seen) == 1
+        assert len(stub.seen) == 1 + kept
 
 
 def test_an_answer_that_breaks_off_is_not_asked_again(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""The client for a robot's program: gets actions from a `reflex serve` over HTTP, sync or async, and reports outcomes.
+"""The client for a robot's program: gets actions from `reflex serve` over HTTP, sync or async, and reports outcomes.
 
     with Client("http://127.0.0.1:8000") as client, client.episode(robot_id="r7") as episode:
         chunk = episode.act(image=picture, instruction="open the drawer", state=state)
@@ -18,8 +18,7 @@ Errors (`docs/errors.md` has the codes):
         ├── ServerBusy          it did not run: retry later
         └── ProcessorFailed     it ran and failed
 
-`Client` and `AsyncClient` share all code that does not wait (`clients.py`). The package imports nothing from the rest
-of `reflex_runtime`.
+The package imports nothing from the rest of `reflex_runtime` but `pacing`.
 """
 
 from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority, Wire

@@ -1,4 +1,4 @@
-"""What a call sends: the fields of an observation, the item of a function, and when a refused request is sent again."""
+"""The body of a call: the fields of an observation, the item of a function; and the pause before a further attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reflex_runtime.client.errors import ClientError, StaleRequest
 from reflex_runtime.pacing import doubled
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts where the server names none, doubling
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, doubling, without Retry-After
 
 Picture = NDArray[np.uint8] | bytes
 """uint8 [height, width, 3], or a PNG or JPEG file's bytes."""
@@ -27,11 +27,11 @@ Priority = Literal["urgent", "default", "background"]
 
 
 class ActFields(TypedDict, total=False):
-    """What `act` takes, by name.
+    """The arguments of `act`.
 
     image: the policy's only picture; images: by the policy's names. state: [n], in the robot's units. seed: of the
-    noise, else made from request_id. deadline_ms: from this call on, all attempts included. executed: how many actions
-    of the last chunk were executed; delay: how many will be until the answer is there.
+    noise, by default from request_id. deadline_ms: from this call on, all attempts included. executed: number of
+    executed actions of the last chunk; delay: of those that the robot executes until the answer.
     """
 
     image: Picture | None
@@ -49,11 +49,11 @@ class ActFields(TypedDict, total=False):
 
 
 def pause_after(error: ClientError, made: int, spread: float) -> float | None:
-    """Seconds until the next attempt; None for no more. made: further attempts so far. spread: in [0, 1); up to a tenth
-    is added, so that robots that were refused together do not return together.
+    """Seconds until the next attempt; None for no more. made: further attempts so far. spread: in [0, 1); adds up to a
+    tenth, so that robots that were refused together do not return together.
 
-    Only requests that cannot run twice (`retry_safe`) are repeated, and not those that were late or that a newer
-    request replaced. The pause is at least Retry-After, else 0.1 s, doubling to 2 s.
+    Only errors with `retry_safe` are repeated, and no late or superseded request. The pause is at least Retry-After,
+    else 0.1 s, doubling to 2 s.
     """
     if not error.retry_safe or isinstance(error, StaleRequest):
         return None
@@ -64,13 +64,13 @@ def pause_after(error: ClientError, made: int, spread: float) -> float | None:
 def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:
     """The fields of POST /act; ValueError for values that no server would accept."""
     if unknown := fields.keys() - ActFields.__annotations__.keys():
-        raise TypeError(f"act() takes no {', '.join(sorted(unknown))}")
+        raise TypeError(f"act() has no {', '.join(sorted(unknown))}")
     sent = {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in fields.items()
         if value is not None
     }
-    sent.setdefault("request_id", uuid.uuid4().hex)  # ours, so that every attempt has the same noise
+    sent.setdefault("request_id", uuid.uuid4().hex)  # made here, so that every attempt has the same noise
     images = dict(sent.pop("images", {}))
     if "image" in sent:
         sent["image"] = _picture(sent["image"], "image", wire, encoding)
@@ -90,7 +90,7 @@ def check_deadline(deadline_ms: float | None) -> None:
 def encoded(fields: Mapping[str, Any], wire: Wire) -> bytes:
     if wire == "msgpack":
         return msgspec.msgpack.encode(dict(fields))
-    return json.dumps(dict(fields)).encode()  # NaN goes out as NaN, and the server names the field
+    return json.dumps(dict(fields)).encode()  # with NaN as it is: the server's error names the field
 
 
 def _state(values: Any, wire: Wire) -> Any:
@@ -99,7 +99,7 @@ def _state(values: Any, wire: Wire) -> Any:
         raise ValueError(f"state: must be numbers [n], is {state.dtype} {list(state.shape)}")
     if wire == "json":
         return state.tolist()
-    with np.errstate(over="ignore"):  # the server names a field that float32 cannot hold
+    with np.errstate(over="ignore"):  # the server's error names a field beyond float32
         return _array(state.astype(np.float32))
 
 
@@ -119,7 +119,7 @@ def _picture(picture: Any, name: str, wire: Wire, encoding: Encoding) -> Any:
 
 
 def _compressed(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
-    import PIL.Image  # here, so that a program that sends raw pictures never loads it
+    import PIL.Image  # here: programs that send raw pictures do not need it
 
     out = io.BytesIO()
     PIL.Image.fromarray(pixels).save(out, kind, **options)
@@ -127,7 +127,7 @@ def _compressed(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
 
 
 def plain_item(value: Any) -> Any:
-    """What msgpack has for a value of an item: arrays, numbers of numpy, pictures of Pillow."""
+    """The form in msgpack of arrays, numbers of numpy, pydantic models, pictures of Pillow."""
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, np.generic):

@@ -1,7 +1,4 @@
-"""`Client` and `AsyncClient`. A call is a generator without I/O: it yields an `Attempt`, or the seconds of a pause. The
-client does it, waiting in the thread or in the task, and sends back the reply or the error of an attempt, and None
-after a pause. What the generator returns is the call's result.
-"""
+"""`Client` and `AsyncClient`: the same coroutines, which suspend in an `AsyncClient` and block in a `Client`."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ import random
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -32,9 +29,9 @@ from reflex_runtime.client.calls import (
     pause_after,
     plain_item,
 )
-from reflex_runtime.client.errors import BadAnswer, ClientError, Unreachable
+from reflex_runtime.client.errors import ClientError, Unreachable
 from reflex_runtime.client.exchange import (
-    Attempt,
+    AnswerReader,
     Chunk,
     Reply,
     chunk,
@@ -46,18 +43,17 @@ from reflex_runtime.client.exchange import (
 
 log = logging.getLogger("reflex.client")
 
-GRACE: Final = 0.5  # seconds beyond its deadline: the server is to say itself that its answer came too late
+GRACE: Final = 0.5  # seconds beyond the deadline, in which the server's own error for a late answer arrives
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Call: TypeAlias = Generator[Attempt | float, Reply | ClientError | None, T]
 C = TypeVar("C", bound="BaseClient")
 
 
 class Method(Generic[P, T]):
-    """A call as a method of both clients, and of their episodes: `AsyncClient`'s is awaited."""
+    """A coroutine as a method of both clients, and of their episodes: that of an `AsyncClient` is awaited."""
 
-    def __init__(self, call: Callable[Concatenate[Any, P], Call[T]]) -> None:
+    def __init__(self, call: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
         self._call = call
 
     @overload
@@ -88,22 +84,22 @@ def _host_in(url: str) -> str:
 
 
 class BaseClient:
-    """What both clients have: where the server is, and how calls are made.
+    """The options and the calls of both clients.
 
     url: http://HOST:PORT, with an optional path prefix. api_key: sent as Authorization: Bearer.
     timeout: most seconds of a call, pauses and further attempts included.
-    retries: most further attempts after a refusal, see `pause_after`; 0 is none.
-    wire: "msgpack", which carries pictures and numbers as bytes, or "json".
+    retries: most further attempts after a refusal, see `pause_after`.
+    wire: "msgpack", with pictures and numbers as bytes, or "json".
     encoding: of pictures given as arrays: "raw" (uncompressed; over JSON as PNG), "png" (smaller, the same pixels) or
-        "jpeg" (smallest, and not quite the same pixels).
+        "jpeg" (smallest, with loss).
     uds: path of the server's Unix socket; `url` then gives only Host and prefix.
-    proxy: URL of a proxy; without it, HTTP_PROXY, HTTPS_PROXY and NO_PROXY count, but not for a server on this machine.
-    verify: True checks TLS against the system's certificates; an ssl.SSLContext brings others or a client certificate.
-    sleep: by default that of `time` or `asyncio`; an `AsyncClient` awaits it.
+    proxy: URL of a proxy; by default HTTP_PROXY, HTTPS_PROXY and NO_PROXY, except for a server on this machine.
+    verify: True checks TLS against the system's certificates; an ssl.SSLContext has others or a client certificate.
+    clock, sleep, spread: for tests; an `AsyncClient` awaits `sleep`.
     """
 
-    _kind: ClassVar[tuple[Any, Any]]  # of httpx
-    run: Callable[[Call[Any]], Any]
+    _kind: ClassVar[tuple[Any, Any]]  # httpx's client and transport
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
 
     def __init__(
         self,
@@ -149,28 +145,24 @@ class BaseClient:
         socket = transport(self._options["verify"], uds=self._uds, limits=limits) if self._uds else None
         return kind(transport=socket, limits=limits, **self._options)
 
-    # -- calls: generators without I/O, which the sync and the async client both run -----------------------------------
+    # -- calls: coroutines that both clients run -----------------------------------------------------------------------
 
-    def _act(self, **fields: Unpack[ActFields]) -> Call[Chunk]:
+    async def _act(self, **fields: Unpack[ActFields]) -> Chunk:
         """The next actions for this observation, see `ActFields`: POST /act. A later attempt sends the rest of the
-        deadline.
-
-        Raises the ClientError of the server's error code; ValueError for arguments that no server would accept.
+        deadline. ClientError, by the server's error code; ValueError for arguments that no server would accept.
         """
         began = self._clock()
         request = observation(fields, self._wire, self._encoding)
-        reply, attempts = yield from self._ask(
-            "POST", "/act", request, self._wire, began, request.get("deadline_ms"),
-            request.get("episode_id") or request.get("robot_id"),
-        )  # fmt: skip
-        request_id = str(request["request_id"])
+        request_id, episode = str(request["request_id"]), request.get("episode_id") or request.get("robot_id")
+        deadline_ms = request.get("deadline_ms")
         try:
-            return chunk(reply, request_id, attempts)
-        except BadAnswer as error:
-            error.request_id = request_id
+            reply, made = await self._ask("POST", "/act", request, self._wire, deadline_ms, episode, began=began)
+            return chunk(reply, request_id, made)
+        except ClientError as error:
+            error.request_id = error.request_id or request_id
             raise
 
-    def _predict(
+    async def _predict(
         self,
         item: Any,
         function: str = "",
@@ -179,12 +171,12 @@ class BaseClient:
         priority: Priority | None = None,
         client: str | None = None,
         request_id: str | None = None,
-    ) -> Call[Any]:
-        """The result of a function for one item: POST /predict, see docs/functions.md. function: its name, where there
-        are several.
+    ) -> Any:
+        """The result of a function for one item: POST /predict, see docs/functions.md.
 
-        Arrays, dataclasses, structs, pydantic models and pictures may be in the item; arrays in a result are arrays
-        again. client: whose fair share it takes. A later attempt sends the rest of the deadline.
+        item: may have arrays, dataclasses, structs, pydantic models and pictures; arrays in a result are arrays again.
+        function: its name, where the server has several. client: whose fair share it takes. A later attempt sends the
+        rest of the deadline.
         """
         own = {"priority": priority, "client": client, "request_id": request_id or uuid.uuid4().hex}
         said = {name: value for name, value in own.items() if value is not None}
@@ -192,37 +184,36 @@ class BaseClient:
         body = msgspec.msgpack.encode(item, enc_hook=plain_item)
         path = f"/predict/{quote(function, safe='')}" if function else "/predict"
         try:
-            reply, _ = yield from self._ask(
-                "POST", f"{path}?{urlencode(said)}", None, "msgpack", self._clock(), deadline_ms, body=body
+            reply, _ = await self._ask(
+                "POST", f"{path}?{urlencode(said)}", None, "msgpack", deadline_ms, body=body
             )
         except ClientError as error:
             error.request_id = error.request_id or said["request_id"]
             raise
         return result(reply)
 
-    def _get(self, path: str) -> Call[dict[str, Any]]:
-        """GET a path that answers a JSON object, such as /config or /diagnostics/rollout; repeated while the server is
-        unreachable or only a proxy answers."""
-        reply, _ = yield from self._ask("GET", path, None, "json", self._clock())
+    async def _get(self, path: str) -> dict[str, Any]:
+        """GET a JSON object, such as /config; repeated while the server is unreachable or only a proxy answers."""
+        reply, _ = await self._ask("GET", path, None, "json")
         return decoded(reply)
 
-    def _health(self) -> Call[dict[str, Any]]:
-        """The body of /health, ready or not: `["state"] == "ready"` when the server serves. One attempt."""
-        reply = yield from self._sent("GET", "/health", self._headers("json"), None, self._timeout)
+    async def _health(self) -> dict[str, Any]:
+        """The body of /health: `["state"] == "ready"` when the server serves. One attempt."""
+        reply = await self._attempt("GET", "/health", self._headers("json"), None, self._timeout)
         if reply.status not in (200, 503):
             raise refused(reply)
         return decoded(reply)
 
-    def _post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> Call[dict[str, Any]]:
-        """POST a JSON object to a path, such as /admin/split {"split": 50}; returns the answer. episode: that it is
-        about."""
-        reply, _ = yield from self._ask("POST", path, fields, "json", self._clock(), episode=episode)
+    async def _post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> dict[str, Any]:
+        """POST a JSON object to a path, such as /admin/split {"split": 50}; returns the answer. episode: its id, for a
+        balancer."""
+        reply, _ = await self._ask("POST", path, fields, "json", episode=episode)
         return decoded(reply) if reply.body else {}
 
-    def _report_outcome(
+    async def _report_outcome(
         self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
-    ) -> Call[dict[str, Any]]:
-        """Report how an episode ended. `episode` does this by itself. robot_id: if its requests had one."""
+    ) -> dict[str, Any]:
+        """Report how an episode ended, as `episode` does by itself. robot_id: of its requests."""
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward={reward!r}: must be finite")
         body: dict[str, Any] = {"success": bool(success)}
@@ -230,22 +221,25 @@ class BaseClient:
             body["reward"] = float(reward)
         if robot_id is not None:
             body["robot_id"] = robot_id
-        return (yield from self._post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id))
+        return await self._post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id)
 
-    def _ask(
+    async def _ask(
         self,
         method: str,
         path: str,
         fields: Mapping[str, Any] | None,
         wire: Wire,
-        began: float,
         deadline_ms: float | None = None,
         episode: str | None = None,
         body: bytes | None = None,
-    ) -> Call[tuple[Reply, int]]:
-        """A 2xx reply and the number of attempts, or the last attempt's error. episode: names it to what is between
-        this client and several servers. body: in place of fields; what is left of the deadline is in a header then."""
-        headers = self._headers(wire)
+        began: float | None = None,
+    ) -> tuple[Reply, int]:
+        """A 2xx reply and the number of attempts, or the last attempt's error.
+
+        episode: sent as a header, by which a balancer keeps it with one server. body: in place of fields; the rest of
+        the deadline is in a header then. began: when the call did, if earlier.
+        """
+        headers, began = self._headers(wire), self._clock() if began is None else began
         if episode:
             headers["X-Reflex-Episode"] = quote(str(episode), safe="", errors="replace")
         deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
@@ -259,20 +253,27 @@ class BaseClient:
                 fields = {**fields, "deadline_ms": left_ms}
             sent = body if fields is None else encoded(fields, wire)
             try:
-                reply = yield from self._sent(method, path, headers, sent, max(1e-3, began + limit - now))
+                reply = await self._attempt(method, path, headers, sent, max(1e-3, began + limit - now))
                 if 200 <= reply.status < 300:
                     return reply, made + 1
                 raise refused(reply)
             except ClientError as error:
                 if method == "GET" and (isinstance(error, Unreachable) or error.status in (502, 503, 504)):
                     error.retry_safe = True  # it changes nothing
-                if error.request_id is None and fields is not None:
-                    error.request_id = fields.get("request_id")
                 pause = pause_after(error, made, self._spread())
                 if pause is None or made >= self._retries or self._clock() + pause >= until:
                     raise
             made += 1
-            yield pause
+            await self._pause(pause)
+
+    async def _attempt(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
+    ) -> Reply:
+        """The reply to one request. limit: seconds for each of its phases, and until the end of the answer."""
+        raise NotImplementedError
+
+    async def _pause(self, seconds: float) -> None:
+        raise NotImplementedError
 
     def _headers(self, wire: Wire) -> dict[str, str]:
         kind = f"application/{wire}"
@@ -280,17 +281,6 @@ class BaseClient:
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         return headers
-
-    def _sent(self, method: str, path: str, headers: dict[str, str], body: bytes | None, limit: float) -> Call[Reply]:
-        """The reply to one attempt, or to one more if a kept connection turns out to be closed; raises its error."""
-        came: Reply | ClientError | None = None
-        for again in (True, False):
-            if came is None:
-                came = yield Attempt(self.url, method, path, headers, body, limit, self._clock, again)
-        if not isinstance(came, Reply):
-            assert came is not None, "a second attempt ends with a reply or an error"
-            raise came
-        return came
 
     act = Method(_act)
     predict = Method(_predict)
@@ -302,8 +292,8 @@ class BaseClient:
     def episode(
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
     ) -> Episode[Self]:
-        """An episode for a `with` (`async with`) statement: its `act` sends the ids, and its outcome is reported at the
-        end of the block."""
+        """An episode for `with` or `async with`: its `act` sends the ids, and the end of the block reports its
+        outcome."""
         return Episode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
 
 
@@ -323,26 +313,26 @@ class Client(BaseClient):
         old, self._http = self._http, self._open()
         old.close()
 
-    def run(self, call: Call[T]) -> T:
-        """Carry out the call's attempts and pauses until it returns."""
-        came: Reply | ClientError | None = None
-        while True:
-            try:
-                step = call.send(came)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            came = self._attempt(step) if isinstance(step, Attempt) else self._sleep(step)
-
-    def _attempt(self, attempt: Attempt) -> Reply | ClientError | None:
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call. It waits in this thread and never suspends, so that one step ends it."""
         try:
-            with self._http.stream(**attempt.request(attempt.note)) as response:
-                attempt.begin(response)
-                for part in response.iter_raw():
-                    attempt.take(part)
-                return attempt.reply(response)
-        except (httpx.TransportError, ClientError) as error:
-            return attempt.failed(error)
+            call.send(None)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        raise AssertionError("a call of a Client suspends")
+
+    async def _attempt(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
+    ) -> Reply:
+        answer = AnswerReader(self.url, limit, self._clock)
+        with answer, self._http.stream(method, self.url + path, headers=headers, content=body, timeout=limit) as came:
+            for part in came.iter_raw():
+                answer.take(part)
+        return answer.reply(came)
+
+    async def _pause(self, seconds: float) -> None:
+        self._sleep(seconds)
 
 
 class AsyncClient(BaseClient):
@@ -364,36 +354,32 @@ class AsyncClient(BaseClient):
         old, self._http = self._http, self._open()
         await old.aclose()
 
-    async def run(self, call: Call[T]) -> T:
-        """Carry out the call's attempts and pauses until it returns."""
-        came: Reply | ClientError | None = None
-        while True:
-            try:
-                step = call.send(came)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            came = await (self._attempt(step) if isinstance(step, Attempt) else self._sleep(step))
+    async def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call."""
+        return await call
 
-    async def _attempt(self, attempt: Attempt) -> Reply | ClientError | None:
-        try:
-            async with self._http.stream(**attempt.request(attempt.note_awaited)) as response:
-                attempt.begin(response)
-                async for part in response.aiter_raw():
-                    attempt.take(part)
-                return attempt.reply(response)
-        except (httpx.TransportError, ClientError) as error:
-            return attempt.failed(error)
+    async def _attempt(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
+    ) -> Reply:
+        answer = AnswerReader(self.url, limit, self._clock)
+        stream = self._http.stream(method, self.url + path, headers=headers, content=body, timeout=limit)
+        with answer:
+            async with stream as came:
+                async for part in came.aiter_raw():
+                    answer.take(part)
+        return answer.reply(came)
+
+    async def _pause(self, seconds: float) -> None:
+        await self._sleep(seconds)
 
 
 @dataclass(slots=True)
 class Episode(Generic[C]):
     """One episode of a client, for `with` or, of an `AsyncClient`, `async with`.
 
-    success: how it ended; set it in the block. An exception in the block makes an unset one False. None is not
-    reported, because the client does not know the outcome. An interrupted episode (KeyboardInterrupt, a cancelled task)
-    is not reported either, because that is no failure of the policy.
-    reward: reported with it. reported: the server has accepted the report; a report that fails is logged, not raised.
+    success: the outcome; set it in the block. An exception in the block makes an unset one False. None is unknown and
+        not reported, nor is an interrupted episode (KeyboardInterrupt, a cancelled task): no failure of the policy.
+    reward: reported with it. reported: the server accepted the report; a failure is logged, not raised.
     changed: the server moved the episode to another policy.
     """
 
@@ -407,24 +393,24 @@ class Episode(Generic[C]):
     changed: bool = field(default=False, init=False)
 
     @property
-    def run(self) -> Callable[[Call[Any]], Any]:
+    def run(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:
         return self.client.run
 
-    def _act(self, **fields: Unpack[ActFields]) -> Call[Chunk]:
+    async def _act(self, **fields: Unpack[ActFields]) -> Chunk:
         """POST /act, with the episode's ids and instruction."""
         own: ActFields = {"episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction}
-        chunk = yield from self.client._act(**own | fields)
+        chunk = await self.client._act(**own | fields)
         self.changed = self.changed or chunk.policy_changed
         return chunk
 
-    def _ended(self, error: object) -> Call[None]:
-        """The block has ended, with this exception or without: report the outcome if there is one."""
+    async def _ended(self, error: object) -> None:
+        """Report the outcome of the block, which ended with this exception or with None."""
         if self.success is None and isinstance(error, Exception):
             self.success = False
         if self.success is None:
             return
         try:
-            yield from self.client._report_outcome(self.episode_id, self.success, self.reward, self.robot_id)
+            await self.client._report_outcome(self.episode_id, self.success, self.reward, self.robot_id)
             self.reported = True
         except ClientError as lost:
             log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)

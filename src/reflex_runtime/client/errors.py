@@ -1,4 +1,4 @@
-"""Every way a call can fail: no answer, an unusable one, or an error of the server, by what a program can do about it.
+"""The errors of a call, by what a program can do about them: no answer, an unusable one, an error of the server.
 
 The codes are those of `docs/errors.md`; a test compares the two.
 """
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 
 class ClientError(Exception):
-    """Base of everything a call raises. retry_safe: asking again cannot make the policy run the request twice."""
+    """Base of all errors of a call. retry_safe: a further attempt cannot make the policy run the request twice."""
 
     code = "client_error"
 
@@ -50,7 +50,7 @@ class TimedOut(Unreachable):
 
 
 class BadAnswer(ClientError):
-    """The answer is not one of a policy server, or not safe to execute."""
+    """The answer is none of a policy server, or not safe to execute."""
 
     code = "bad_answer"
 
@@ -60,11 +60,11 @@ class ServerError(ClientError):
 
 
 class BadRequest(ServerError):
-    """The request is wrong, or its key: `body["field"]` may name the field. Asking again does not help."""
+    """The request or its key is wrong; `body["field"]` may name the field. A further attempt does not help."""
 
 
 class NotFound(BadRequest):
-    """No such path: another server, or an older one."""
+    """No such path: another kind or version of server."""
 
     code = "not_found"
 

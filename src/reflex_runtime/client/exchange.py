@@ -1,7 +1,6 @@
-"""One attempt over httpx, and what becomes of its reply: a chunk that is safe to execute, or an error.
+"""The answer of a server: bounded while it comes, then a chunk that is safe to execute, a result, or an error.
 
-httpx keeps the connections, with proxies, TLS and Unix sockets. This file adds what a robot needs beside that: one
-limit for the whole attempt, a bound on the answer, and one more attempt where a kept connection had been closed.
+httpx keeps the connections, with proxies, TLS and Unix sockets.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import math
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import unquote
@@ -20,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.client.errors import BadAnswer, ClientError, ServerError, TimedOut, Unreachable, class_of
+from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut, Unreachable, class_of
 
 MAX_ANSWER: Final = 64 << 20  # bytes of an answer that are read at most
 _FLOATS = {"<f4": 4, "<f8": 8, "<f2": 2}
@@ -35,108 +34,65 @@ class Reply:
     body: bytes
 
 
-@dataclass(slots=True)
-class Attempt:
-    """The state of one attempt, without waiting: its limits for httpx, what came so far, and which error a failure is.
+class AnswerReader:
+    """Collects the answer to one attempt, bounded in size and time. A context that turns errors of httpx into ours.
 
-    limit: seconds until its answer must be there. An answer that trickles in ends late, at most after twice the limit:
-    httpx bounds a part, not the body.
+    limit: seconds from now on until the last part.
     """
 
-    url: str
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    body: bytes | None
-    limit: float
-    clock: Callable[[], float]
-    again: bool = True  # another attempt may follow
-    kept: bool = field(default=True, init=False)  # until it connects
-    status: int | None = field(default=None, init=False)
-    parts: list[bytes] = field(default_factory=list, init=False)
-    size: int = field(default=0, init=False)
-    until: float = field(init=False)
-    timeouts: dict[str, float] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self.until = self.clock() + self.limit
-
-    def request(self, trace: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments of httpx's `stream`. trace: `note`, or that awaited."""
-        return {
-            "method": self.method, "url": self.url + self.path, "headers": dict(self.headers), "content": self.body,
-            "extensions": {"timeout": self.timeouts, "trace": trace},
-        }  # fmt: skip
-
-    def note(self, event: str, _: Mapping[str, Any]) -> None:
-        """A phase of the request begins or ends: each gets what is left of the attempt's time."""
-        left = max(1e-3, self.until - self.clock())
-        self.timeouts.update(connect=left, write=left, read=left)
-        if event.startswith("connection.connect_"):
-            self.kept = False
-
-    async def note_awaited(self, event: str, info: Mapping[str, Any]) -> None:
-        self.note(event, info)
-
-    def begin(self, response: httpx.Response) -> None:
-        """The head of the answer is there."""
-        self.status = response.status_code
-        self._bound(int(response.headers.get("content-length", 0)))
+    def __init__(self, url: str, limit: float, clock: Callable[[], float]) -> None:
+        self._url, self._limit, self._clock = url, limit, clock
+        self._until, self._body = clock() + limit, bytearray()
 
     def take(self, part: bytes) -> None:
-        self.size += len(part)
-        self._bound(self.size)
-        self.parts.append(part)
-        if self.clock() > self.until:
+        self._body += part
+        if len(self._body) > MAX_ANSWER:
+            raise BadAnswer(f"{len(self._body)} bytes, at most {MAX_ANSWER} are read")
+        if self._clock() > self._until:
             raise self._too_late()
 
     def reply(self, response: httpx.Response) -> Reply:
-        return Reply(response.status_code, dict(response.headers), b"".join(self.parts))
+        return Reply(response.status_code, dict(response.headers), bytes(self._body))
 
-    def failed(self, error: httpx.TransportError | ClientError) -> ClientError | None:
-        """What is wrong; None where a kept connection was closed, perhaps long ago, before the head of the answer came:
-        the request may go out once more."""
-        if isinstance(error, ClientError):
-            return error
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, httpx.TransportError):
+            return
         why = str(error) or type(error).__name__
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
-            kind = TimedOut if isinstance(error, httpx.ConnectTimeout) else Unreachable
-            return kind(f"cannot connect to {self.url}: {why}", retry_safe=True)
+            failed = TimedOut if isinstance(error, httpx.ConnectTimeout) else Unreachable
+            raise failed(f"cannot connect to {self._url}: {why}", retry_safe=True) from error
         if isinstance(error, httpx.TimeoutException):
-            return self._too_late()
+            raise self._too_late() from error
         if isinstance(error, httpx.RemoteProtocolError) and "connect" not in why:  # neither closed nor disconnected
-            return BadAnswer(f"not HTTP/1.1: {why}")
-        if self.again and self.kept and self.status is None:
-            return None
-        return Unreachable(f"{self.url} closed the connection before it had answered: {why}")
+            raise BadAnswer(f"not HTTP/1.1: {why}") from error
+        raise Unreachable(f"{self._url} closed the connection before it had answered: {why}") from error
 
     def _too_late(self) -> TimedOut:
-        return TimedOut(f"no answer from {self.url} within {self.limit:.3g} s")
-
-    def _bound(self, size: int) -> None:
-        if size > MAX_ANSWER:
-            raise BadAnswer(f"{size} bytes, at most {MAX_ANSWER} are read", status=self.status)
+        return TimedOut(f"no answer from {self._url} within {self._limit:.3g} s")
 
 
 @lru_cache(1)
 def system_certificates() -> ssl.SSLContext:
-    """httpx alone would trust the certificates that it brings, and not a robot's own authority."""
+    """The system's certificates, a robot's own authority included; httpx brings others."""
     return ssl.create_default_context()
 
 
-# -- what came ---------------------------------------------------------------------------------------------------------
+# -- its content -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """One answer.
 
-    actions: float32 [n, action_dim], finite, in the robot's units, the first to be executed first.
+    actions: float32 [n, action_dim], finite, in the robot's units, in their order of execution.
     timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, reason, cost_ms.
-    cache: hit, hit_stale, miss or off. guard: what the action guard changed, or None.
-    slot, model_version: which of two policies answered; None from a server with one.
-    policy_changed: the episode was moved to another policy; discard plans made before.
-    attempts: number of attempts. raw: the whole answer, with all its fields.
+    cache: hit, hit_stale, miss or off. guard: the changes of the action guard, or None.
+    slot, model_version: of the policy that answered; None from a server with one.
+    policy_changed: the server moved the episode to another policy; discard earlier plans.
+    raw: the whole answer.
     """
 
     actions: NDArray[np.float32]
@@ -153,7 +109,7 @@ class Chunk:
 
 
 def result(reply: Reply) -> Any:
-    """The result in an answer of /predict; bytes and pictures are the body itself."""
+    """The result in an answer of /predict; for bytes and pictures the body itself."""
     if "msgpack" not in reply.headers.get("content-type", ""):
         return reply.body
     try:
@@ -163,7 +119,7 @@ def result(reply: Reply) -> Any:
 
 
 def _arrays(value: Any) -> Any:
-    """The same with arrays where it has {dtype, shape, data}."""
+    """The value with arrays in place of {dtype, shape, data}."""
     if isinstance(value, list):
         return [_arrays(part) for part in value]
     if not isinstance(value, dict):
@@ -188,7 +144,7 @@ def decoded(reply: Reply) -> dict[str, Any]:
 
 
 class _Refusal(msgspec.Struct):
-    """A body in the server's own form: only that has `retry_safe`."""
+    """The body of an error in the server's own form."""
 
     error: str
     message: str
@@ -217,7 +173,7 @@ def refused(reply: Reply) -> ServerError:
 
 
 def chunk(reply: Reply, request_id: str, attempts: int) -> Chunk:
-    """The validated answer; BadAnswer for anything that is not safe to execute."""
+    """The validated answer; BadAnswer where it is not safe to execute."""
     raw = decoded(reply)
     actions = _actions(raw.get("actions"))
     for name, size in (("num_actions", actions.shape[0]), ("action_dim", actions.shape[1])):
@@ -260,7 +216,7 @@ def _actions(value: Any) -> NDArray[np.float32]:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """The seconds of Retry-After; a date, which proxies may send, counts as none."""
+    """The seconds of Retry-After; None for a date, which proxies may send."""
     try:
         value = float(text or "")
     except ValueError:
@@ -269,7 +225,7 @@ def _retry_after(text: str | None) -> float | None:
 
 
 def _header(headers: Mapping[str, str], name: str) -> str | None:
-    """A header's text; the server percent-encodes it if it is not plain ASCII."""
+    """The text of a header, which the server percent-encodes unless it is plain ASCII."""
     value = headers.get(name)
     if value is None:
         return None
