@@ -185,7 +185,7 @@ def test_a_server_of_pages_is_told_apart(capsys: pytest.CaptureFixture[str]) -> 
         assert by_wire(found)["openpi"]["advice"] == "no server of this protocol is there; is it another port?"
         assert main(["probe", address]) == 1
         told = capsys.readouterr().out
-        assert "no server of reflex" in told
+        assert "not a Reflex server" in told
         assert "docs/errors.md" not in told
 
 

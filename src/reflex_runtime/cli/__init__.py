@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def _form(self) -> str:
-        """How the command is written, without its options."""
+        """Usage without options."""
         formatter = self._get_formatter()
         formatter.add_usage(None, [action for action in self._actions if not action.option_strings], [], "")
         return f"write {' '.join(formatter.format_help().split())}; {self.prog} --help shows all options"
@@ -142,7 +142,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _adds(verb: str, words: Sequence[str]) -> Callable[[Any], None]:
-    """What registers a verb. What is served decides which module serves, and so which options there are."""
+    """The function that registers a verb. The sources of `serve` decide which module that is, and so its options."""
     module, function = _TOGETHER.get(verb, verb), "add_parser"
     if verb in _TOGETHER:
         function = f"add_{verb.replace('-', '_')}"
@@ -155,17 +155,17 @@ def _adds(verb: str, words: Sequence[str]) -> Callable[[Any], None]:
 
 
 def _prepare(verb: str) -> None:
-    """Set up the process before a library is imported or has a thread; processes that fork from it have that too."""
+    """Set up the process before a library is imported or starts a thread; forked processes inherit it."""
     from reflex_runtime.run.process import prepare_memory, telemetry_off
 
-    telemetry_off()  # also that of libraries which a processor of the user's imports
+    telemetry_off()  # also of libraries that the user's code imports
     if verb in ("serve", "worker"):
         prepare_memory()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns its exit status. What a user can mend is one line on standard error, without a traceback."""
-    told = ["reflex"]
+    """Run a verb and return its exit status. An error that a user can fix is one line on standard error."""
+    prefix = ["reflex"]
 
     def run() -> int:
         words = sys.argv[1:] if argv is None else argv
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return 2
         args = parser.parse_args(words)
-        told.append(args.verb)
+        prefix.append(args.verb)
         return int(args.run(args))
 
-    return status_of(run, told)
+    return status_of(run, prefix)

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         check_otel(config.otel)
     guard(stdout=config.results != "-")
     output = sys.stdout
-    from reflex_runtime.feeds.session import FeedsSession  # not before: what is refused needs none of it
+    from reflex_runtime.feeds.session import FeedsSession  # late: a refusal does not need it
 
-    with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
+    with redirect_stdout(sys.stderr if config.results == "-" else output):  # prints of a processor are not results
         again = None if args.config is None else read
         return FeedsSession(plan, processor_asked(plan), output, outputs, again).run()

@@ -1,7 +1,8 @@
-"""`reflex probe`: one observation to a server, as its clients would send it, and what its wires expect.
+"""`reflex probe`: sends one observation to a server as its clients would, and shows what each wire expects.
 
-/act, openpi and LeRobot get one observation, which `Pick` chooses by what the server announces, and answer with
-actions. Any other listener is greeted as its protocol does. Errors are those of `reflex_runtime.client`."""
+/act, openpi and LeRobot get an observation, which `Pick` chooses by what the server announces, and answer with actions.
+Other listeners get the greeting of their protocol. Errors are those of `reflex_runtime.client`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shap
 
 
 def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape:
-    """A text frame is an error: our JSON, or another server's traceback."""
+    """A text frame is an error: JSON from Reflex, a traceback from another server."""
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
     from websockets.sync.client import ClientConnection, connect
 
@@ -100,7 +101,7 @@ def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
 
 @contextmanager
 def grpc_calls(server: ServerAddress, key: str, timeout: float) -> Iterator[Callable[..., bytes]]:
-    """Calls of a server: (method, a message, or a list of them in a stream) → its answer. As a robot of its own."""
+    """A function that calls the server: (method, one message or a stream of them) → answer. Uses a new robot id."""
     with needed_by("this wire"):
         import grpc
     metadata = [("x-reflex-robot", f"probe-{token_hex(4)}"), *([("authorization", f"Bearer {key}")] if key else [])]
@@ -134,7 +135,7 @@ def greet_oip(server: ServerAddress, key: str, timeout: float, pick: Pick) -> No
 
 
 def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape | None:
-    """Without an observation the server is only greeted."""
+    """Without an observation only greets the server."""
     with grpc_calls(server, key, timeout) as call:
         from reflex_runtime.robots.wires.lerobot import SERVICE, sent_by_robot, shape_of  # protobuf, as gRPC
 
@@ -155,7 +156,7 @@ def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
 
 
 class ProbeWire(NamedTuple):
-    """config: its name in /config. ask: None where reading /config is all. setting: option of its own listener."""
+    """config: its name in /config. ask: None if /config alone is read. setting: option of its own listener."""
 
     config: str
     ask: Ask | None = None
@@ -175,7 +176,7 @@ WIRES: Final[dict[str, ProbeWire]] = {
 }
 
 
-WIDE = 140  # columns where the output is no terminal and COLUMNS does not say
+WIDE = 140  # columns if the output is not a terminal and COLUMNS is not set
 SCHEMES = ("http", "https", "ws", "wss", "tcp", "grpc", "grpcs")
 
 _EPILOG = """\
@@ -232,8 +233,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class WireProbe:
-    """The result of one wire. sent: name → type and shape; known: where those are from. actions: shape of the answer;
-    None where the wire was greeted, or read in /config."""
+    """Result of one wire. sent: name → type and shape. known: where the names are from. actions: shape of the answer;
+    None if the wire was only greeted, or read in /config."""
 
     wire: str
     works: bool = False
@@ -248,7 +249,7 @@ class WireProbe:
 
 
 class ServerLook(NamedTuple):
-    """From /health and /config; empty if it is no server of reflex. wires: what each expects. on: its listeners."""
+    """From /health and /config; empty if it is not a Reflex server. wires: what each expects. on: its listeners."""
 
     state: str = ""
     version: str = ""
@@ -258,7 +259,7 @@ class ServerLook(NamedTuple):
 
 
 def look(server: ServerAddress, key: str) -> ServerLook:
-    """ReflexError where nothing answers; ConfigError for a server of something else."""
+    """Read /health and /config. ReflexError if nothing answers; ConfigError for a server without robot wires."""
     health = _map(server.get("/health")[1])
     if "feeds" in health and "coordinators" in health:
         raise ConfigError(f"{server.url}: runs feeds; {server.url}/feeds shows them, {server.url}/docs has all paths")
@@ -284,7 +285,7 @@ def _map(body: bytes) -> dict[str, Any]:
 
 
 def example(told: Any) -> dict[str, Any] | None:
-    """An observation of grey pictures and small numbers, as a server describes it; None where it does not."""
+    """Grey pictures and small numbers as the server describes them; None if it does not."""
     import numpy as np
 
     try:
@@ -300,7 +301,7 @@ def example(told: Any) -> dict[str, Any] | None:
 
 
 def read_observation(path: str) -> dict[str, Any]:
-    """The user's observation, under the names of the wire. ConfigError if it cannot be read."""
+    """The user's observation, with the names of the wire. ConfigError if it cannot be read."""
     import numpy as np
 
     try:
@@ -315,7 +316,7 @@ def read_observation(path: str) -> dict[str, Any]:
 def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
-    """Send one request on one wire. own: what to send; by default from /config, else from the wire itself."""
+    """Send one request on one wire. own: the observation; by default from /config, else from the wire itself."""
     wire, found = WIRES[name], WireProbe(name)
     pick = Pick(found, seen.wires.get(wire.config), own)
     try:
@@ -331,15 +332,14 @@ def probe(
 
 
 class Pick:
-    """Chooses the observation for one wire from what the server announces. said: its part of /config. began: when it
-    was chosen."""
+    """Chooses the observation for one wire. said: the wire's part of /config. began: the time of the choice."""
 
     def __init__(self, found: WireProbe, said: Any, own: Mapping[str, Any] | None) -> None:
         self.said: Mapping[str, Any] = said if isinstance(said, dict) else {}
         self.began, self._found, self._own = time.perf_counter(), found, own
 
     def __call__(self, announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:
-        """announced: by the server on the wire itself. said: the part of it on observations."""
+        """announced: by the server on the wire itself. said: its part on observations."""
         found = self._found
         sources = {"--observation": self._own, "/config": example(self.said), "metadata": example(said)}
         found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))
@@ -352,7 +352,7 @@ class Pick:
 
 
 def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAddress:
-    """Where a wire is: at the URL, or at its own listener, which /config names; a wildcard host is that of the URL."""
+    """The address of a wire: the URL, or its own listener from /config. A wildcard host becomes that of the URL."""
     if not setting or server.scheme not in ("http", "https"):
         return server
     if setting not in seen.on:
@@ -365,7 +365,7 @@ def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAdd
 
 
 def advice(error: ClientError) -> str:
-    """What to do about an error. http_…: of another server, which sent no code."""
+    """What to do about an error. A code http_… is from another server, which sent none."""
     code = "bad_answer" if error.code.startswith("http_") else error.code
     return {
         "unauthorized": "give the server's key: --api-key KEY, or REFLEX_API_KEY in the environment",
@@ -381,13 +381,13 @@ def _shown(value: Any) -> str:
 
 
 def show(url: str, seen: ServerLook, found: list[WireProbe]) -> None:
-    """A line on the server, a table of the wires, and below it each error with its wires and what to do."""
+    """Print the server, a table of its wires, and each error with its wires and what to do."""
     from rich.table import Table
     from rich.text import Text
 
     shown = console(WIDE)
     name = " ".join(part for part in ("reflex", seen.version, seen.model) if part)
-    shown.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else 'no server of reflex'}"))
+    shown.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else 'not a Reflex server'}"))
     table = Table(box=None, pad_edge=False)
     for title in ("wire", "answer", "actions", "expects", "known from"):
         table.add_column(title, justify="right" if title == "answer" else "left", overflow="fold")

@@ -110,7 +110,7 @@ def _serve(
 
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
-    """What is served. ConfigError for what can be found before anything is loaded."""
+    """The policies to serve. ConfigError for every fault that can be found before a model is loaded."""
     from reflex_runtime.robots.app import plans_of
 
     plans = plans_of(config, places, asked)
@@ -122,20 +122,20 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
 
 
 def check_listener(name: str, address: str, key: str, module: str) -> None:
-    """What a listener of its own needs: loopback or a key, and its package."""
+    """ConfigError unless a further listener has a loopback address or a key, and its package is installed."""
     from reflex_runtime.web.access import is_loopback
 
     if not address:
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if not (key or host == "localhost" or is_loopback(host)):
-        raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: others could reach it")
+        raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: other machines can reach it")
     if find_spec(module) is None:
         raise not_installed(module, f"--{name}")
 
 
 def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) -> None:
-    """The settings in force, and what deserves a warning."""
+    """Print the settings in force, and warn of risky ones."""
     show_settings(config, model_id, _own(asked) if len(asked) > 1 else ())
     if config.max_batch > 1:
         budget = config.max_batch * DEFAULT_COST * 1e3
@@ -152,7 +152,7 @@ def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) 
 
 
 def _own(asked: Sequence[PolicyAsked]) -> Iterator[tuple[str, str]]:
-    """A row for each policy: its sources, its weight, and the settings of its own."""
+    """A row for each policy: its sources, its weight and its own settings."""
     for policy in asked:
         told = [f"{slot} {source}" for slot, source in policy.sources.items()]
         told += [f"weight {policy.weight:g}"]
@@ -169,7 +169,7 @@ def _ready(runtime: Any, where: str) -> None:
 
 
 def policies_of(config: ServeConfig, source: str | None, file: Path | None = None) -> list[PolicyAsked]:
-    """Every policy, that of SOURCE first; ConfigError when the options contradict each other."""
+    """Every policy, that of SOURCE first. ConfigError if options contradict each other."""
     tables = tables_of(file, POLICIES)
     plain = source is not None or bool(config.policy_a or config.policy_b)
     named = _named(config.policy)
@@ -215,7 +215,7 @@ def _checked_name(name: str) -> str:
 
 
 def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The faults of one policy, whose slots are NAME.SLOT where there are several."""
+    """The injected faults of one policy; with several policies a slot is written NAME.SLOT."""
     if len(names) == 1:
         return tuple(texts)
     for text in texts:
@@ -226,7 +226,7 @@ def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str,
 
 
 def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
-    """The source of every slot, served ones first; ConfigError when the options contradict each other."""
+    """The source of every slot, served ones first. ConfigError if options contradict each other."""
     from reflex_runtime.robots.sources.load import directory_of
 
     a, b, shadow = map(policy_source, (config.policy_a, config.policy_b, config.shadow_policy))

@@ -102,7 +102,7 @@ def _serve(
 
 
 def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.socket], None], int]) -> int:
-    """Serve, and begin anew when a Python file changes. One that cannot be served waits for the next change."""
+    """Serve, and restart when a Python file changes. A file that cannot be served waits for its next change."""
     waits = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
     signal.pthread_sigmask(signal.SIG_BLOCK, waits)
@@ -117,7 +117,7 @@ def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.s
             lives = True
             while _changes() == seen:
                 signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY)
-                told = signal.sigwait(waits)  # Python's sigtimedwait returns garbage after a pause beyond its time
+                told = signal.sigwait(waits)  # Python's sigtimedwait returns garbage after a suspend
                 if told in (signal.SIGTERM, signal.SIGINT):
                     if lives:
                         os.kill(pid, signal.SIGTERM)
@@ -133,7 +133,7 @@ def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.s
 
 
 def _changes() -> dict[str, float]:
-    """When each Python file below the current directory was written, without hidden folders."""
+    """The time of change of each Python file below the current directory, without hidden folders."""
     found: dict[str, float] = {}
     for folder, folders, names in os.walk("."):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]
@@ -145,7 +145,7 @@ def _changes() -> dict[str, float]:
 
 
 def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunction]:
-    """What is served. ConfigError for what can be found before anything is loaded."""
+    """The functions to serve. ConfigError for every fault that can be found before one is loaded."""
     from reflex_runtime.functions.source import read_functions
 
     check_outputs(config)

@@ -1,4 +1,4 @@
-"""Parts of `reflex serve` for all products: the kind of a source, sockets and supervisor, the settings in force."""
+"""Parts of `reflex serve` for all kinds of sources: which kind it is, sockets and supervisor, settings in force."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve_parser(
     tables: str = "a table [serve]",
     **more: Any,
 ) -> argparse.ArgumentParser:
-    """The verb with the options of that configuration. tables: of its file. more: see `Parser`."""
+    """Add the verb with the options of `config`. tables: what its TOML file may have. more: arguments of `Parser`."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         "serve",
         description=description,
@@ -58,7 +58,7 @@ def serve_parser(
 
 
 def names_model(args: Sequence[str]) -> bool:
-    """Whether one of the words is the directory of a language model, and none that of a policy."""
+    """Whether a word is the directory of a language model, and none that of a policy."""
     words = [word for word in args if not word.startswith("-")]
     if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the others are
         return False
@@ -69,14 +69,14 @@ def names_model(args: Sequence[str]) -> bool:
 
 
 def names_functions(words: Sequence[str]) -> bool:
-    """Whether one of the words is an ONNX file or a Python function of items; `make(device)` is of a policy."""
+    """Whether a word is an ONNX file or a Python function of items; `make(device)` makes a policy."""
     words = [word.partition("=")[2] if "=python:" in word else word for word in words if not word.startswith("-")]
     sources = [word for word in words if word.startswith(PYTHON)]
     return any(map(_is_graph, words)) or any(not _makes_policy(source) for source in sources)
 
 
 def _is_graph(word: str) -> bool:
-    """A file of that name, or a directory that is no export and has one."""
+    """Whether it is an ONNX file, or a directory with one that is no export."""
     if os.path.isdir(word):
         names = os.listdir(word)
         return not {"reflex_config.json", "config.json"} & {*names} and any(name.endswith(".onnx") for name in names)
@@ -84,8 +84,8 @@ def _is_graph(word: str) -> bool:
 
 
 def _makes_policy(source: str) -> bool:
-    """Whether it is a factory of policies: a function of nothing, or of a `device`. Its file is looked at, because what
-    imports a model here would import it once more in the server."""
+    """Whether it is a factory of policies: a function without arguments, or of a `device`. Reads the source file: an
+    import here would load the model's libraries before the server does."""
     module, _, name = source.removeprefix(PYTHON).partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -93,7 +93,7 @@ def _makes_policy(source: str) -> bool:
         spec = find_spec(module)
         tree = ast.parse(Path(spec.origin).read_bytes()) if spec is not None and spec.origin else None
     except (ImportError, ValueError, SyntaxError, OSError):
-        return False  # whoever imports it says what is wrong
+        return False  # the import reports the fault
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == name:
             names = [argument.arg for argument in node.args.args]
@@ -118,22 +118,22 @@ def supervised(
         check()
         with bound(config) as sock:
             return serve([sock], None)
-    told = ("reflex", "serve")
+    prefix = ("reflex", "serve")
     with ExitStack() as stack:
         try:
             sockets = [stack.enter_context(bound(config))]
         except ConfigError:
-            check()  # what is wrong besides is said first: another port would not mend it
+            check()  # its faults come first: another port would not help
             raise
         if workers > 1:
             sockets += [bind("127.0.0.1", 0) for _ in range(workers)]
         watched = getattr(config, "watchdog_s", 0.0)
-        return supervise(lambda parent: status_of(lambda: serve(sockets, parent), told), workers, watched)
+        return supervise(lambda parent: status_of(lambda: serve(sockets, parent), prefix), workers, watched)
 
 
 @contextmanager
 def bound(config: Any) -> Iterator[socket.socket]:
-    """The socket of these settings; the file of a Unix socket is removed at the end."""
+    """The listening socket of these settings. The file of a Unix socket is removed at the end."""
     from reflex_runtime.web.supervisor import bind
 
     yield bind(config.host, config.port, config.uds)
@@ -151,8 +151,11 @@ def run_server(
     parent: Parent | None,
     warn: bool = True,
 ) -> int:
-    """Serve until a signal; the exit status. loading: what is. ready: logs what is ready, and at which address. Where a
-    thread hangs in a model, leave at once, because the interpreter's end may crash; warn: say so."""
+    """Serve until a signal, and return the exit status. If a thread still hangs in a model then, leave at once: the
+    interpreter could crash at its end.
+
+    loading: names of the models, for the log. ready: logs that the server is ready, given its address. warn: of a hang.
+    """
     from reflex_runtime.run.process import loop_factory
     from reflex_runtime.web.serve import serve
     from reflex_runtime.web.supervisor import url_of
@@ -187,7 +190,7 @@ def run_server(
 
 
 def _resembles_model(word: str) -> bool:
-    """Whether it is meant as a language model, so that the errors are those of models."""
+    """Whether it looks like a language model that cannot be served: the errors of models explain it."""
     if os.path.isfile(word):
         return word.endswith(".gguf")
     names = os.listdir(word) if os.path.isdir(word) else []
@@ -195,23 +198,23 @@ def _resembles_model(word: str) -> bool:
 
 
 def options_of(kind: type[Any], served: str) -> dict[str, str]:
-    """A hint for each option, for commands that do not have it. served: what has these options."""
+    """A hint for each option, for commands without it. served: the kind of model that has these options."""
     return {flag(field.name): f"; {flag(field.name)} is an option of {served}" for field in fields(kind)}
 
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
-    """The effective configuration: a table of what is not a default, or all of it in a line of a log in JSON.
+    """Print the settings that are not defaults, or log all of them in one line of JSON.
 
-    name: of what is served. more: rows.
+    name: of the served models. more: further rows.
     """
     settings = dict(table(config))
     if config.log_format == "json":
         logging.info("reflex serve %s", name, extra={"settings": settings | dict(more)})
         return
     defaults = dict(table(type(config)()))
-    told = {setting: value for setting, value in settings.items() if value != defaults[setting]} | dict(more)
-    width = max(map(len, told), default=0)
-    shown = {setting: value if value.isprintable() else repr(value) for setting, value in told.items()}
+    changed = {setting: value for setting, value in settings.items() if value != defaults[setting]} | dict(more)
+    width = max(map(len, changed), default=0)
+    shown = {setting: value if value.isprintable() else repr(value) for setting, value in changed.items()}
     rows = [f" {setting:<{width}}  {value}" for setting, value in shown.items()]
     rest = sum(settings[setting] == default for setting, default in defaults.items())
     rows.append(f" {rest} settings have their defaults, see --help")
@@ -219,14 +222,14 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
 
 
 def check_trace(path: str) -> None:
-    """ConfigError when --trace cannot be written."""
+    """ConfigError if --trace cannot be written."""
     if path:
         with files.refused(f"--trace={one_line(path)}"):
             files.check(path)
 
 
 def check_outputs(config: Any) -> None:
-    """ConfigError when a recording, a trace or spans cannot be written."""
+    """ConfigError if a recording, a trace or spans cannot be written."""
     from reflex_runtime.observe.spans import check_otel
 
     if config.record:

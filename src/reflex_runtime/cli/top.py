@@ -1,4 +1,4 @@
-"""`reflex top`: what /dashboard shows, in a terminal: the batches as they form, the clients, the queues."""
+"""`reflex top`: the figures of /dashboard in a terminal: batches as they form, clients, queues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reflex_runtime.cli.console import add_key, console, key_of
 from reflex_runtime.observe.top_view import GOOD, TopView, one_line_of
 from reflex_runtime.web.server_address import STREAM, ServerAddress, snapshot_of
 
-WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
+WIDE = 120  # columns if the output is not a terminal and COLUMNS is not set
 _LONGEST = 16 * 2**20  # bytes of a snapshot
 
 _EPILOG = """\
@@ -40,7 +40,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until it is interrupted or the server ends the stream; returns the exit status."""
+    """Watch until an interrupt or the end of the stream; returns the exit status."""
     lines = watched(ServerAddress.of(args.url), key_of(args))
     try:
         if args.once:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watched(address: ServerAddress, key: str = "") -> Generator[bytes]:
-    """The snapshots of a server as they come, one JSON document each. Ends when the server drains."""
+    """The snapshots of a server, one JSON document each. Ends when the server drains."""
     with address.answer(STREAM, key) as response:
         if response.status != 200:
             raise address.refusal(response, STREAM, key)

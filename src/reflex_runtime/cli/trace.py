@@ -73,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a journal, or run prompts and show that; returns the exit code."""
+    """Show a journal, or run prompts and show their steps; returns the exit code."""
     shown = console(WIDE, no_color=args.no_color)
     _check(args)
     if not args.prompts:
@@ -100,7 +100,7 @@ def _sweep(console: Console, args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Require either a file or prompts, without options of the other, and what a picture needs."""
+    """Require a file or prompts, without options of the other, and the library that draws."""
     if args.prompts and args.file is not None:
         raise ConfigError(f"FILE={one_line(args.file)}: not with --prompts, which runs prompts; leave one of them out")
     if not args.prompts:
@@ -110,13 +110,13 @@ def _check(args: argparse.Namespace) -> None:
         if args.file is None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
     if args.out is not None and not args.no_picture:
-        import reflex_runtime.observe.picture  # noqa: F401  # now, not after the runs
+        import reflex_runtime.observe.picture  # noqa: F401  # fails now, not after the runs
 
 
 def _show(
     console: Console, args: argparse.Namespace, file: Path, outputs: Mapping[str, RequestOutput] | None = None
 ) -> int:
-    """Print and draw a trace. outputs: the results of its prompts, if they were run now."""
+    """Print and draw a trace. outputs: the results of its prompts, if they ran now."""
     last, first, final = args.last, args.first, args.final
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
