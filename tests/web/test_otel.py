@@ -237,7 +237,7 @@ def test_x6_a_wrong_endpoint_is_refused_without_its_secrets(
 def test_x6_the_missing_extra_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import reflex_runtime.observe.spans as tracing
+    from reflex_runtime.observe import tracing
 
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     assert main(["serve", str(tiny), "--no-supervise", "--port", "0", "--otel", "http://localhost:4318"]) == 2

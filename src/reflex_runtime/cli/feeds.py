@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(config)
     outputs = outputs_of(config)
     if config.otel:
-        from reflex_runtime.observe.spans import check_otel
+        from reflex_runtime.observe.tracing import check_otel
 
         check_otel(config.otel)
     guard(stdout=config.results != "-")

@@ -113,7 +113,7 @@ def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
     from reflex_runtime.llm.engine.load import describe, sampling_defaults
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.model_host import ModelPlan
-    from reflex_runtime.observe.spans import check_otel
+    from reflex_runtime.observe.tracing import check_otel
 
     for path in _traces(config):
         check_trace(path)

@@ -230,7 +230,7 @@ def check_trace(path: str) -> None:
 
 def check_outputs(config: Any) -> None:
     """ConfigError if a recording, a trace or spans cannot be written."""
-    from reflex_runtime.observe.spans import check_otel
+    from reflex_runtime.observe.tracing import check_otel
 
     if config.record:
         with files.refused(f"--record={one_line(config.record)}", "be made"):

@@ -120,9 +120,9 @@ class FeedsSession:
             closing.callback(trace.close)
             sinks.append(trace)
         if self._config.otel:
-            from reflex_runtime.observe.spans import FrameSpans, spans_of
+            from reflex_runtime.observe.tracing import spans_of
 
-            spans = spans_of(self._config.otel, self._series(), FrameSpans)
+            spans = spans_of(self._config.otel, self._series(), "frames")
             assert spans is not None
             closing.callback(spans.close)
             sinks.append(spans)

@@ -26,7 +26,7 @@ from typing import Final, NoReturn, TextIO
 from reflex_runtime.core.batch import Failed
 from reflex_runtime.core.errors import ProcessorError, ReflexError
 from reflex_runtime.core.events import Event, RequestAnswered
-from reflex_runtime.observe.trace_context import current_span
+from reflex_runtime.observe.tracing import current_span
 from reflex_runtime.pacing import Throttle
 
 PLAIN: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -1,22 +1,34 @@
-"""The spans of a server: a fold over its events, for OpenTelemetry (`--otel`).
+"""The spans of a server (`--otel`): a fold over its events on OpenTelemetry's SDK, and the queue to the collector.
 
-A batch is a span of a trace of its own, and refers to the spans of its requests by links: it belongs to all of them.
-Times are seconds on the clock of the events. docs/tracing.md lists every attribute.
+A batch is a span of a trace of its own, with links to the spans of its requests: it belongs to all of them. Times of
+events are monotonic seconds. docs/tracing.md lists every attribute. A collector that is down or slow costs spans, and
+never delays an answer.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+import requests
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, Tracer, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.batch import Failed
-from reflex_runtime.core.errors import ConfigError, ReflexError, not_installed
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import (
     BatchFinished,
     Event,
@@ -25,64 +37,78 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.observe.trace_context import Attribute, Span, SpanContext, parent_in
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.observe.metrics import SPANS, SeriesSet
+from reflex_runtime.pacing import Throttle
+from reflex_runtime.version import __version__
 
-CLOSE_S: Final = 2.0  # seconds that a drain waits for the collector at most
-LINKS: Final = 128  # of a batch to its requests: the default limit of the OpenTelemetry SDK
+log = logging.getLogger("reflex.observe")
+logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)  # no line for each invalid header of a caller
+
+CLOSE_S: Final = 2.0  # longest wait of a drain for the collector
+LINKS: Final = 128  # most links of a batch to its requests: the SDK's default limit
+CAPACITY: Final = 8192  # spans that wait to be sent
+CHUNK: Final = 512  # spans of a message: the SDK's default
+GATHER_MS: Final = 500.0  # longest wait for a full message
 LONGEST: Final = 200  # characters of a text
-_NEEDED: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+SELDOM: Final = 60.0  # seconds between two log lines about lost spans
+RESULTS: Final = ("exported", "queue_full", "failed")
+
+_W3C: Final = TraceContextTextMapPropagator()
+_FIELDS: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 
 
-@dataclass(slots=True)
-class RequestSpan:
-    """The span of a request that is being answered.
+def note(span: Span, attributes: Mapping[str, AttributeValue]) -> None:
+    """Set attributes; texts are cut, and those that UTF-8 cannot carry are escaped."""
+    if span.is_recording():
+        span.set_attributes({name: _short(v) if isinstance(v, str) else v for name, v in attributes.items()})
 
-    parent: id of the caller's span, 0 without. batch: the span of its first batch, once that has ended. attributes,
-    moments: what the product has to say.
-    """
 
-    name: str
-    context: SpanContext
-    parent: int = 0
-    batch: SpanContext | None = None
-    attributes: dict[str, Attribute] = field(default_factory=dict)
-    moments: tuple[tuple[str, float], ...] = ()
+def _short(text: str) -> str:
+    """A text that UTF-8 can carry, and not too much of it."""
+    return text[:LONGEST].encode("utf-8", "backslashreplace").decode()
+
+
+def moment(span: Span, name: str, at: float) -> None:
+    """Add an event to a span. at: monotonic seconds."""
+    span.add_event(name, timestamp=_ns(at))
 
 
 class Spans:
-    """A sink that makes the spans of one server. All of it happens on one thread, that of the events.
+    """A sink that makes the spans of requests and batches. Called on one thread, that of the events.
 
-    put: takes a span that has ended; never waits. sample: the share of requests without a parent that are
-    recorded; one with a parent is recorded if its parent is. A batch is recorded if one of its requests is.
+    A request is recorded if its parent is; without a parent the SDK's sampler decides (`OTEL_TRACES_SAMPLER`). A batch
+    is recorded if one of its requests is.
     """
 
     events: frozenset[type[Any]] = frozenset({BatchFinished, RequestAnswered, RequestSettled})
 
-    def __init__(
-        self, put: Callable[[Span], object], sample: float = 1.0, close: Callable[[float], bool] | None = None
-    ) -> None:
-        """close: sends what is left within so many seconds; whether all was sent."""
-        self._put, self._sample, self._close = put, sample, close
-        self._members: dict[Ticket, RequestSpan] = {}  # recorded, and not settled
-        self._random = random.Random()  # seeded by the system: a fork makes its own `Spans`
+    def __init__(self, export: SpanExport) -> None:
+        self._export = export
+        self._requests, self._batches = export.tracer(None), export.tracer(ALWAYS_ON)
+        self._members: dict[Ticket, Span] = {}  # recorded, and not settled
 
-    def begin(self, name: str, headers: Mapping[bytes, bytes] | None = None) -> RequestSpan:
-        """The span of a request that has come. headers: with its parent, where its wire has any."""
-        parent = parent_in(headers or {})
-        if parent is None:
-            return RequestSpan(name, self._new(self._random.random() < self._sample))
-        own = parent._replace(span_id=self._random.getrandbits(64) or 1)
-        return RequestSpan(name, own, parent.span_id)
+    def begin(self, name: str, headers: Mapping[bytes, bytes], started: float) -> Span:
+        """The span of a request. headers: in lower case, with its parent. started: monotonic seconds."""
+        sent = {text: headers[field].decode("latin-1") for field, text in _FIELDS.items() if field in headers}
+        return self._requests.start_span(name, _W3C.extract(sent, Context()), SpanKind.SERVER, start_time=_ns(started))
 
-    def joined(self, ticket: Ticket, span: RequestSpan) -> None:
-        """The request is this ticket: batches that it is in refer to it. Called before it is told as settled."""
-        if span.context.sampled:  # its outcome may be there already: events come late
+    def joined(self, ticket: Ticket, span: Span) -> None:
+        """Link the batches of this ticket with the span. Called before the ticket is published as settled."""
+        if span.get_span_context().trace_flags.sampled:
             self._members[ticket] = span
 
+    note = staticmethod(note)
+
+    @staticmethod
+    def traceparent(span: Span) -> str:
+        """The header that makes a recorded span the parent of others; "" for one that is not recorded."""
+        context = span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if span.is_recording() else ""
+
     def close(self, timeout: float = CLOSE_S) -> bool:
-        """Send what is left. Blocks; returns whether all of it was sent within so many seconds."""
-        return self._close is None or self._close(timeout)
+        """Send the spans that wait. Blocks; returns whether all were sent within so many seconds."""
+        return self._export.close(timeout)
 
     # -- the sink ------------------------------------------------------------------------------------------------------
 
@@ -92,99 +118,82 @@ class Spans:
         elif isinstance(event, BatchFinished):
             if self._members:
                 self._finished(event)
-        elif isinstance(event, RequestAnswered) and event.span is not None:
-            self._answered(event)
+        elif isinstance(event, RequestAnswered) and event.span is not None and event.span.is_recording():
+            note(event.span, {"reflex.slot": event.slot})
+            end_request(event.span, event.at, event.outcome, event.status, event.error, event.ticket)
 
     def _finished(self, event: BatchFinished) -> None:
         batch, members = event.batch, self._members
-        links = [found for ticket in batch.grants if (found := members.get(ticket)) is not None]
+        links = [found.get_span_context() for ticket in batch.grants if (found := members.get(ticket)) is not None]
         if not links:
             return
-        context = self._new(True)
+        context = batch_span(self._batches, event, links[:LINKS])
         for ticket in batch.admitted:
             if (entered := members.get(ticket)) is not None:
-                entered.batch = context
-        self._put(batch_span(event, context, tuple(span.context for span in links[:LINKS])))
-
-    def _answered(self, event: RequestAnswered) -> None:
-        span: RequestSpan = event.span
-        if not span.context.sampled:
-            return
-        span.attributes["reflex.slot"] = event.slot
-        code, message = ("", "") if event.error is None else (event.error.code, event.error.message)
-        start = event.at - event.latency
-        self._put(request_span(span, start, event.at, event.outcome, event.status, code, message, event.ticket))
-
-    def _new(self, sampled: bool) -> SpanContext:
-        bits = self._random.getrandbits
-        return SpanContext(bits(128) or 1, bits(64) or 1, sampled)
+                entered.add_link(context)
 
 
 class StepSpans(Spans):
-    """The same for a model whose requests come as sequences that know their span; see `Sequence.span`."""
+    """The same for a model's steps. The parent of a sequence may be a span of another process: `traceparent`."""
 
     events = Spans.events | {RequestQueued}
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestQueued):
-            context = getattr(event.ticket.request.payload, "span", None)
-            if context is not None:
-                self.joined(event.ticket, RequestSpan("", context))
+            if parent := getattr(event.ticket.request.payload, "traceparent", ""):
+                self.joined(event.ticket, get_current_span(_W3C.extract({"traceparent": parent}, Context())))
         else:
             super().__call__(event)
 
 
 class FrameSpans(Spans):
-    """The same for the frames of feeds: nobody answers them, so that a span is a frame's way through the scheduler."""
+    """The same for the frames of feeds, which have no answer: a span is a frame's way through the scheduler."""
 
     events = frozenset({RequestQueued, RequestRejected, BatchFinished, RequestSettled})
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestQueued):
-            if self._random.random() < self._sample:
-                self.joined(event.ticket, RequestSpan("frame", self._new(True)))
+            self.joined(event.ticket, self._frame(event.ticket.request, event.at))
         elif isinstance(event, RequestSettled):
-            span, ticket = self._members.pop(event.ticket, None), event.ticket
-            if span is not None:
-                error = ticket.outcome.error if isinstance(ticket.outcome, Failed) else None
-                self._put(_frame(span, ticket.request, ticket.admitted, event.at, error, ticket))
+            if (span := self._members.pop(event.ticket, None)) is not None:
+                outcome = event.ticket.outcome
+                _end_frame(span, event.at, outcome.error if isinstance(outcome, Failed) else None, event.ticket)
         elif isinstance(event, RequestRejected):
-            if self._random.random() < self._sample:
-                span = RequestSpan("frame", self._new(True))
-                self._put(_frame(span, event.request, event.at, event.at, event.error, None))
+            _end_frame(self._frame(event.request, event.at), event.at, event.error, None)
         else:
             super().__call__(event)
 
+    def _frame(self, request: Any, at: float) -> Span:
+        span = self._requests.start_span(f"frame {request.group}", Context(), start_time=_ns(at))
+        note(span, {"reflex.feed": str(request.client), "reflex.group": request.group})
+        return span
 
-def _frame(
-    span: RequestSpan, request: Request, start: float, end: float, error: BaseException | None, ticket: Ticket | None
-) -> Span:
-    span.name = f"{span.name} {request.group}"
-    span.attributes = {"reflex.feed": str(request.client), "reflex.group": request.group}
+
+KINDS: Final[dict[str, type[Spans]]] = {"requests": Spans, "steps": StepSpans, "frames": FrameSpans}
+
+
+def _end_frame(span: Span, at: float, error: BaseException | None, ticket: Ticket | None) -> None:
     if error is None:
-        told = "ok", 200, "", ""
+        end_request(span, at, "ok", 200, None, ticket)
     elif isinstance(error, ReflexError):
-        told = error.outcome, error.http_status, error.code, error.message
+        end_request(span, at, error.outcome, error.http_status, error, ticket)
     else:
-        told = "failed", 500, "internal", str(error)
-    return request_span(span, start, end, *told, ticket)._replace(server=False)
+        end_request(span, at, "failed", 500, ReflexError(str(error)), ticket)
 
 
-def request_span(
-    span: RequestSpan, start: float, end: float, outcome: str, status: int, code: str, message: str,
-    ticket: Ticket | None,
-) -> Span:  # fmt: skip
-    """Of a request that has its answer. code, message: of its error, "" without. ticket: None if it was not queued."""
-    found: dict[str, Attribute] = {**span.attributes, "reflex.outcome": outcome}
-    moments: list[tuple[str, float]] = []
-    if code:
-        found["error.type"] = code
+def end_request(
+    span: Span, at: float, outcome: str, status: int, error: ReflexError | None, ticket: Ticket | None
+) -> None:
+    """End the span of a request with its answer. ticket: None if it was not queued."""
+    found: dict[str, AttributeValue] = {"reflex.outcome": outcome}
+    if error is not None:
+        found["error.type"] = error.code
     if ticket is not None:
-        moments.append(("reflex.queued", ticket.admitted))
+        moment(span, "reflex.queued", ticket.admitted)
         if ticket.arrived > ticket.admitted:
-            moments.append(("reflex.prepared", ticket.arrived))
+            moment(span, "reflex.prepared", ticket.arrived)
         if ticket.started is not None:
-            moments.append(("reflex.started", ticket.started))
+            moment(span, "reflex.started", ticket.started)
             found["reflex.queue.seconds"] = ticket.started - ticket.arrived
             found["reflex.device.seconds"] = ticket.shared
             found["reflex.batches"] = ticket.batches
@@ -192,21 +201,21 @@ def request_span(
             found["reflex.batch.id"] = batch.id
             found["reflex.batch.size"] = batch.size
             found["reflex.batch.cause"] = batch.cause
-    error = (_short(message) or outcome) if status >= 500 else None
-    links = () if span.batch is None else (span.batch,)
-    return Span(span.name, span.context, span.parent, True, start, end, _plain(found), error,
-                (*moments, *span.moments), links)  # fmt: skip
+    note(span, found)
+    if status >= 500:
+        span.set_status(Status(StatusCode.ERROR, _short("" if error is None else error.message) or outcome))
+    span.end(_ns(at))
 
 
-def batch_span(event: BatchFinished, context: SpanContext, links: tuple[SpanContext, ...]) -> Span:
-    """Of a batch that has ended. links: its requests that are recorded, `LINKS` at most."""
+def batch_span(tracer: Tracer, event: BatchFinished, members: Sequence[SpanContext]) -> SpanContext:
+    """Make the span of a batch. members: spans of its requests, `LINKS` at most."""
     batch = event.batch
-    found: dict[str, Attribute] = {
+    found: dict[str, AttributeValue] = {
         "reflex.group": batch.group,
         "reflex.batch.id": batch.id,
         "reflex.batch.size": len(batch),
         "reflex.batch.entered": len(batch.admitted),
-        "reflex.batch.unlinked": len(batch) - len(links),
+        "reflex.batch.unlinked": len(batch) - len(members),
         "reflex.batch.cause": batch.cause.value,
         "reflex.batch.reason": batch.reason.value,
         "reflex.batch.cost": batch.cost,
@@ -224,54 +233,120 @@ def batch_span(event: BatchFinished, context: SpanContext, links: tuple[SpanCont
     for name, value in batch.notes.items():
         if isinstance(value, bool | int | float):
             found[f"reflex.note.{name}"] = value
-    error = "its members run again in smaller batches" if event.apart else "no result" if event.crashed else None
-    return Span(
-        f"batch {batch.group} {batch.stage}".rstrip(), context, 0, False, batch.scheduled_at,
-        batch.scheduled_at + event.elapsed, _plain(found), error, (), links,
-    )  # fmt: skip
+    name = f"batch {batch.group} {batch.stage}".rstrip()
+    links = [Link(member) for member in members]
+    span = tracer.start_span(name, Context(), links=links, start_time=_ns(batch.scheduled_at))
+    note(span, found)
+    if event.crashed or event.apart:
+        why = "its members run again in smaller batches" if event.apart else "no result"
+        span.set_status(Status(StatusCode.ERROR, why))
+    span.end(_ns(batch.scheduled_at + event.elapsed))
+    return span.get_span_context()
 
 
-def _plain(found: dict[str, Attribute]) -> dict[str, Attribute]:
-    return {name: _short(value) if isinstance(value, str) else value for name, value in found.items()}
+def _ns(at: float) -> int:
+    """Nanoseconds since the epoch of a monotonic second."""
+    return int(at * 1e9) + time.time_ns() - time.monotonic_ns()
 
 
-def _short(text: str) -> str:
-    """What UTF-8 can carry, and not too much of it."""
-    return text[:LONGEST].encode("utf-8", "backslashreplace").decode()
+# -- to the collector --------------------------------------------------------------------------------------------------
 
 
-def check_otel(endpoint: str) -> None:
-    """ConfigError where the packages for `--otel` are missing, or the environment names no share."""
-    sampled_share()
-    if endpoint:
-        try:
-            there = all(map(find_spec, _NEEDED))
-        except ModuleNotFoundError:  # not even the package around it
-            there = False
-        if not there:
-            raise not_installed("opentelemetry", "--otel")
+class SpanExport(SpanProcessor, SpanExporter):
+    """The SDK's queue, thread and exporter; counts the ends of spans, and bounds the wait at the end.
+
+    endpoint: of the collector, http(s)://HOST:PORT; /v1/traces is added unless its path ends so. OTEL_SERVICE_NAME,
+    OTEL_RESOURCE_ATTRIBUTES and the variables OTEL_EXPORTER_OTLP_… (headers, certificates, timeout, compression) count.
+    """
+
+    def __init__(self, endpoint: str, registry: CollectorRegistry, capacity: int = CAPACITY) -> None:
+        self._where, self._capacity = endpoint, capacity
+        spans = SeriesSet(SPANS, registry)
+        self._series = {result: spans.counter("reflex_spans_total", result) for result in RESULTS}
+        self._queued = self._taken = self._settled = 0  # spans queued, taken from the queue, sent or lost
+        self._closed = self._given_up = False
+        self._lost, self._reason = Throttle(SELDOM), LastReason()
+        own: dict[str, str | int] = {"service.version": __version__, "process.pid": os.getpid()}
+        if not os.environ.get("OTEL_SERVICE_NAME"):
+            own["service.name"] = "reflex"
+        self._resource = Resource.create(own)
+        self._exporter = OTLPSpanExporter(_traces(endpoint), session=_session(endpoint))
+        self._processor = BatchSpanProcessor(self, capacity, GATHER_MS, min(CHUNK, capacity))
+
+    def tracer(self, sampler: Sampler | None) -> Tracer:
+        """Makes spans that end here. sampler: by default that of the environment."""
+        provider = TracerProvider(sampler, self._resource, shutdown_on_exit=False)
+        provider.add_span_processor(self)
+        return provider.get_tracer("reflex_runtime", __version__)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue a span. Never waits; a span without room is counted and dropped."""
+        if self._closed or self._queued - self._taken >= self._capacity:  # the SDK would drop the oldest, uncounted
+            self._series["queue_full"].inc()
+            return
+        self._queued += 1
+        self._processor.on_end(span)
+
+    def close(self, timeout: float) -> bool:
+        """Send the spans that wait. Returns whether that ended within so many seconds; the rest counts as failed."""
+        self._closed = True
+        ending = threading.Thread(target=self._processor.shutdown, name="reflex-spans-end", daemon=True)
+        ending.start()
+        ending.join(timeout)
+        if not ending.is_alive():
+            return True
+        self._given_up, left = True, self._queued - self._settled
+        self.shutdown()  # ends the pauses between attempts
+        self._series["failed"].inc(left)
+        log.warning("%s: %d spans were not sent within %g s and are lost", self._where, left, timeout)
+        return False
+
+    # -- on the SDK's thread -------------------------------------------------------------------------------------------
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._taken += len(spans)
+        self._reason.text = ""
+        result = SpanExportResult.FAILURE if self._given_up else self._exporter.export(spans)
+        if self._given_up:  # `close` has counted them
+            return result
+        self._settled += len(spans)
+        sent = result is SpanExportResult.SUCCESS
+        self._series["exported" if sent else "failed"].inc(len(spans))
+        if not sent and self._lost.count(time.monotonic()):
+            lost, full = self._series["failed"].value, self._series["queue_full"].value
+            why = self._reason.text[:300] or "it did not take them"
+            log.warning("%s takes no spans: %s (%d lost, and %d without room)", self._where, why, lost, full)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._processor.force_flush(timeout_millis)
 
 
-def sampled_share() -> float:
-    """The share of requests without a parent that are recorded, by the variables of OpenTelemetry's SDK; else all."""
-    sampler, given = os.environ.get("OTEL_TRACES_SAMPLER", ""), os.environ.get("OTEL_TRACES_SAMPLER_ARG", "1")
-    if not sampler.endswith("traceidratio"):
-        return 0.0 if sampler.endswith("always_off") else 1.0
-    try:
-        share = float(given)
-    except ValueError:
-        share = -1.0
-    if not 0.0 <= share <= 1.0:
-        raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG={given:.99}: must be a number in [0, 1]")
-    return share
+class LastReason(logging.Handler):
+    """Keeps the library's last log message on a failure, instead of a line for each."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        library = logging.getLogger("opentelemetry.exporter")
+        library.propagate = False
+        library.handlers[:] = [self]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
 
 
-def spans_of(endpoint: str, registry: CollectorRegistry, kind: type[Spans] = Spans) -> Spans | None:
-    """The spans of a server, sent to this collector; None without one. registry: for their series."""
-    if not endpoint:
-        return None
-    check_otel(endpoint)
-    from reflex_runtime.observe.span_export import SpanExport
+def _traces(endpoint: str) -> str:
+    plain = endpoint.rstrip("/")
+    return plain if plain.endswith("/v1/traces") else f"{plain}/v1/traces"
 
-    export = SpanExport(endpoint, registry)
-    return kind(export.put, sampled_share(), export.close)
+
+def _session(endpoint: str) -> requests.Session:
+    """A session that does not use the environment's proxy for a collector on this machine."""
+    session = requests.Session()
+    host = urlsplit(endpoint).hostname or ""
+    session.trust_env = not (host in ("localhost", "::1") or host.startswith("127."))
+    return session

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -18,8 +18,7 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, RequestRecord, turn_all
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.logs import FailureLog
-from reflex_runtime.observe.spans import RequestSpan, spans_of
-from reflex_runtime.observe.trace_context import within
+from reflex_runtime.observe.tracing import spans_of, within
 from reflex_runtime.run.audience import Audience, Sink
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import in_thread
@@ -30,6 +29,9 @@ from reflex_runtime.web.errors import TooManyRequests, known
 from reflex_runtime.web.serve import DRAINING, Host
 from reflex_runtime.web.supervisor import Parent
 from reflex_runtime.web.watchers import JournalStreams, Watchers, dashboard_routes
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger("reflex.server")
 
@@ -233,7 +235,7 @@ class RequestScope:
         self.wire, self.request_id, self.client, self.source = wire, request_id, client, source
         self.started = time.monotonic() if started is None else started
         self.received = self.answered = 0.0
-        self.span: RequestSpan | None = None
+        self.span: Span | None = None
         self.ticket: Ticket | None = None
 
     @property
@@ -256,11 +258,11 @@ class RequestScope:
         else:
             self.refuse(error)
 
-    def begin_span(self) -> RequestSpan | None:
+    def begin_span(self) -> Span | None:
         """Its span, made when it is first needed."""
         if self.span is None and self.server.spans is not None:
-            headers = None if self.source is None else self.source.headers
-            self.span = self.server.spans.begin(self.span_name, headers)
+            headers = {} if self.source is None else self.source.headers
+            self.span = self.server.spans.begin(self.span_name, headers, self.started)
         return self.span
 
     def __enter__(self) -> None:
@@ -326,7 +328,7 @@ class RequestScope:
     def refuse(self, error: ReflexError) -> None:
         """Count a request that failed, or was refused before it could be read."""
         span = self.begin_span()
-        traced: AbstractContextManager[object] = nullcontext() if span is None else within(span.context)
+        traced: AbstractContextManager[object] = nullcontext() if span is None else within(span.get_span_context())
         with traced:  # log lines name its trace
             self.publish(error)
 

@@ -67,7 +67,7 @@ def test_x6_a_request_that_fails_has_its_error_and_no_prompt_is_in_a_span(collec
 def test_x6_the_sampler_of_a_model_server_is_for_requests_whose_caller_does_not_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     with Collector() as collector:
         with Toy(otel=collector.url) as toy:
@@ -86,7 +86,7 @@ def test_x6_the_sampler_of_a_model_server_is_for_requests_whose_caller_does_not_
 def test_x6_steps_of_runtime_processes_are_linked_to_the_requests_of_their_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with Collector() as collector, Server(
         "scribe", "--otel", collector.url, "--workers", "1", "--kv-cache-gb", "0.05"
     ) as server:

@@ -30,8 +30,7 @@ from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser
 from reflex_runtime.llm.engine.tokenizer import Tokenizer, in_thought
 from reflex_runtime.llm.server.lifecycle import ServerState
-from reflex_runtime.observe.spans import RequestSpan, Spans
-from reflex_runtime.observe.trace_context import Attribute, follow
+from reflex_runtime.observe.tracing import follow
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.web.app import cancelled_by
@@ -39,7 +38,10 @@ from reflex_runtime.web.errors import Headers, known
 from reflex_runtime.web.request import HttpRequest, HttpResponse
 
 if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
     from reflex_runtime.llm.server.lifecycle import ModelHost
+    from reflex_runtime.observe.spans import Spans
 
 log = logging.getLogger("reflex.server")
 
@@ -69,7 +71,7 @@ class CompletionHandler:
     async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
         span = self._span(request)
         if span is not None:
-            follow(span.span.context)
+            follow(span.span.get_span_context())
         try:
             host = self.state.ready()  # what is ready now answers it, also in a drain
             request.preparing = True
@@ -78,8 +80,8 @@ class CompletionHandler:
             if span is not None:
                 span.asked(asked)
             hints = self.told(dialect.path, asked.ignored, host)
-            bell, of = asyncio.Event(), None if span is None else span.span
-            reply = await queued(host, asked, self.state.plan.config, request, adapter, of, bell)
+            bell, parent = asyncio.Event(), "" if span is None else span.traceparent
+            reply = await queued(host, asked, self.state.plan.config, request, adapter, parent, bell)
             del asked  # and its texts
             try:
                 request.preparing = False
@@ -176,8 +178,9 @@ class GenerationSpan:
         self._spans, self._request = spans, request
         route = "" if request.route is None else request.route.path
         operation = "text_completion" if route == "/v1/completions" else "chat"
-        self.span = spans.begin(f"{operation} {model}", request.headers)
-        self.span.attributes |= {
+        self.span = spans.begin(f"{operation} {model}", request.headers, request.started)
+        self._operation, self._model, self._first_token = operation, model, 0.0
+        self._spans.note(self.span, {
             "http.request.method": request.method,
             "http.route": route,
             "reflex.wire": WIRE,
@@ -185,15 +188,20 @@ class GenerationSpan:
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": _PROVIDER,
             "gen_ai.response.model": model,
-        }
+        })
+
+    @property
+    def traceparent(self) -> str:
+        """Makes it the parent of the steps; "" if it is not recorded."""
+        return self._spans.traceparent(self.span)
 
     def asked(self, asked: wire.GenerationRequest) -> None:
         """What it asks for, without its texts."""
         params = asked.params
-        self.span.name = f"{self.span.attributes['gen_ai.operation.name']} {asked.model}"
-        self.span.attributes["gen_ai.response.model"] = asked.model
+        self._model = asked.model
+        self.span.update_name(f"{self._operation} {asked.model}")
         seed = params.seed
-        found: dict[str, Attribute | None] = {
+        found: dict[str, AttributeValue | None] = {
             "model": asked.model,
             "stream": asked.stream,
             "temperature": params.temperature,
@@ -203,41 +211,40 @@ class GenerationSpan:
             "seed": seed if seed is not None and -(1 << 63) <= seed < 1 << 63 else None,  # what an attribute can have
             "choice.count": asked.n if asked.n > 1 else None,
         }
-        said = {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
-        self.span.attributes |= said
+        given = {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
+        self._spans.note(self.span, given | {"gen_ai.response.model": asked.model})
 
     def part(self) -> None:
         """A part of the answer has come; the first one is noted."""
-        if not self.span.moments:
-            self.span.moments = ((FIRST_TOKEN, time.monotonic()),)
+        if not self._first_token:
+            self._first_token = time.monotonic()
+            self.span.add_event(FIRST_TOKEN)
 
     def used(self, usage: Usage) -> None:
         """What it took, also of a request that failed."""
-        self.span.attributes |= {
+        self._spans.note(self.span, {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
-        }
-        if self.span.moments:
-            waited = self.span.moments[0][1] - self._request.started
-            self.span.attributes["gen_ai.response.time_to_first_chunk"] = waited
+        })
+        if self._first_token:
+            waited = self._first_token - self._request.started
+            self._spans.note(self.span, {"gen_ai.response.time_to_first_chunk": waited})
 
     def answered(self, answer: Writer) -> None:
         """It has its whole answer."""
-        told: dict[str, Attribute] = {"id": answer.id, "finish_reasons": answer.finish_reasons}
-        self.span.attributes |= {f"gen_ai.response.{name}": value for name, value in told.items()}
+        found = {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}
+        self._spans.note(self.span, found)
         self.ended(None)
 
     def ended(self, error: ReflexError | None) -> None:
         """It has its answer, or an error."""
         now, request = time.monotonic(), self._request
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
-        self.span.attributes["http.response.status_code"] = 200 if request.begun else status
+        self._spans.note(self.span, {"http.response.status_code": 200 if request.begun else status})
         received = request.received or now
-        model, latency = str(self.span.attributes["gen_ai.response.model"]), now - request.started
-        self._spans(
-            RequestAnswered(now, model, outcome, status, latency, None, None, now - received, WIRE, error, self.span)
-        )
+        fields = now, self._model, outcome, status, now - request.started, None, None, now - received, WIRE, error
+        self._spans(RequestAnswered(*fields, self.span))
 
 
 # -- from texts to requests of the engine ------------------------------------------------------------------------------
@@ -276,7 +283,7 @@ async def queued(
     config: LLMServeConfig,
     request: HttpRequest,
     adapter: str,
-    span: RequestSpan | None,
+    traceparent: str,
     bell: asyncio.Event,
 ) -> ReplyContext:
     """All choices of a request are queued, or none. Returns what its answer is made from. adapter: that it asks for, or
@@ -284,7 +291,7 @@ async def queued(
     tokenizer, slices, streams = runtime.texts.tokenizer, Slices(), list[OutputStream]()
     asked, prompts = await tokenised(runtime, asked, config)
     matcher = await matcher_of(runtime, asked)
-    params = served(asked, request, adapter, config.default_tiers, span)
+    params = served(asked, request, adapter, config.default_tiers, traceparent)
     made = (requests_of(runtime, asked, i, ids, params, matcher, slices) for i, ids in enumerate(prompts))
     groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
     begins = await echoes(asked, tokenizer)
@@ -396,7 +403,7 @@ async def echoes(asked: wire.GenerationRequest, tokenizer: Tokenizer) -> list[st
 
 
 def served(
-    asked: wire.GenerationRequest, request: HttpRequest, adapter: str, by_kind: bool, span: RequestSpan | None
+    asked: wire.GenerationRequest, request: HttpRequest, adapter: str, by_kind: bool, traceparent: str
 ) -> GenerateParams:
     """Its parameters, with who asks and the rest of its time limit: that counts from when the request reached this
     machine. by_kind: see `GenerationRequest.tier`."""
@@ -411,7 +418,7 @@ def served(
         priority=asked.tier(by_kind),
         client=asked.params.client or (f"@{peer[0]}" if peer else ""),
         timeout_ms=left,
-        traceparent="" if span is None or not span.context.sampled else span.context.traceparent,
+        traceparent=traceparent,
         adapter=adapter,
     )
 

@@ -40,7 +40,6 @@ from reflex_runtime.llm.engine.sequence import Limits, Sequence
 from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
 from reflex_runtime.observe.metrics import ENGINE, SeriesSet
-from reflex_runtime.observe.trace_context import parent_of
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
@@ -146,7 +145,7 @@ class LLMProcessor(BaseProcessor):
         asked = params if isinstance(params, GenerateParams) else _PLAIN
         tokenizer, rates = self.tokenizer, self.rates if self.config.speculate != "off" else None
         sequence = Sequence(ids, params, tokenizer, tokenizer.eos_token_ids, matcher, rates)
-        sequence.span = parent_of(asked.traceparent.encode()) if asked.traceparent else None
+        sequence.traceparent = asked.traceparent
         sequence.adapter = self._number_of(asked.adapter)
         if asked.prompt_logprobs is not None:
             sequence.score(asked.prompt_logprobs)

@@ -16,7 +16,6 @@ from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams, ScoredTok
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
 from reflex_runtime.llm.engine.logits_processors import Matcher, shaping_of
 from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
-from reflex_runtime.observe.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
 
@@ -96,14 +95,14 @@ class Sequence:
 
     Between steps the scheduler's side changes it (`BlockPool`), during a step the processor (`LLMProcessor`). The
     driver orders the two, so it needs no lock. detokenizer: says what is text. matcher: of the constraint in its
-    params. span: of the request that it belongs to, if that is recorded. draft: guesses of its next tokens, of which a
-    step may compute some behind its last known one; they come from `lookup`, if there is one.
+    params. traceparent: of its request's span, "" if that is not recorded. draft: guesses of its next tokens, of which
+    a step may compute some behind its last known one; they come from `lookup`, if there is one.
     """
 
     __slots__ = (
         "_longest", "_pieces", "_stream", "adapter", "alternatives", "blocks", "cached_tokens", "choices",
         "digests", "draft", "eos", "finish_reason", "lookup", "num_computed_tokens", "num_prompt_tokens", "params",
-        "prompt_choices", "published", "scores_from", "seed", "shaping", "span", "tokens",
+        "prompt_choices", "published", "scores_from", "seed", "shaping", "tokens", "traceparent",
     )  # fmt: skip
 
     def __init__(
@@ -133,7 +132,7 @@ class Sequence:
         self.alternatives = 0
         self.prompt_choices: list[ScoredToken] = []  # of the prompt's tokens from the second on, so far
         self.finish_reason: str | None = None
-        self.span: SpanContext | None = None
+        self.traceparent = ""
         self.adapter = 0  # the number of its adapter, 0 for none
         self.draft: list[int] = []
         self.lookup = None if rates is None else Lookup(self.tokens, rates)

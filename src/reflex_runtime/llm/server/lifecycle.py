@@ -19,7 +19,7 @@ from reflex_runtime.llm.engine.load import AUTHORS_SAY
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.metrics import MODEL_SERVER, SeriesSet
-from reflex_runtime.observe.spans import StepSpans, spans_of
+from reflex_runtime.observe.tracing import spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.version import __version__
@@ -58,7 +58,7 @@ class ServerState(Host):
         self.plan, self.lives = plan, lives
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
-        self.spans = spans_of(plan.config.otel, self.registry, StepSpans)
+        self.spans = spans_of(plan.config.otel, self.registry, "steps")
         self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
         self._adapters = {plan.name: "", **{f"{plan.name}:{adapter}": adapter for adapter in plan.adapters}}
         self._created = int(time.time())

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -38,12 +38,15 @@ from reflex_runtime.llm.server.model_host import ModelPlan, Opening
 from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
 from reflex_runtime.observe.live import LiveProcess, LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.metrics import STREAMS, SeriesSet
-from reflex_runtime.observe.spans import Spans, StepSpans, spans_of
+from reflex_runtime.observe.tracing import spans_of
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.process import freeze_loaded, in_thread
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import convert, hints_of
+
+if TYPE_CHECKING:
+    from reflex_runtime.observe.spans import Spans
 
 log = logging.getLogger("reflex.server")
 
@@ -470,7 +473,7 @@ def loading(make: Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]], lo
             raise ConfigError("load_model: needs path, the directory of the model")
         plan = ModelPlan(asked.model_id, _config(asked.options), Path(asked.path))
         registry = CollectorRegistry()
-        spans = spans_of(plan.config.otel, registry, StepSpans)
+        spans = spans_of(plan.config.otel, registry, "steps")
         model = await opened(lambda plan: make(plan.directory, plan.config))(Opening(plan, registry, lost))
         freeze_loaded()
         return WorkerEngine(model, registry, spans)

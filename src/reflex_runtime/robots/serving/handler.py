@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
 from reflex_runtime.observe.journal_writer import RequestRecord, SentImage
-from reflex_runtime.observe.spans import RequestSpan
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import ActionChunk, Doubt, Observation, seed_of
 from reflex_runtime.robots.policy.spec import PolicySpec
@@ -55,6 +54,9 @@ from reflex_runtime.version import __version__
 from reflex_runtime.web.batch_server import HasHeaders, RequestScope, together
 from reflex_runtime.web.errors import InvalidRequest, Reported, SloViolated, known
 from reflex_runtime.web.fields import invalid, printable
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger("reflex.server")
 
@@ -167,12 +169,10 @@ class PendingRequest(RequestScope):
 
     # -- spans ---------------------------------------------------------------------------------------------------------
 
-    def begin_span(self) -> RequestSpan | None:
+    def begin_span(self) -> Span | None:
         new, span = self.span is None, super().begin_span()
-        if span is not None and new:
-            span.attributes["reflex.wire"] = self.wire
-        if span is not None and span.context.sampled:
-            span.attributes["reflex.request.id"] = self.request_id
+        if self.server.spans is not None and span is not None and new:
+            self.server.spans.note(span, {"reflex.wire": self.wire, "reflex.request.id": self.request_id})
         return span
 
     @property
@@ -182,13 +182,13 @@ class PendingRequest(RequestScope):
     def join_span(self) -> None:
         """It is queued, and its question is known."""
         spans, span, ticket, question, served = self.server.spans, self.span, self.ticket, self.question, self.served
-        if spans is None or span is None or ticket is None or question is None or not span.context.sampled:
+        if spans is None or span is None or ticket is None or question is None:
             return
         told = {"reflex.request.id": self.request_id, "reflex.robot.id": question.robot_id}
         told |= {"reflex.episode.id": question.episode_id}
         if served is not None:
             told["gen_ai.action.embodiment"] = served.spec.embodiment.name or "unknown"
-        span.attributes.update({name: value for name, value in told.items() if value is not None})
+        spans.note(span, {name: value for name, value in told.items() if value is not None})
         spans.joined(ticket, span)
 
 
