@@ -30,8 +30,7 @@ from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.observation import noise_of
 from reflex_runtime.robots.serving.decode_pool import cameras_of
 from reflex_runtime.robots.serving.question import ObservationReader
-from reflex_runtime.robots.sources.lerobot_checkpoint import REFUSED_STEPS, STEPS, LeRobotCheckpoint
-from reflex_runtime.robots.sources.lerobot_vla import VlaPrefix
+from reflex_runtime.robots.sources.lerobot_checkpoint import STEPS, LeRobotCheckpoint
 from serving.harness import Server
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
@@ -204,9 +203,9 @@ def test_p11_steps_copy_no_prefix_and_prefixes_keep_no_neighbours(
     policy.answers([policy.request(policy.prepare(**f)) for f in fields])
     assert len(packed) == 1
     prefix = policy.request(policy.prepare(**fields[1])).payload.prefix
-    assert isinstance(prefix, VlaPrefix)
-    assert prefix.keys[0].shape[0] == 1
-    assert prefix.keys[0].untyped_storage().nbytes() == prefix.keys[0].numel() * 4
+    keys = prefix.tensors["keys 0"]
+    assert keys.shape[0] == 1
+    assert keys.untyped_storage().nbytes() == keys.numel() * 4
     assert policy.cache is not None
     assert policy.cache.snapshot()["bytes"] >= prefix.nbytes
     if not OLD:
@@ -393,7 +392,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "code for tokens": (_action_tokens, 'config.action_tokenizer_name: found "some/body", expected lerobot/fast-'),
     "code for text": (_config(text_tokenizer_name="a/b"), 'config.json: text_tokenizer_name: found "a/b", expected'),
     "code for a model": (_config(type="groot"), "type groot cannot be served: LeRobot runs the code of any"),
-    "tdmpc": (_config(type="tdmpc"), "type tdmpc cannot be served: it plans from the plan before"),
+    "tdmpc": (_config(type="tdmpc"), "type tdmpc is not known to predict chunks and to keep nothing"),
     "two channels": (
         _config(input_features={"observation.images.top": {"type": "VISUAL", "shape": [2, 8, 8]}}),
         "input_features.observation.images.top.shape: found [2, 8, 8], expected [3, height, width]",
@@ -427,8 +426,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "not among its features": (_processor("post", _without_action), "action, which is MIN_MAX, is not in its features"),
     "unknown step": (_processor("pre", _other_step("some_new_step")), "some_new_step is not applied: only steps that"),
-    "crops": (_processor("pre", _other_step("image_crop_resize_processor")), "is not applied: it crops pictures of"),
-    "other actions": (_processor("post", _other_step("xvla_rotation_6d_to_axis_angle")), "it makes other actions of"),
+    "crops": (_processor("pre", _other_step("image_crop_resize_processor")), "image_crop_resize_processor is not app"),
+    "other actions": (_processor("post", _other_step("xvla_rotation_6d_to_axis_angle")), "axis_angle is not applied"),
     "unknown key of a step": (
         _processor("post", lambda steps: [*steps[:1], steps[1] | {"enabled": False}]), "steps[1]: Object contains unkn",
     ),
@@ -470,7 +469,7 @@ def test_p14_the_doctor_does_not_find_statistics_of_another_name_fit(
 
 @pytest.mark.skipif(OLD, reason="LeRobot 0.4 has fewer steps")
 def test_p14_every_step_that_lerobot_has_is_applied_or_refused() -> None:
-    """Those that are refused without a reason of their own are for robots, simulators and training."""
+    """Those that are refused are for robots, simulators and training, but for the first two."""
     import lerobot.policies
 
     for module in pkgutil.walk_packages(lerobot.policies.__path__, "lerobot.policies."):
@@ -478,9 +477,10 @@ def test_p14_every_step_that_lerobot_has_is_applied_or_refused() -> None:
             importlib.import_module(module.name)
     import lerobot.processor
 
-    others = set(lerobot.processor.ProcessorStepRegistry.list()) - STEPS - REFUSED_STEPS.keys()
+    others = set(lerobot.processor.ProcessorStepRegistry.list()) - STEPS
     theirs = {name for name in others if name.startswith(("groot_", "wall_x_"))}
     assert others - theirs <= {
+        "image_crop_resize_processor", "xvla_rotation_6d_to_axis_angle",
         "map_tensor_to_delta_action_dict", "map_delta_action_to_robot_action", "reward_classifier_processor",
         "policy_action_to_robot_action_processor", "robot_action_to_policy_action_processor",
         "add_teleop_action_as_complementary_data", "libero_processor",

@@ -214,10 +214,10 @@ def test_p40_the_command_says_the_difference_and_exits_with_0_or_1(
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"type": "vqbet", "action_chunk_size": 3}, "type vqbet is not exported: it draws its codes from torch's"),
-        ({"type": "pi0", "num_inference_steps": 10}, "type pi0 is not exported: its graphs are not tried"),
+        ({"type": "vqbet", "action_chunk_size": 3}, "type vqbet is not exported: only act, diffusion, smolvla are"),
+        ({"type": "pi0", "num_inference_steps": 10}, "type pi0 is not exported: only act, diffusion, smolvla are"),
         ({"type": "xvla"}, "type xvla is not exported: only act, diffusion, smolvla are known"),
-        ({"type": "tdmpc"}, "type tdmpc cannot be served: it plans from the plan before"),
+        ({"type": "tdmpc"}, "type tdmpc is not known to predict chunks and to keep nothing"),
         ({"type": "diffusion", "noise_scheduler_type": "DDPM"}, "noise_scheduler_type DDPM is not exported: it draws"),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from reflex_runtime.robots.sources.load import (
     gpu_memory,
     host_memory,
     in_gb,
+    read_source,
     total_memory,
+    weight_of,
 )
+from reflex_runtime.run import model_files
 from reflex_runtime.run.onnx_session import CPU, CUDA
 from robots.tiny import write_export
 
@@ -77,6 +81,26 @@ def test_v8_skipping_is_loud(pair: list[Export], caplog: pytest.LogCaptureFixtur
     assert SKIP in caplog.text
     assert str(pair[1].path) in caplog.text
     assert "2-policy mode requires" in refuse(pair, 1, CPU, **{SKIP: "0"}), "only 1 skips"
+
+
+@pytest.mark.parametrize("source", ["{}", "lerobot:{}", "openpi:{}"])
+def test_v8_only_a_directory_of_a_policy_is_walked_and_only_so_far(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("walked")
+
+    (tmp_path / "model.onnx").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rglob", never)
+        patched.setattr(os, "walk", never)
+        assert weight_of(source.format(tmp_path)).model_bytes == 0
+        with pytest.raises(ConfigError, match="not found"):
+            read_source(source.format(tmp_path))
+    (tmp_path / "reflex_config.json").touch()
+    monkeypatch.setattr(model_files, "MOST_FILES", 1)
+    with pytest.raises(ConfigError, match="holds over 1 files"):
+        weight_of(source.format(tmp_path))
 
 
 def test_small_sizes_are_not_shown_as_nothing() -> None:

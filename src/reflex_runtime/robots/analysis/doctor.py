@@ -417,7 +417,8 @@ def check_cameras(context: CheckContext) -> str:
             f"{without}: some actions are NaN or infinite",
             "where all of a picture's tokens are masked, a softmax has nothing left: mask with a large negative number",
         )
-    if isinstance(spec, Export) and not spec.masked:
+    roles = {role for graph in spec.graphs.values() for role in graph.inputs} if isinstance(spec, Export) else None
+    if roles is not None and not any("image_mask" in role for role in roles - spec.images.keys()):
         raise CheckWarning(
             f"{without}: finite, and no input has the role image_masks or image_mask/NAME",
             "the model takes a missing camera for a black picture: fine if it was trained so, else export the masks",

@@ -1,11 +1,12 @@
 """An export directory as a frozen value: `reflex_config.json`, the embodiment, the model files and their hashes.
 
-Everything a name could get wrong is found here or when the graphs are opened, never in front of a robot. Every error is
-a ConfigError that names the file and the key, what was found and what is expected. `docs/exports.md` explains each key.
+A wrong name is found here or when the graphs are opened, never in front of a robot. Every error is a ConfigError that
+names the file and the key, what was found and what is expected. docs/exports.md explains each key.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from reflex_runtime.robots.sources.export_files import (
     Names,
     Text,
     check_files,
-    config_hash,
+    configured,
     model_bytes,
     model_hash,
     names_of,
@@ -51,7 +52,7 @@ from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec, fits
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One model file, and the tensors that it must have, by role ("past_kv/0" … for keys and values)."""
+    """A model file and the tensors that it must have, by role ("past_kv/0" … for keys and values)."""
 
     file: Path
     inputs: Mapping[str, TensorSpec]
@@ -151,19 +152,14 @@ class Export(PolicySource):
     past_kv: Mapping[str, str]
     opset: int | None = None
 
-    @property
-    def masked(self) -> bool:
-        """Whether a graph takes masks of the images."""
-        roles = {role for graph in self.graphs.values() for role in graph.inputs if role not in self.images}
-        return any(role == MASKS or role.startswith(IMAGE_MASK) for role in roles)
-
     @staticmethod
     def load(path: str | Path) -> Export:
-        """Read and check the directory. The graphs themselves are opened, and checked against it, by `open`."""
+        """Read and check the directory. `open` opens the graphs and checks them against it."""
         root = Path(path)
         check_directory(root, _hint(root))
+        table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
         check_files(root)
-        return _load(root)
+        return _load(root, table)
 
     def open(self, device: DeviceOptions) -> OnnxStaged | OnnxWhole:
         if not self.staged:
@@ -172,7 +168,7 @@ class Export(PolicySource):
 
 
 def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
-    """ConfigError for what is no directory of files. hint: for a path that does not exist. what: is expected there."""
+    """ConfigError for a path that is no directory of files. hint: for a path that does not exist. what: is expected."""
     if path.is_file() and path.suffix == ".py":
         module = ".".join(path.with_suffix("").parts) if not path.is_absolute() else path.stem
         raise ConfigError(f"{path}: is a file of Python; serve a function of it: reflex serve python:{module}:FUNCTION")
@@ -180,11 +176,12 @@ def check_directory(path: Path, hint: str = "", what: str = "an export directory
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
         raise ConfigError(f"{path}: not found, expected {what}{hint or _BUNDLED}")
-    model_files.check_files(path)
+    if configured(path):
+        model_files.check_files(path)
 
 
 def _hint(path: Path) -> str:
-    """What to do where the name of a model on a hub was given."""
+    """What to do for a path that may be MODULE:FUNCTION, or the name of a model on a hub."""
     name, colon, function = str(path).partition(":")
     module = name.removesuffix(".py").replace("/", ".")
     if colon and Path(module.replace(".", "/") + ".py").is_file():
@@ -194,31 +191,30 @@ def _hint(path: Path) -> str:
 
 
 def from_hub(path: Path, source: str = "") -> str:
-    """How to download what may be the name of a model on a hub, "" for any other path. source: what its source begins
+    """How to download a model, for a path that may be its name on a hub, else "". source: what its source begins
     with."""
     name = path.as_posix()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or path.parent.exists():
         return ""
-    there = path.name
     return (
-        f". If {name} is the name of a model on a hub, download it first (pip "
-        f"install huggingface_hub; hf download {name} --local-dir {there}), then: reflex serve {source}./{there}"
+        f". If {name} is the name of a model on a hub, download it first (pip install huggingface_hub; hf download "
+        f"{name} --local-dir {path.name}), then: reflex serve {source}./{path.name}"
     )
 
 
-def _load(root: Path) -> Export:
-    table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
+def _load(root: Path, table: ExportObject) -> Export:
     config = table.read(ExportConfig)
     images = _images(table, config)
     optional = frozenset(config.optional_images)
     for name in config.optional_images:
         if name not in images:
             table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
-    roles = Roles(table, config, images)
     split = config.export_kind == "decomposed"
-    graphs, past_kv = roles.split(root) if split else (roles.whole(root), {})
-    tokenizer, max_tokens = _text(root, table, roles.inputs.has("tokens"))
-    prompt = read_prompt(table, roles.inputs.has("tokens"))
+    roles = Roles(root, table, config, images)
+    graphs, past_kv = roles.split() if split else (roles.whole(), {})
+    takes_text = roles.inputs.has("tokens")
+    tokenizer, max_tokens = _text(root, table, takes_text)
+    prompt = read_prompt(table, takes_text)
     dims = {"state_norm": config.state_dim, "action_norm": config.action_dim}
     embodiment, norms = read_embodiment(root, table, dims)
     for key, dim in dims.items():
@@ -255,7 +251,7 @@ def _load(root: Path) -> Export:
         opset=config.opset,
         images=images,
         takes_state=takes_state,
-        takes_text=any("tokens" in graph.inputs for graph in graphs.values()),
+        takes_text=takes_text,
         takes_noise=any("noise" in graph.inputs for graph in graphs.values()),
         x_dim=x_dim,
         horizon=config.horizon or config.chunk_size,
@@ -271,12 +267,10 @@ def _load(root: Path) -> Export:
         past_kv=past_kv,
         prefix_takes_state="prefix" in graphs and "state" in graphs["prefix"].inputs,
         model_hash=model_hash(root),
-        config_hash=config_hash(root),
+        config_hash=hashlib.sha256(table.file.read_bytes()).hexdigest()[:16],
         model_bytes=model_bytes(root),
         resize=config.resize,
-        wires=read_wires(
-            table, images, config.state_dim if takes_state else 0, config.action_dim, {*config.optional_images}
-        ),
+        wires=read_wires(table, images, config.state_dim if takes_state else 0, config.action_dim, optional),
         state_norm=norms["state_norm"],
         action_norm=norms["action_norm"],
     )
@@ -316,60 +310,61 @@ TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
 
 
 class Roles:
-    """`inputs`, `outputs` and `decomposed`: which tensor of which graph plays which role."""
+    """`inputs`, `outputs` and `decomposed`: the role of each tensor of each graph."""
 
-    def __init__(self, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
-        self._table, self._images = table, images
+    def __init__(self, root: Path, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
+        self._root, self._table, self._images = root, table, images
         split = ["time", "past_kv"] if config.export_kind == "decomposed" else []
         # An image of an export that was written before these roles may have the name of one.
         self._masks = [role for role in (TOKEN_MASK, MASKS, *map(IMAGE_MASK.__add__, images)) if role not in images]
         self.inputs = ExportObject(table.file, table.get("inputs"), "inputs")
         self.inputs.only([*images, "tokens", "state", "noise", *split, *self._masks])
-        self.outputs = ExportObject(table.file, table.get("outputs"), "outputs")
-        self.outputs.only(["actions", *split[1:]])
+        self._outputs = ExportObject(table.file, table.get("outputs"), "outputs")
+        self._outputs.only(["actions", *split[1:]])
         self._tensors = _tensors(config, images)
-        for name in images:
-            self.inputs.convert(name, Text)
         if self.inputs.has("state") and config.state_dim == 0:
             table.wrong("state_dim", "at least 1, because `inputs` has the role state")
         if TOKEN_MASK in self._masks and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
             self.inputs.wrong(TOKEN_MASK, "none without the role tokens")
 
-    def whole(self, root: Path) -> dict[str, Graph]:
+    def whole(self) -> dict[str, Graph]:
         """The graph of a monolithic export."""
         if self._table.has("decomposed"):
             self._table.wrong("decomposed", "none in a monolithic export")
-        seen = [*self._images, *self._given("tokens", "state")]
-        if not seen:
-            self._table.wrong("inputs", "an image, tokens or state: something to act on")
-        file = root / MODEL_FILE
+        file = self._root / MODEL_FILE
         if not file.is_file():
             raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
-        return {"model": self._graph(file, [*seen, *self._given(*self._masks, "noise")], ["actions"])}
+        return {"model": self._graph(file, [*self._seen("tokens", "state"), *self._given("noise")], ["actions"])}
 
-    def split(self, root: Path) -> tuple[dict[str, Graph], dict[str, str]]:
+    def split(self) -> tuple[dict[str, Graph], dict[str, str]]:
         """The graphs of a decomposed export, and its `Export.past_kv`."""
         parts = ExportObject(self._table.file, self._table.get("decomposed"), "decomposed")
-        to_expert, state = parts.read(_Decomposed).expert_takes_state, self._given("state")
+        to_expert = parts.read(_Decomposed).expert_takes_state
         names = parts.different("past_kv_tensor_names", Names)
-        made, read = self._kv(self.outputs, names), self._kv(self.inputs, names)
-        if to_expert and not state:
+        made, read = self._kv(self._outputs, names), self._kv(self.inputs, names)
+        if to_expert and not self.inputs.has("state"):
             self.inputs.wrong("state", "a tensor name, because `expert_takes_state` is true")
-        prefix, expert = (parts.file_in(root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
-        sees = [*self._images, *self._given("tokens"), *([] if to_expert else state)]
-        if not sees:
-            self._table.wrong("inputs", "an image, tokens or state for the prefix to see")
+        prefix, expert = (parts.file_in(self._root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
+        seen = self._seen("tokens") if to_expert else self._seen("tokens", "state")
+        steps = ["noise", "time", *(["state"] if to_expert else [])]
         graphs = {
-            "prefix": self._graph(prefix, [*sees, *self._given(*self._masks)], [], made=made),
-            "expert": self._graph(expert, ["noise", "time", *(state if to_expert else [])], ["actions"], read=read),
+            "prefix": self._graph(prefix, seen, [], made=made),
+            "expert": self._graph(expert, steps, ["actions"], read=read),
         }
         return graphs, dict(zip(made, read, strict=True))
 
     def _given(self, *roles: str) -> list[str]:
         return [role for role in roles if self.inputs.has(role)]
 
+    def _seen(self, *roles: str) -> list[str]:
+        """Of these roles those that the graph which sees the scene has, with images and masks."""
+        seen = [*self._images, *self._given(*roles)]
+        if not seen:
+            self._table.wrong("inputs", "an image, tokens or state: something to act on")
+        return [*seen, *self._given(*self._masks)]
+
     def _kv(self, table: ExportObject, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Tensor names of the keys and values on one side: `past_kv_tensor_names` unless the role says otherwise."""
+        """Tensor names of the keys and values on one side: `past_kv_tensor_names`, or those of the role."""
         if not table.has("past_kv"):
             return names
         if isinstance(table.get("past_kv"), str) and len(names) == 1:
@@ -381,22 +376,21 @@ class Roles:
         read: Sequence[str] = (), made: Sequence[str] = (),
     ) -> Graph:  # fmt: skip
         """read, made: names of keys and values."""
-        taken = {role: self._tensor(self.inputs, role) for role in inputs}
-        taken |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(read)}
-        names: set[str] = set()
-        for role, spec in taken.items():
-            if spec.name in names:
-                self.inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
-            names.add(spec.name)
-        given = {role: self._tensor(self.outputs, role) for role in outputs}
-        return Graph(file, taken, given | {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(made)})
 
-    def _tensor(self, table: ExportObject, role: str) -> TensorSpec:
-        return TensorSpec(table.convert(role, Text), *self._tensors[role])
+        def tensors(table: ExportObject, roles: Sequence[str], kv: Sequence[str]) -> dict[str, TensorSpec]:
+            found = {role: TensorSpec(table.convert(role, Text), *self._tensors[role]) for role in roles}
+            return found | {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(kv)}
+
+        taken = tensors(self.inputs, inputs, read)
+        roles: dict[str, str] = {}
+        for role, spec in taken.items():
+            if roles.setdefault(spec.name, role) != role:
+                self.inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
+        return Graph(file, taken, tensors(self._outputs, outputs, made))
 
 
 def _tensors(config: ExportConfig, images: Mapping[str, Size]) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """The kinds of numbers and the dims of each role's tensor, without the batch axis."""
+    """By role the kinds of numbers that a tensor may have, and its dims without the batch axis."""
     x_dim, steps = config.x_dim or config.action_dim, config.observation_steps
     history = (steps,) if steps > 1 else ()
     tokens = (config.max_tokens if type(config.max_tokens) is int else None,)

@@ -1,4 +1,4 @@
-"""The files of an export: its JSON, read strictly; model files, and the hashes that name their versions; and how a
+"""The files of an export: its JSON, read strictly; its model files, with the hashes that name their versions; and how a
 directory is written whole. Errors name file and key."""
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from reflex_runtime.run import model_files
 from reflex_runtime.run.model_files import JsonObject, described
 
 CONFIG_FILE: Final = "reflex_config.json"
+LEROBOT_FILE: Final = "config.json"
+OPENPI_FILE: Final = "reflex_openpi.json"
 WEIGHTS: Final = "model.safetensors"  # of checkpoints
 
 ExportKind = Literal["monolithic", "decomposed"]
 
 
 def whole(low: int, high: int = 1_000_000) -> Meta:
-    """An integer between two bounds."""
+    """The bounds of an integer, with their text."""
     return Meta(ge=low, le=high, description=f"an integer in [{low}, {high}]")
 
 
 def list_of(item: Any, count: int, what: str) -> Any:
-    """The type of a list of so many items; `what` names them."""
+    """The type of a list of `count` items; `what` names them."""
     length = Meta(min_length=count, max_length=count, description=f"a list of {count} {what}")
-    # mypy takes no variable in a type, hence not tuple[item, ...]
-    return Annotated[GenericAlias(tuple, (item, ...)), length]
+    return Annotated[GenericAlias(tuple, (item, ...)), length]  # mypy takes no variable in a type
 
 
 def names_of(count: int) -> Any:
-    """The type of a list of so many different texts."""
+    """The type of a list of `count` different texts."""
     return list_of(Name, count, "different texts")
 
 
@@ -60,7 +61,7 @@ _FileName = Annotated[str, Meta(min_length=1, description="a file name within th
 
 
 class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `reflex_config.json`. What depends on another key is Any here and checked where both are known."""
+    """The keys of `reflex_config.json`. A key that depends on another is Any here, and checked where both are read."""
 
     model_id: Text
     model_type: Text
@@ -100,7 +101,7 @@ class ExportObject(JsonObject):
         return {name: self.convert(f"{key}.{name}", ImageSize, size) for name, size in values.items()}
 
     def different(self, key: str, kind: Any) -> tuple[str, ...]:
-        """A list of texts of which none occurs twice. kind: its type, of which this checks the rest."""
+        """A list of texts of a type, each of them once."""
         texts: tuple[str, ...] = self.convert(key, kind)
         if len(set(texts)) < len(texts):
             self.wrong(key, described(kind))
@@ -134,13 +135,12 @@ def read_export_json(file: Path) -> Any:
     if not file.exists():
         told = "not found, expected in an export directory (docs/exports.md); a language model's has a config.json"
         if str(file.parent) in ("demo", "scribe"):
-            told += "; the bundled model of this name is served where no directory is called so"
+            told += "; the bundled model of this name is served where no directory has the name"
         raise ConfigError(f"{file}: {told}")
     return model_files.read_json(file, object_pairs_hook=no_duplicates, parse_constant=no_constant)
 
 
 # -- the key `prompt` --------------------------------------------------------------------------------------------------
-
 
 _WORDS: Final = ", ".join(get_args(Cleaning))
 _Template = Annotated[str, Meta(max_length=4096, description=f"a text with {PROMPT} once, and perhaps {STATE_BINS}")]
@@ -157,8 +157,8 @@ def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None
         return None
     if not takes_text:
         config.wrong("prompt", "none, because `inputs` has no role tokens")
-    said = config.get("prompt")
-    table = ExportObject(config.file, {"template": said} if isinstance(said, str) else said, "prompt")
+    given = config.get("prompt")
+    table = ExportObject(config.file, {"template": given} if isinstance(given, str) else given, "prompt")
     keys = table.read(_PromptKeys)
     places = re.findall(r"{\w*}", keys.template)
     if places.count(PROMPT) != 1 or set(places) - {PROMPT, STATE_BINS}:
@@ -170,7 +170,7 @@ def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None
 
 
 PAIRS: Final = (("mean", "std"), ("min", "max"), ("q01", "q99"), ("q10", "q90"))
-"""The kinds of normalisation, by their keys: around a mean, or a range that becomes [-1, 1]."""
+"""The kinds of normalisation, by their keys: around a mean, or of a range to [-1, 1]."""
 EPSILON: Final = Annotated[float, Meta(ge=0.0, le=1.0, description="a number in [0, 1]")]
 _LIST: Final = Annotated[list[Any], Meta(max_length=16, description="a list of at most 16 objects")]
 _FLAGS: Final = Annotated[tuple[bool, ...], Meta(min_length=1, description="a list of true and false")]
@@ -201,7 +201,7 @@ _KINDS: Final = {"state_transforms": ("aloha_gripper",), "action_transforms": ("
 
 
 def read_transforms(config: ExportObject, key: str, dim: int, state_dim: int = 0) -> tuple[Transform, ...]:
-    """The key `state_transforms` or `action_transforms`, of values with `dim` numbers; empty without it."""
+    """The key `state_transforms` or `action_transforms`, for values with `dim` numbers; empty without it."""
     found: list[Transform] = []
     for i, values in enumerate(config.convert(key, _LIST) if config.has(key) else ()):
         table = ExportObject(config.file, values, config.name(f"{key}[{i}]"))
@@ -256,7 +256,7 @@ def read_embodiment(
     if not config.has("embodiment") and not file.is_file():
         return Embodiment(), dict.fromkeys(dims)
     table, action_dim = ExportObject(file, read_export_json(file)), dims["action_norm"]
-    values = msgspec.structs.asdict(table.read(_embodiment_keys(dims["state_norm"], action_dim)))
+    values = msgspec.structs.asdict(table.read(_embodiment_file(dims["state_norm"], action_dim)))
     if table.has("action_ranges"):
         if not all(low < high for low, high in values["action_ranges"]):
             table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
@@ -269,8 +269,8 @@ def read_embodiment(
     return Embodiment(**{key: values[key] for key in Embodiment.__slots__}), norms
 
 
-def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
-    """The struct of the embodiment's file."""
+def _embodiment_file(state_dim: int, action_dim: int) -> Any:
+    """The struct of the file."""
     space = Meta(description="'absolute' or 'relative'")
     optional: dict[str, Any] = {
         "action_space": Annotated[Literal["absolute", "relative"], space],
@@ -293,15 +293,13 @@ def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
 GROOT: Final = "gr00t"
 BLOCKS: Final = tuple(name for name, wire in WIRES.items() if wire.described)
 
-_Name = Annotated[str, Meta(min_length=1)]
 _OneName = Annotated[str, Meta(min_length=1, description="a name in the observation")]
-_Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of names in the observation")]
-_Group = tuple[_Name, Annotated[int, Meta(ge=1)]]
+_Names = Annotated[tuple[Name, ...], Meta(min_length=1, description="a list of names in the observation")]
+_Group = tuple[Name, Annotated[int, Meta(ge=1)]]
 _Groups = Annotated[tuple[_Group, ...], Meta(min_length=1, description="a list of [group, how many numbers it has]")]
-_Images = Annotated[dict[str, _Name], Meta(description="an object {camera: name in the observation}")]
+_Images = Annotated[dict[str, Name], Meta(description="an object {camera: name in the observation}")]
 
-
-# Of each preset: the names of cameras that a policy may have for each picture of the observation; the rest as above.
+# By preset: for each picture of the observation the names that a policy may have for its camera; and the state's names.
 PRESETS: Final[Mapping[str, tuple[Mapping[str, tuple[str, ...]], tuple[str, ...]]]] = {
     "openpi/libero": (
         {
@@ -335,19 +333,19 @@ ROBOARENA: Final = (
 
 
 class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    images: _Images | None = None
-    state: _Names | None = None
-    prompt: _OneName | None = None
-    metadata: Annotated[dict[str, Any], Meta(description="an object")] | None = None
-    dialect: Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")] | None = None
-    execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] | None = None
+    images: _Images = {}
+    state: _Names = ()
+    prompt: _OneName = ""
+    metadata: Annotated[dict[str, Any], Meta(description="an object")] = {}
+    dialect: Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")] = "openpi"
+    execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] = 0
 
 
 class _GroupKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    images: _Images | None = None
-    state: _Groups | None = None
-    actions: _Groups | None = None
-    prompt: _OneName | None = None
+    images: _Images = {}
+    state: _Groups = ()
+    actions: _Groups = ()
+    prompt: _OneName = ""
 
 
 def read_wires(
@@ -357,8 +355,8 @@ def read_wires(
     action_dim: int,
     optional: AbstractSet[str] = frozenset(),
 ) -> dict[str, WireMap]:
-    """The key `wires`. cameras: the policy's. state_dim: 0 where it takes no state. optional: cameras that may be
-    missing, and which a preset therefore need not know."""
+    """The key `wires`. cameras: the policy's. state_dim: 0 where it takes no state. optional: cameras that a request,
+    and so a preset, may lack."""
     if not config.has("wires"):
         return {}
     named, takes_state = config.get("wires"), state_dim > 0
@@ -395,32 +393,31 @@ def _preset(
 def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -> WireMap:
     keys = table.read(_WireKeys)
     _check(table, keys, cameras, takes_state)
-    if keys.dialect == "roboarena" and sorted(keys.metadata or ()) != sorted(ROBOARENA):
+    if keys.dialect == "roboarena" and sorted(keys.metadata) != sorted(ROBOARENA):
         table.wrong("metadata", "exactly the keys " + ", ".join(ROBOARENA) + ", because the dialect is roboarena")
-    return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})
+    return WireMap(**msgspec.structs.asdict(keys))
 
 
 def _grouped(table: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
     """Of GR00T, whose states and actions come in groups."""
     keys = table.read(_GroupKeys)
     _check(table, keys, cameras, state_dim > 0)
-    state, actions = keys.state or (), keys.actions or ()
-    for key, groups, dim in (("state", state, state_dim), ("actions", actions, action_dim)):
+    for key, groups, dim in (("state", keys.state, state_dim), ("actions", keys.actions, action_dim)):
         if groups and sum(size for _, size in groups) != dim:
             table.wrong(key, f"groups that have {dim} numbers together")
         if len(dict(groups)) < len(groups):
             table.wrong(key, "groups with different names")
     return WireMap(
-        images={camera: f"video.{name}" for camera, name in (keys.images or {}).items()},
-        state=tuple(f"state.{name}" for name, _ in state),
-        state_sizes=tuple(size for _, size in state),
-        actions=actions,
-        prompt=keys.prompt or "",
+        images={camera: f"video.{name}" for camera, name in keys.images.items()},
+        state=tuple(f"state.{name}" for name, _ in keys.state),
+        state_sizes=tuple(size for _, size in keys.state),
+        actions=keys.actions,
+        prompt=keys.prompt,
     )
 
 
 def _check(table: JsonObject, keys: _WireKeys | _GroupKeys, cameras: Collection[str], takes_state: bool) -> None:
-    for camera in keys.images or ():
+    for camera in keys.images:
         if camera not in cameras:
             known = ", ".join(cameras) or "it has none"
             table.wrong(f"images.{camera}", f"one of the policy's images: {known}", camera)
@@ -431,12 +428,12 @@ def _check(table: JsonObject, keys: _WireKeys | _GroupKeys, cameras: Collection[
 # -- model files -------------------------------------------------------------------------------------------------------
 
 
-MODEL_PATTERNS: Final = ("*.onnx", "*.onnx.data", "*.bin", "*.safetensors")
+SUFFIXES: Final = (".onnx", ".onnx.data", ".bin", ".safetensors")
 
 
 def check_files(root: Path) -> list[Path]:
     """The files of an export; ConfigError for one that cannot be read or was not fetched."""
-    files = sorted(file for pattern in (*MODEL_PATTERNS, "*.json") for file in root.rglob(pattern))
+    files = _files(root, (*SUFFIXES, ".json"))
     for file in files:
         try:
             with file.open("rb") as stream:
@@ -449,11 +446,11 @@ def check_files(root: Path) -> list[Path]:
 
 def model_hash(root: Path) -> str:
     """The `files_hash` of the model files, sorted by their path within the directory."""
-    return files_hash(root, (name for name, _ in _model_files(root)))
+    return files_hash(root, (file.relative_to(root).as_posix() for file in _files(root)))
 
 
 def files_hash(root: Path, names: Iterable[str]) -> str:
-    """First 16 hex digits of SHA-256 over files of a directory, without those that are not there.
+    """First 16 hex digits of SHA-256 over those files of a directory that exist.
 
     Of each file: its path in UTF-8 with forward slashes, a zero byte, its size in 8 bytes (big-endian), its contents.
     """
@@ -469,28 +466,27 @@ def files_hash(root: Path, names: Iterable[str]) -> str:
     return sha.hexdigest()[:16]
 
 
+def configured(root: Path) -> bool:
+    """Whether a directory has the configuration of a policy. One without is refused by its reader, and never walked."""
+    return any((root / name).exists() for name in (CONFIG_FILE, LEROBOT_FILE, OPENPI_FILE))
+
+
 def model_bytes(root: Path) -> int:
-    """Total size of the files behind `model_hash`, without reading them; 0 where there is no such directory."""
-    return sum(file.stat().st_size for _, file in _model_files(root))
+    """Total size of the files behind `model_hash`, without reading them."""
+    return sum(file.stat().st_size for file in _files(root) if file.is_file())
 
 
-def config_hash(root: Path) -> str:
-    """First 16 hex digits of SHA-256 of the bytes of `reflex_config.json`."""
-    return hashlib.sha256((root / CONFIG_FILE).read_bytes()).hexdigest()[:16]
-
-
-def _model_files(root: Path) -> list[tuple[str, Path]]:
-    found = {
-        file.relative_to(root).as_posix(): file for p in MODEL_PATTERNS for file in root.rglob(p) if file.is_file()
-    }
-    return sorted(found.items())
+def _files(root: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """The files of a directory with these ends, and links to nothing, sorted by their path within it."""
+    found = [file for file in root.rglob("*") if file.name.endswith(suffixes) and not file.is_dir()]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 # -- writing a directory -----------------------------------------------------------------------------------------------
 
 
 def check_new(out: Path, force: bool) -> None:
-    """ConfigError if `new_directory` must not write there."""
+    """ConfigError if `new_directory` must not write to `out`."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -506,10 +502,7 @@ def check_new(out: Path, force: bool) -> None:
 @contextmanager
 def new_directory(out: Path, force: bool = False) -> Iterator[Path]:
     """An empty directory beside `out` to write into. At the end of the block it becomes `out`; after an error it is
-    removed, and what was at `out` is as it was.
-
-    force: replace an export that is there.
-    """
+    removed, and `out` is as it was. force: replace an export at `out`."""
     check_new(out, force)
     target = out.resolve()
     making, old = (target.with_name(f".{target.name}.{what}{os.getpid()}") for what in ("", "old."))

@@ -1,7 +1,5 @@
-"""A LeRobot checkpoint as a policy source: what its files say, read without LeRobot.
-
-Everything that can be found wrong before gigabytes are loaded is found here.
-"""
+"""A LeRobot checkpoint as a policy source, read without LeRobot: faults of its files are found before gigabytes are
+loaded."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from reflex_runtime.robots.policy.base import PolicySource, StagedModel, WholeMo
 from reflex_runtime.robots.policy.spec import LEROBOT, DeviceOptions, Embodiment, Size, WireMap
 from reflex_runtime.robots.sources.export_directory import check_directory, from_hub
 from reflex_runtime.robots.sources.export_files import (
+    LEROBOT_FILE,
     WEIGHTS,
     ExportObject,
     files_hash,
@@ -32,13 +31,25 @@ from reflex_runtime.robots.sources.export_files import (
 from reflex_runtime.run.model_files import CHECKPOINT_KEYS, JsonObject, json_keys, read_table, shorten
 from reflex_runtime.run.onnx_session import CPU, CUDA
 
-CONFIG_FILE: Final = "config.json"
-
 SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "eo1", "evo1", "fastwam", "molmoact2")
 """Types that draw from torch's own generator: served row by row, so that each row has its own seed."""
 
 WHOLE: Final = ("act", "diffusion", "pi0_fast", *SEEDED)
 """Types with one call for a chunk that keep nothing of it in the policy object."""
+
+STAGED: Final = ("smolvla", "pi0", "pi05")
+"""Types whose prefix and steps are calls of their own."""
+
+HISTORY: Final = ("diffusion", "vqbet")
+"""Types that see several observations; LeRobot keeps them in the policy object, Reflex by episode."""
+
+NEEDS_06: Final = (*STAGED, "pi0_fast")
+"""Types that older versions of LeRobot lack, or run only on a patched transformers that no registry has."""
+
+_IMAGE, _IMAGES, _STATE, _ENVIRONMENT = (
+    "observation.image", "observation.images.", "observation.state", "observation.environment_state",
+)  # fmt: skip
+_EMPTY: Final = "empty_camera"  # features that stand for no camera: LeRobot fills them
 
 
 class Feature(msgspec.Struct, kw_only=True):
@@ -48,39 +59,12 @@ class Feature(msgspec.Struct, kw_only=True):
     shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=1_000_000)], ...], Meta(description="a list of sizes")]
 
 
-STAGED: Final = ("smolvla", "pi0", "pi05")
-"""Types whose prefix and steps are calls of their own."""
-
-HISTORY: Final = ("diffusion", "vqbet")
-"""Types that see several observations; LeRobot keeps them in the policy object, Reflex by episode."""
-
-REFUSED: Final = {
-    "lingbot_va": "it keeps a cache and the actions that were executed in the policy object, for all callers",
-    "multi_task_dit": "it keeps observations in queues of the policy object, for all callers",
-    "groot": "LeRobot runs the code of any repository that its files name; serve it as python:module:make",
-    "wall_x": "LeRobot runs the code of any repository that its files name; serve it as python:module:make",
-    "tdmpc": "it plans from the plan before, which it keeps in the policy object for all callers",
-    "gaussian_actor": "it is a policy for training with rewards and has no chunk to predict",
-    "sac": "it is a policy for training with rewards and has no chunk to predict",
-    "reward_classifier": "it judges observations and has no actions",
-}
-"""Types that cannot be served, with the reason."""
-
-NEEDS_06: Final = ("smolvla", "pi0", "pi05", "pi0_fast")
-"""Types that older versions have otherwise, or with a patched transformers that no registry has."""
-
-_IMAGE, _IMAGES, _STATE, _ENVIRONMENT = (
-    "observation.image", "observation.images.", "observation.state", "observation.environment_state",
-)  # fmt: skip
-_EMPTY: Final = "empty_camera"  # features that stand for no camera: LeRobot fills them
-
-
 _Features = Annotated[dict[str, Feature], Meta(description="an object {feature: {type, shape}}")]
 _Whole = Annotated[int, whole(1)]
 
 
 class _Config(msgspec.Struct, kw_only=True):
-    """The keys of config.json that matter here; LeRobot itself reads the rest."""
+    """The keys of config.json that are read here; LeRobot itself reads the rest."""
 
     type: Annotated[str, Meta(min_length=1, description="a type of policy, such as act or smolvla")]
     input_features: _Features
@@ -133,15 +117,15 @@ class LeRobotCheckpoint(PolicySource):
         if self.staged:
             from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged
 
-            return LeRobotStaged(self, self.path, self.cameras, self.states, device)
+            return LeRobotStaged(self, device)
         from reflex_runtime.robots.sources.lerobot_policy import LeRobotWhole
 
-        return LeRobotWhole(self, self.path, self.cameras, self.states, device, self.model_type in SEEDED)
+        return LeRobotWhole(self, device)
 
 
 def is_checkpoint(root: Path) -> bool:
     """Whether a directory has a LeRobot policy: config.json names a type and its features."""
-    return json_keys(root / CONFIG_FILE) >= CHECKPOINT_KEYS
+    return json_keys(root / LEROBOT_FILE) >= CHECKPOINT_KEYS
 
 
 def _load(source: str, root: Path) -> LeRobotCheckpoint:
@@ -150,18 +134,17 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
             f"{root}: holds a PEFT adapter and not a whole policy; merge it into its base (merge_and_unload), save "
             "that with save_pretrained and serve it"
         )
-    if not (root / CONFIG_FILE).is_file():
+    if not (root / LEROBOT_FILE).is_file():
         deeper = root / "pretrained_model"
         hint = f"; serve {deeper}" if deeper.is_dir() else ", expected what save_pretrained of LeRobot writes"
-        raise ConfigError(f"{root / CONFIG_FILE}: not found{hint}")
-    table = JsonObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
+        raise ConfigError(f"{root / LEROBOT_FILE}: not found{hint}")
+    table = JsonObject(root / LEROBOT_FILE, read_export_json(root / LEROBOT_FILE))
     config: _Config = table.read(_Config)
-    if config.type in REFUSED:
-        raise ConfigError(f"{table.file}: type {config.type} cannot be served: {REFUSED[config.type]}")
     if config.type not in (*STAGED, *WHOLE):
         raise ConfigError(
-            f"{table.file}: type {config.type} is not known to keep nothing between calls, and robots could get each "
-            f"other's actions; known are {', '.join((*STAGED, *WHOLE))}. Serve it as python:module:make"
+            f"{table.file}: type {config.type} is not known to predict chunks and to keep nothing between calls, and "
+            f"robots could get each other's actions; known are {', '.join((*STAGED, *WHOLE))}. Serve it as "
+            "python:module:make"
         )
     check_code(table.file, "", table.values)
     action = config.output_features.get("action")
@@ -209,7 +192,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         embodiment=robot or Embodiment(action_names=tuple(names) if named else None),
         wires={"vla-eval": WireMap(execute=min(config.n_action_steps or chunk, chunk))},
         model_hash=model_hash(root),
-        config_hash=files_hash(root, (CONFIG_FILE, *PROCESSORS)),
+        config_hash=files_hash(root, (LEROBOT_FILE, *PROCESSORS)),
         model_bytes=model_bytes(root),
     )
 
@@ -250,7 +233,7 @@ def read_robot(root: Path, state_dim: int, action_dim: int) -> Embodiment | None
     if not (root / "embodiment.json").is_file():
         return None
     dims = {"state_norm": state_dim, "action_norm": action_dim}
-    robot, norms = read_embodiment(root, ExportObject(root / CONFIG_FILE, {}), dims)
+    robot, norms = read_embodiment(root, ExportObject(root / LEROBOT_FILE, {}), dims)
     given = [key for key, norm in norms.items() if norm is not None]
     if given:
         raise ConfigError(f"{root / 'embodiment.json'}: {given[0]}: expected none, the checkpoint has its own")
@@ -319,12 +302,8 @@ STEPS: Final = {
     "fastwam_action_toggle_processor", "molmoact2_clamp_normalized", "molmoact2_pack_inputs",
     "molmoact2_state_frame_transform", "molmoact2_action_frame_transform", "molmoact2_clamp_action",
 }  # fmt: skip
-"""The steps that LeRobot runs on every request or on whole chunks: all that it has for policies but those below."""
-
-REFUSED_STEPS: Final = {
-    "image_crop_resize_processor": "it crops pictures of the camera's size, which config.json does not tell",
-    "xvla_rotation_6d_to_axis_angle": "it makes other actions of them than config.json tells, one by one",
-}
+"""The steps that LeRobot runs on every request or on whole chunks. It has two more for policies: one crops pictures of
+the camera's size, one makes actions of another size; config.json has neither size."""
 
 
 class ProcessorStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -356,9 +335,8 @@ def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
         named = shorten(repr(entry.get("class")))
         raise ConfigError(f"{file}: steps[{i}]: names the class {named}; only steps of LeRobot itself are run")
     if name not in STEPS:
-        reason = REFUSED_STEPS.get(name, "only steps that are known to do all they do on a request or a chunk are run")
-        told = f"{shorten(name)} is not applied: {reason}; serve it as python:module:make"
-        raise ConfigError(f"{file}: steps[{i}]: {told}")
+        reason = "only steps that are known to do all they do on a request or a chunk are run"
+        raise ConfigError(f"{file}: steps[{i}]: {shorten(name)} is not applied: {reason}; serve python:module:make")
     try:
         step = msgspec.convert(entry, ProcessorStep)
     except msgspec.ValidationError as error:

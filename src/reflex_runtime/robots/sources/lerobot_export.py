@@ -5,20 +5,18 @@ Both are compared as `reflex serve` loads them, on made-up observations alone, i
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import ActionChunk
-from reflex_runtime.robots.policy.spec import PolicySpec, Size
+from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, EMBODIMENT_FILE, check_new, new_directory
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
@@ -36,17 +34,9 @@ ROUNDING: Final = 1e-6
 EXPORTED: Final = ("act", "diffusion", "smolvla")
 """Types of which there are graphs that compute the same."""
 
-REASONS: Final = {
-    "vqbet": "it draws its codes from torch's random generator, and a graph would draw others",
-    "pi0_fast": "it writes its actions as tokens, one call for each, and an answer ends where they end",
-    "pi0": "its graphs are not tried: the weights are 13 GB in float32",
-    "pi05": "its graphs are not tried: the weights are 14 GB in float32",
-}
-"""Why other types are refused."""
-
 
 class NotTheSame(ReflexError):
-    """The export computes something else than the checkpoint; it was removed."""
+    """The export computes other actions than the checkpoint; it was removed."""
 
 
 class Original(Protocol):
@@ -64,10 +54,8 @@ class Original(Protocol):
         """Write the graphs, and return the keys of `reflex_config.json` that are about them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """difference: the largest, in the robot's units; and in the joint's unit of normalisation (`in_units`).
-    compared: answers that were compared."""
+class Verified(NamedTuple):
+    """The largest difference, in the robot's units and in the joints' units of normalisation, of so many answers."""
 
     difference: float
     in_units: float
@@ -85,16 +73,21 @@ def export_checkpoint(
 ) -> Verified:
     """Write `out` and compare it with the checkpoint. source: as in `LeRobotCheckpoint.load`.
 
-    load: of the original, LeRobot by default. told: is called with a line of each step, before it.
+    load: makes the original, LeRobot's by default. told: called with a line before each step.
 
-    ConfigError for what cannot be exported, with the reason. NotTheSame if the answers differ by more than BOUND;
-    nothing is at `out` then that was not there before.
+    ConfigError, with the reason, for a checkpoint that cannot be exported. NotTheSame if answers differ by more than
+    BOUND; `out` is then as it was.
     """
     check_new(out, force)
     spec = LeRobotCheckpoint.load(source)
     check_exported(spec)
     told(f"loading {spec.model_id} ({spec.model_type}) with LeRobot")
-    original = (load or _traced)(spec)
+    if load is None:
+        spec.check()
+        from reflex_runtime.robots.sources.lerobot_graphs import TRACED  # imports LeRobot and torch
+
+        load = TRACED[spec.model_type]
+    original = load(spec)
     with new_directory(out, force) as making:
         told(f"tracing it to ONNX, opset {opset}")
         config = config_of(spec, opset) | original.write(making, opset)
@@ -104,32 +97,24 @@ def export_checkpoint(
         return compared(load_policy(making), original)
 
 
-def _traced(spec: LeRobotCheckpoint) -> Original:
-    spec.check()
-    from reflex_runtime.robots.sources.lerobot_graphs import TRACED  # imports LeRobot and torch
-
-    return TRACED[spec.model_type](spec)
-
-
 def check_exported(spec: LeRobotCheckpoint) -> None:
     """ConfigError for a type that cannot be exported."""
-    kind = spec.model_type
+    serve, kind = f"reflex serve lerobot:{spec.path}", spec.model_type
     if kind not in EXPORTED:
-        reason = REASONS.get(kind, "only " + ", ".join(EXPORTED) + " are known to give graphs that compute the same")
-        raise ConfigError(f"{spec.source}: type {kind} is not exported: {reason}. Serve it as it is: {_serve(spec)}")
-    if kind == "diffusion":
-        scheduler = spec.config.get("noise_scheduler_type")
-        if scheduler != "DDIM":
-            raise ConfigError(
-                f"{spec.source}: noise_scheduler_type {scheduler} is not exported: it draws noise at every step, and a "
-                f"graph would draw other noise. Serve it as it is ({_serve(spec)}), or set DDIM in its config.json if "
-                "it was trained for both"
-            )
+        reason = f"only {', '.join(EXPORTED)} are known to give graphs that compute the same"
+        raise ConfigError(f"{spec.source}: type {kind} is not exported: {reason}. Serve it as it is: {serve}")
+    scheduler = spec.config.get("noise_scheduler_type")
+    if kind == "diffusion" and scheduler != "DDIM":
+        raise ConfigError(
+            f"{spec.source}: noise_scheduler_type {scheduler} is not exported: it draws noise at every step, and a "
+            f"graph would draw other noise. Serve it as it is ({serve}), or set DDIM in its config.json if it was "
+            "trained for both"
+        )
 
 
 def config_of(spec: LeRobotCheckpoint, opset: int) -> dict[str, Any]:
-    """`reflex_config.json`, without what is known once the graphs are written."""
-    config: dict[str, Any] = {
+    """The keys of `reflex_config.json` that are known before the graphs are written."""
+    return {
         "model_id": spec.model_id,
         "model_type": spec.model_type,
         "opset": opset,
@@ -140,12 +125,9 @@ def config_of(spec: LeRobotCheckpoint, opset: int) -> dict[str, Any]:
         "images": {name: list(size) for name, size in spec.images.items()},
         "wires": {wire: {"execute": read.execute} for wire, read in spec.wires.items()},
         "metadata": {"exported_from": "lerobot", "checkpoint_hash": spec.model_hash},
+        **({"observation_steps": spec.observation_steps} if spec.observation_steps > 1 else {}),
+        **({"horizon": spec.horizon} if spec.horizon != spec.chunk_size else {}),
     }
-    if spec.observation_steps > 1:
-        config["observation_steps"] = spec.observation_steps
-    if spec.horizon != spec.chunk_size:
-        config["horizon"] = spec.horizon
-    return config
 
 
 def compared(policy: Policy, original: Original) -> Verified:
@@ -177,7 +159,7 @@ def compared(policy: Policy, original: Original) -> Verified:
 
 
 def _answers(policy: Policy, episodes: Sequence[Episode], name: str, apart: bool = False) -> Floats:
-    """The answers to the last observations, of episodes that go on side by side. apart: at different denoise steps."""
+    """The answers to the last observation of each episode. apart: the rows are at different denoise steps."""
     chunks: list[ActionChunk] = []
     for step, seen in enumerate(zip(*episodes, strict=True)):
         requests = [
@@ -189,17 +171,13 @@ def _answers(policy: Policy, episodes: Sequence[Episode], name: str, apart: bool
 
 
 def _write_embodiment(spec: LeRobotCheckpoint, directory: Path) -> None:
-    """The robot, where the checkpoint knows something of it."""
+    """The robot, where the checkpoint has its file or the names of its actions."""
     own = spec.path / EMBODIMENT_FILE
     if own.is_file():
         shutil.copyfile(own, directory / EMBODIMENT_FILE)
     elif spec.embodiment.action_names is not None:
         robot = {"name": spec.embodiment.name, "action_names": list(spec.embodiment.action_names)}
         (directory / EMBODIMENT_FILE).write_text(json.dumps(robot, ensure_ascii=False, indent=2) + "\n")
-
-
-def _serve(spec: LeRobotCheckpoint) -> str:
-    return f"reflex serve lerobot:{spec.path}"
 
 
 # -- made-up episodes --------------------------------------------------------------------------------------------------
@@ -211,42 +189,26 @@ _INSTRUCTIONS: Final = (
     "pick up the cube", "wipe\n", "räume den\nTisch auf", "put the red block away", " open it \n\n", "put " * 60,
 )  # fmt: skip
 _SHAPES: Final = ((1.0, 1.0), (1.125, 2.0), (1.75, 1.0), (0.6, 0.4), (1.5, 2.0), (1.0, 1.0))
-"""Height and width of an episode's pictures, as shares of those that the export's graph reads."""
-_FILES: Final = {2: "PNG", 4: "JPEG"}
-"""Episodes whose pictures come as files."""
+"""Height and width of an episode's pictures, as shares of the size that the export's graph reads."""
 
 
 def made_up(spec: PolicySpec, states: Floats) -> list[Episode]:
-    """Episodes with what robots send: pictures of several kinds and shapes, as arrays and as files, a camera less where
-    that may be, states in the training's range and outside it. The same ones every time."""
+    """Episodes as robots send them: pictures of several shapes, one with a camera less where that may be, states within
+    the training's range and beyond. The same ones every time."""
     episodes: list[Episode] = []
     for number, (instruction, (high, wide)) in enumerate(zip(_INSTRUCTIONS, _SHAPES, strict=True)):
         rng = np.random.Generator(np.random.PCG64(number))
         left_out = list(spec.images)[:1] if spec.optional_images >= set(spec.images) and number == 3 else []
+        beyond = (states[1] - states[0]) * (number > 3)
         requests = []
         for _ in range(spec.observation_steps):
-            pictures = {}
-            for i, (name, (height, width)) in enumerate(spec.images.items()):
-                shape = max(1, round(height * high)), max(1, round(width * wide))
-                if name not in left_out:
-                    pictures[name] = _picture(rng, shape, 8 if (number + i) % 2 else 1, _FILES.get(number, ""))
-            beyond = (states[1] - states[0]) * (number > 3)
+            pictures = {
+                name: rng.integers(0, 256, (max(1, round(height * high)), max(1, round(width * wide)), 3), np.uint8)
+                for name, (height, width) in spec.images.items()
+                if name not in left_out
+            }
             state = rng.uniform(states[0] - beyond, states[1] + beyond).astype(np.float32)
             fields = {"images": pictures, "instruction": instruction, "seed": number}
             requests.append({**fields, "state": state} if spec.takes_state else fields)
         episodes.append(requests)
     return episodes
-
-
-def _picture(rng: np.random.Generator, size: Size, block: int, kind: str) -> Any:
-    """Blocks of colour of so many pixels. kind: of the file, "" for an array."""
-    height, width = size
-    coarse = rng.integers(0, 256, (-(-height // block), -(-width // block), 3), np.uint8)
-    picture = np.ascontiguousarray(coarse.repeat(block, axis=0).repeat(block, axis=1)[:height, :width])
-    if not kind:
-        return picture
-    import PIL.Image
-
-    file = io.BytesIO()
-    PIL.Image.fromarray(picture).save(file, kind)
-    return file.getvalue()

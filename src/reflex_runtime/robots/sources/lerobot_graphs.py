@@ -1,6 +1,6 @@
 """LeRobot policies as ONNX graphs: from uint8 pictures and the robot's state to actions in the robot's units.
 
-Normalisation is LeRobot's own code, traced with the policy, so that its formula is in the graph whatever it is.
+LeRobot's own normalisation is traced with the policy, so that the graph has its formula.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
-from reflex_runtime.robots.sources.lerobot_policy import PAIRS, LeRobotWhole, LoadedPolicy
+from reflex_runtime.robots.sources.lerobot_policy import (
+    PAIRS,
+    LeRobotWhole,
+    LoadedPolicy,
+    diffusion_actions,
+    diffusion_condition,
+)
 from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged, PackedCache, with_room
 from reflex_runtime.robots.sources.torch_models import taken
 
@@ -42,7 +48,7 @@ def write_graph(
     spec: LeRobotCheckpoint, compute: Any, policy: Any, given: Mapping[str, Any], outputs: Sequence[str], file: Path,
     opset: int,
 ) -> None:  # fmt: skip
-    """Trace a function of tensors by name, [n, …] each, and write the graph. policy: whose weights it uses."""
+    """Trace a function of tensors by name, [n, …] each, and write the graph. policy: has the weights."""
 
     class Traced(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -53,13 +59,11 @@ def write_graph(
             return compute(dict(zip(given, tensors, strict=True)))
 
     batch = torch.export.Dim("batch", min=1, max=4096)
-    quiet = logging.getLogger("onnxscript"), logging.getLogger("torch.onnx")
-    levels = [logger.level for logger in quiet]
-    for logger in quiet:
-        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
+            for name in ("onnxscript", "torch.onnx"):  # this process only exports
+                logging.getLogger(name).setLevel(logging.ERROR)
             program = torch.onnx.export(
                 Traced().eval(),
                 tuple(given.values()),
@@ -78,16 +82,10 @@ def write_graph(
             f"{spec.source}: torch.onnx cannot export it: {type(cause).__name__}: {text[:300]}. Serve it as it is: "
             f"reflex serve lerobot:{spec.path}"
         ) from error
-    finally:
-        for logger, level in zip(quiet, levels, strict=True):
-            logger.setLevel(level)
 
 
 class TracedCheckpoint:
-    """An `Original` on the CPU, with what both kinds trace.
-
-    known: the steps of its processors that are in the graphs; ConfigError for another.
-    """
+    """An `Original` on the CPU. known: the steps of processors that the graphs have; ConfigError for another."""
 
     def __init__(self, spec: LeRobotCheckpoint, policy: Policy, loaded: LoadedPolicy, known: AbstractSet[str]) -> None:
         self.policy, self._spec, self._loaded = policy, spec, loaded
@@ -118,9 +116,9 @@ class TracedPolicy(TracedCheckpoint):
     """ACT and Diffusion, in one graph."""
 
     def __init__(self, spec: LeRobotCheckpoint) -> None:
-        model = LeRobotWhole(spec, spec.path, spec.cameras, spec.states, DeviceOptions())
+        model = LeRobotWhole(spec, DeviceOptions())
         super().__init__(spec, MonolithicPolicy(model), model.loaded, KNOWN)
-        self._times: list[int] = []  # of diffusion; numbers, because a tensor's values are not known while it is traced
+        self._times: list[int] = []  # of diffusion; a tensor's values are not known while it is traced
         if spec.model_type == "diffusion":
             diffusion = model.loaded.policy.diffusion
             diffusion.noise_scheduler.set_timesteps(diffusion.num_inference_steps)
@@ -146,32 +144,28 @@ class TracedPolicy(TracedCheckpoint):
 
     def _diffusion(self, given: Mapping[str, Any]) -> Any:
         """LeRobot's `generate_actions`, with the loop over steps unrolled."""
-        model, config = self._loaded.policy.diffusion, self._loaded.config
-        batch = self._normalised(given)
-        if config.n_obs_steps == 1:
+        model, batch = self._loaded.policy.diffusion, self._normalised(given)
+        if self._spec.observation_steps == 1:
             batch = {name: tensor[:, None] for name, tensor in batch.items()}
-        if config.image_features:
-            batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
-        condition = model._prepare_global_conditioning(batch)
+        condition = diffusion_condition(self._loaded, batch)
         scheduler, x = model.noise_scheduler, given["noise"]
         for time in self._times:
             times = torch.full(x.shape[:1], time, dtype=torch.long)
             x = scheduler.step(model.unet(x, times, global_cond=condition), time, x).prev_sample
-        first = config.n_obs_steps - 1
-        return self._denormalised(x[:, first : first + config.n_action_steps])
+        return self._denormalised(diffusion_actions(self._loaded, x))
 
 
 def step_of(pipeline: Any, name: str) -> Any:
-    """The step of a pipeline that (de)normalises, None without one."""
+    """The step of a pipeline whose class begins with a name, or None."""
     return next((step for step in pipeline.steps if type(step).__name__.startswith(name)), None)
 
 
 def unit_of(denormaliser: Any, dim: int) -> Floats:
-    """By how much each joint's action changes where the normalised one changes by 1, as LeRobot computes it."""
+    """How much each joint's action changes where the normalised one changes by 1, as LeRobot computes it."""
     if denormaliser is None:
         return np.ones(dim, np.float32)
     zero = torch.zeros(1, dim, dtype=torch.float64)
-    # In float64, which LeRobot's steps take on: its statistics are then those of float32, and the difference is exact.
+    # LeRobot's steps take on float64; their statistics are of float32, so that the difference is exact.
     span = denormaliser._normalize_action(zero + 1, inverse=True) - denormaliser._normalize_action(zero, inverse=True)
     denormaliser.to(dtype=torch.float32)
     unit: Floats = np.abs(taken(span)[0])
@@ -179,7 +173,7 @@ def unit_of(denormaliser: Any, dim: int) -> Floats:
 
 
 def _range(normaliser: Any, name: str, size: int) -> Floats:
-    """Lowest and highest value of a state that the policy was trained on; [-1, 1] where that is not known."""
+    """Lowest and highest value of a state in the training data; [-1, 1] where the normaliser has neither."""
     stats = {} if normaliser is None else normaliser._tensor_stats.get(name, {})
     found = {key: taken(value).reshape(-1) for key, value in stats.items() if key in ("mean", "std", "min", "max")}
     if {"mean", "std"} <= found.keys():
@@ -191,8 +185,8 @@ def _range(normaliser: Any, name: str, size: int) -> Floats:
 
 # -- SmolVLA -----------------------------------------------------------------------------------------------------------
 #
-# Two graphs, on LeRobot's functions: the scene, and one denoise step for rows at different steps. Normalisation of the
-# state is in the graph. That of actions cannot be in a graph whose output is the next input: it is `action_norm`.
+# Two graphs, on LeRobot's functions: the scene, and one denoise step for rows at different steps. The state is
+# normalised in the graph. Actions are not, as they are the input of the next step: the export has `action_norm`.
 
 
 _TEXT: Final = {"NewLineTaskProcessorStep", "SmolVLANewLineProcessor", "TokenizerProcessorStep"}
@@ -202,7 +196,7 @@ class TracedSmolVla(TracedCheckpoint):
     """In float32: ONNX Runtime has no bfloat16 on most devices."""
 
     def __init__(self, spec: LeRobotCheckpoint) -> None:
-        self._model = LeRobotStaged(spec, spec.path, spec.cameras, spec.states, DeviceOptions(dtype="float32"))
+        self._model = LeRobotStaged(spec, DeviceOptions(dtype="float32"))
         super().__init__(spec, DecomposedPolicy(self._model, cache_bytes=0), self._model.loaded, KNOWN | _TEXT)
         if self._loaded.config.adapt_to_pi_aloha:
             raise ConfigError(f"{spec.source}: adapt_to_pi_aloha is not exported; serve it as it is")
@@ -266,7 +260,7 @@ class TracedSmolVla(TracedCheckpoint):
         chunk, n = self._spec.chunk_size, self._spec.num_denoising_steps
         pairs = zip(layers[::2], layers[1::2], strict=True)
         cache = PackedCache([(with_room(k, chunk), with_room(v, chunk)) for k, v in pairs], pad.shape[1])
-        # The last bit of the time counts: its step is found again, and the time computed from it as LeRobot does.
+        # The last bit of the time counts: it is computed from the number of the step, as LeRobot does.
         made = torch.round(given["time"] * n).to(torch.float64)
         time = (1.0 + made * (-1.0 / n)).to(torch.float32)
         velocity = self._loaded.policy.model.denoise_step(
@@ -276,7 +270,7 @@ class TracedSmolVla(TracedCheckpoint):
 
 
 def _action_norm(spec: LeRobotCheckpoint, denormaliser: Any) -> dict[str, Any] | None:
-    """The key `action_norm`; None where actions are as the model has them."""
+    """The key `action_norm`; None where actions are not normalised."""
     from lerobot.configs.types import FeatureType
 
     mode = None if denormaliser is None else denormaliser.norm_map.get(FeatureType.ACTION)

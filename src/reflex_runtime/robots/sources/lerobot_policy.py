@@ -1,7 +1,7 @@
-"""LeRobot's policies: loads one with its processors, and runs the types that make a chunk in one call.
+"""LeRobot's policies with their processors, and those that make a chunk in one call.
 
-`select_action` is never called, and `predict_action_chunk` only where it keeps nothing: both have queues in the policy
-object, which all robots would share. Policies that see several observations are called below these queues.
+`select_action` is never called, and `predict_action_chunk` only where it keeps nothing: their queues are in the policy
+object, which all robots share. Policies that see several observations are called below these queues.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,15 +26,15 @@ from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import WEIGHTS
+from reflex_runtime.robots.sources.lerobot_checkpoint import PROCESSORS, SEEDED, LeRobotCheckpoint
 from reflex_runtime.robots.sources.torch_models import is_half, taken, torch_device
 from reflex_runtime.run.model_files import shorten
 
 Batch = dict[str, Any]
-States = Sequence[tuple[str, int]]  # the features that make the state, in order, with their sizes
 
 
 class Prepared(NamedTuple):
-    """A request after the preprocessor: LeRobot's batch of one, and the state that relative actions are relative to."""
+    """A request after the preprocessor: LeRobot's batch of one, and the state that relative actions are added to."""
 
     batch: Batch
     anchor: Any
@@ -45,23 +44,22 @@ class LoadedPolicy:
     """A policy of LeRobot on its device, with its processors.
 
     Processors keep data between their steps, and the postprocessor reads a state that the preprocessor kept: so each
-    thread has a pair of its own, copied from one that is never used. Their tokenizer is one: a copy of π0's takes half
-    a second and 360 MB.
+    thread has a pair of its own, copied from one that never runs. All pairs share a tokenizer: a copy of π0's takes
+    half a second and 360 MB.
     """
 
-    def __init__(
-        self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions
-    ) -> None:
-        self.spec, self._cameras, self._states, name = spec, cameras, states, torch_device(device)
+    def __init__(self, spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
+        self.spec, self.device = spec, torch_device(device)
         torch.set_num_threads(device.threads)
-        with loading(spec, partial(_hub_hint, path, spec)):
-            config, kind, self.pre, self.post = _processors_of(path, device, name)
-            served = (*cameras.values(), *(feature for feature, _ in states))
-            check_statistics(path / f"{self.pre.name}.json", self.pre, spec.config, served)
-            check_statistics(path / f"{self.post.name}.json", self.post, spec.config, ("action",), "unnormalizer")
-            policy = _opened(path, device, name, config, kind)
-        check_loaded(spec.source, path / WEIGHTS, policy)
-        self.device, self.policy, self.config = name, policy, policy.config
+        with loading(spec, spec.path):
+            config, kind, self.pre, self.post = _processors_of(spec.path, device, self.device)
+            served = (*spec.cameras.values(), *(feature for feature, _ in spec.states))
+            check_statistics(spec.path / f"{self.pre.name}.json", self.pre, spec.config, served)
+            post = spec.path / f"{self.post.name}.json"
+            check_statistics(post, self.post, spec.config, ("action",), "unnormalizer")
+            self.policy = _opened(spec.path, device, self.device, config, kind)
+        check_loaded(spec.source, spec.path / WEIGHTS, self.policy)
+        self.config = self.policy.config
         self._own, self._lock, self._tokenized = threading.local(), threading.Lock(), False
         self._relative = self._slopes()
 
@@ -69,19 +67,19 @@ class LoadedPolicy:
         """The observation as LeRobot's own preprocessor makes it; on any thread."""
         batch: Batch = {
             name: _picture(observation.images[camera])
-            for camera, name in self._cameras.items()
+            for camera, name in self.spec.cameras.items()
             if camera not in self.spec.optional_images or observation.present[camera]
         }
         if observation.state is not None:
-            sizes = [size for _, size in self._states]
+            names, sizes = zip(*self.spec.states, strict=True)
             parts = np.split(observation.state, np.cumsum(sizes)[:-1], axis=-1)
-            batch |= {name: torch.from_numpy(part) for (name, _), part in zip(self._states, parts, strict=True)}
+            batch |= dict(zip(names, map(torch.from_numpy, parts), strict=True))
         batch["task"] = observation.instruction
         if self.spec.observation_steps > 1:  # the batch axis is added to single observations only
             batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
         pre, _ = self._pair()
         step = _relative_step(pre)
-        # A tokenizer changes with its first call, which tells it how to pad, and by none after it.
+        # A tokenizer changes at its first call, which sets how it pads, and at no later one.
         with nullcontext() if self._tokenized else self._lock, torch.inference_mode():
             made = pre(batch)
             self._tokenized = True
@@ -97,21 +95,21 @@ class LoadedPolicy:
         return self._finished(actions, None if anchors[0] is None else torch.cat(anchors))
 
     def shift(self, moved: Floats) -> Floats | None:
-        """See `PolicyModel.shift`: as the postprocessor adds the state and scales."""
+        """See `PolicyModel.shift`: by the postprocessor's own factors."""
         if self._relative is None:
             return None
         slope, added = self._relative
         by = np.zeros_like(slope)
-        dims = min(len(by), self._states[0][1])
+        dims = min(len(by), self.spec.states[0][1])
         by[:dims] = added[:dims] * moved[:dims]
         return -np.divide(by, slope, out=np.zeros_like(by), where=slope != 0.0)
 
     def _slopes(self) -> tuple[Floats, Floats] | None:
-        """The postprocessor's factors of an action and of the state's number of that place, float32 [action_dim] each;
-        None if it adds no state. It is affine in both."""
-        if _relative_step(self.pre) is None or not self._states:
+        """The postprocessor's factors of an action and of the state's number at that place, float32 [action_dim] each:
+        it is affine in both. None if it adds no state."""
+        if _relative_step(self.pre) is None or not self.spec.states:
             return None
-        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self._states[0][1])
+        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self.spec.states[0][1])
         at_zero = self._finished(zero, state)
         slope, added = self._finished(zero + 1.0, state) - at_zero, self._finished(zero, state + 1.0) - at_zero
         return (slope[0, 0], added[0, 0]) if added.any() else None
@@ -127,14 +125,15 @@ class LoadedPolicy:
     def _pair(self) -> tuple[Any, Any]:
         """(preprocessor, postprocessor) of this thread."""
         if not hasattr(self._own, "pair"):
-            with self._lock:  # together: the steps of one look at those of the other
-                self._own.pair = copy.deepcopy((self.pre, self.post), _tokenizers(self.pre))
+            kept = [value for step in self.pre.steps for value in vars(step).values() if hasattr(value, "pad_token_id")]
+            with self._lock:  # in one copy: the steps of one refer to those of the other
+                self._own.pair = copy.deepcopy((self.pre, self.post), {id(tokenizer): tokenizer for tokenizer in kept})
         pair: tuple[Any, Any] = self._own.pair
         return pair
 
 
 def stacked_batch(batches: Sequence[Batch]) -> Batch:
-    """Batches of one as one batch. Texts are left out; rows of other lengths (tokens) are padded on the right."""
+    """Batches of one as one batch, without texts. Shorter rows of tokens are padded on the right."""
     found: Batch = {}
     for name, first in batches[0].items():
         if isinstance(first, torch.Tensor) and name.startswith("observation."):
@@ -155,13 +154,14 @@ def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
 
 
 def _picture(image: Any) -> Any:
-    """uint8 [… h, w, 3] as LeRobot has pictures: float [… 3, h, w] in [0, 1]."""
+    """uint8 [… h, w, 3] as a picture of LeRobot: float [… 3, h, w] in [0, 1]."""
     return torch.from_numpy(image.astype(np.float32)).movedim(-1, -3) / 255
 
 
 @contextmanager
-def loading(spec: PolicySpec, hub_hint: Callable[[], str] = str) -> Iterator[None]:
-    """LeRobot prints what it does. What it, transformers and safetensors raise, a dozen classes, is a ConfigError."""
+def loading(spec: PolicySpec, path: Path) -> Iterator[None]:
+    """Silence what LeRobot prints. Errors of LeRobot, transformers and safetensors, a dozen classes, become
+    ConfigErrors. path: of the checkpoint."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
@@ -169,7 +169,7 @@ def loading(spec: PolicySpec, hub_hint: Callable[[], str] = str) -> Iterator[Non
         except ConfigError:
             raise
         except Exception as error:
-            hint = hub_hint() if "huggingface.co" in str(error) else ""
+            hint = _hub_hint(path, spec) if "huggingface.co" in str(error) else ""
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{text}") from error
 
@@ -197,7 +197,7 @@ def _opened(path: Path, device: DeviceOptions, name: str, config: Any, kind: Any
     if config.type == "smolvla" and config.load_vlm_weights:
         config.load_vlm_weights = False  # 2 GB
         policy = kind(config)
-        policy.model.vlm_with_expert.vlm.to(torch.bfloat16)  # as they would have come
+        policy.model.vlm_with_expert.vlm.to(torch.bfloat16)  # the type of the weights that were left out
         policy = kind._load_as_safetensor(policy, str(path / WEIGHTS), config.device, False)
     else:
         policy = kind.from_pretrained(str(path), config=config)
@@ -216,17 +216,17 @@ PAIRS: Final = {
 def check_statistics(
     file: Path, pipeline: Any, config: Mapping[str, Any], wanted: Iterable[str], kind_of_step: str = "_normalizer"
 ) -> None:
-    """That a processor has the statistics of the features that it normalises, before the weights are loaded.
+    """ConfigError where a processor lacks the statistics of a feature that it normalises.
 
-    LeRobot leaves a feature without statistics as it is, and a robot would get z-scores for degrees.
-    kind_of_step: a part of the names of those that count: one that normalises what it should denormalise does not.
+    LeRobot leaves a feature without statistics as it is, and a robot would get z-scores for degrees. Called before the
+    weights are loaded. kind_of_step: part of the names of steps that count, as a postprocessor must not normalise.
     """
     steps = [
         step for step in pipeline.steps if hasattr(step, "norm_map") and kind_of_step in f"_{step._registry_name}"
     ]
     for name in wanted:
         kind = {**config["input_features"], **config["output_features"]}[name]["type"]
-        found = False  # a step normalises it, or leaves it as it is by its own keys
+        found = False  # a step normalises it, or its own keys leave it out
         for step in steps:
             modes, keys = {of.value: mode.value for of, mode in step.norm_map.items()}, step.normalize_observation_keys
             left_out = keys is not None and name != "action" and name not in keys
@@ -258,15 +258,10 @@ def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
             raise ConfigError(f"{where}: the {key} of {name} has {size} numbers, expected {expected}")
 
 
-def _tokenizers(pipeline: Any) -> dict[int, Any]:
-    """The tokenizers of its steps by their id, as `copy.deepcopy` keeps what it is not to copy."""
-    found = [value for step in pipeline.steps for value in vars(step).values() if hasattr(value, "pad_token_id")]
-    return {id(tokenizer): tokenizer for tokenizer in found}
-
-
 def _hub_hint(path: Path, spec: PolicySpec) -> str:
-    """How to get what the checkpoint needs beside its directory."""
-    steps = json.loads((path / "policy_preprocessor.json").read_bytes())["steps"]
+    """How to download what the checkpoint needs beside its directory."""
+    file = path / PROCESSORS[0]
+    steps = json.loads(file.read_bytes())["steps"] if file.is_file() else []  # openpi has none
     named = [spec.config.get("vlm_model_name"), *(step.get("config", {}).get("tokenizer_name") for step in steps)]
     commands = [f"hf download {name} --exclude '*.safetensors'" for name in dict.fromkeys(filter(None, named))]
     return f"where there is a network, run {' and '.join(commands)}, and copy the cache here; " if commands else ""
@@ -278,9 +273,9 @@ def _relative_step(pipeline: Any) -> Any:
 
 
 def check_loaded(source: str, file: Path, policy: Any) -> None:
-    """That the policy has the weights of the file, all of them, and that they are finite.
+    """ConfigError unless the policy has all weights of the file, and they are finite.
 
-    LeRobot logs what is missing, has another shape or cannot be read, and goes on with random weights.
+    LeRobot logs weights that are missing, have another shape or cannot be read, and goes on with random ones.
     """
     from safetensors import safe_open
 
@@ -303,7 +298,7 @@ def check_loaded(source: str, file: Path, policy: Any) -> None:
 
 
 def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """That all weights of a policy are stored, in its shapes. shapes: of what is stored, by name."""
+    """ConfigError unless all weights of a policy are stored, in its shapes. shapes: of the stored ones, by name."""
     own = policy.state_dict()
     if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # π0 and π0.5 of openpi have other names
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -323,16 +318,13 @@ def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) 
 
 
 class LeRobotWhole(WholeModel):
-    """A LeRobot policy of one of the types in `WHOLE`. seeded: it draws from torch's own generator."""
+    """A LeRobot policy of one of the types in `WHOLE`."""
 
-    def __init__(
-        self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions,
-        seeded: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
         super().__init__(spec)
-        self.loaded, self._seeded = LoadedPolicy(spec, path, cameras, states, device), seeded
+        self.loaded = LoadedPolicy(spec, device)
         self.provider, self.half = device.provider, is_half(self.loaded.policy)
-        self.batched = not seeded
+        self.batched = spec.model_type not in SEEDED
 
     def prepare(self, observation: Observation) -> Prepared:
         return self.loaded.prepare(observation)
@@ -346,37 +338,29 @@ class LeRobotWhole(WholeModel):
         return self.loaded.finish(rows, torch.from_numpy(x))
 
     def _called(self, rows: Sequence[Observation], noise: Any) -> Any:
-        """Actions [n, chunk, dim]. Chosen anew at each call: a bound method kept here would be a cycle, and an unloaded
-        policy would stay in memory."""
+        """Actions [n, chunk, dim]. The call is chosen anew each time: a bound method kept here would be a cycle, and an
+        unloaded policy would stay in memory."""
         kind, predict = self.spec.model_type, self.loaded.policy.predict_action_chunk
-        if kind == "diffusion":
-            return self._diffusion(rows, noise)
-        if self._seeded:
+        if not self.batched:
             return self._by_row(self._vqbet if kind == "vqbet" else predict, rows)
-        return predict(self._batch(rows))
+        batch = self.loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
+        return self._diffusion(batch, rows, noise) if kind == "diffusion" else predict(batch)
 
-    def _batch(self, rows: Sequence[Observation]) -> Batch:
-        return self.loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
-
-    def _diffusion(self, rows: Sequence[Observation], noise: Any) -> Any:
-        batch = self._batch(rows)
-        model, config = self.loaded.policy.diffusion, self.loaded.config
-        if config.image_features:
-            batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
-        condition = model._prepare_global_conditioning(batch)
+    def _diffusion(self, batch: Batch, rows: Sequence[Observation], noise: Any) -> Any:
+        condition = diffusion_condition(self.loaded, batch)
         # A scheduler that adds noise at every step draws it from a generator of each row: its answer is its own.
         drawn = [torch.Generator(device=condition.device).manual_seed(row.seed % (1 << 63)) for row in rows]
-        x = model.conditional_sample(len(rows), global_cond=condition, generator=drawn, noise=noise)
-        first = config.n_obs_steps - 1
-        return x[:, first : first + config.n_action_steps]
+        x = self.loaded.policy.diffusion.conditional_sample(
+            len(rows), global_cond=condition, generator=drawn, noise=noise
+        )
+        return diffusion_actions(self.loaded, x)
 
     def _vqbet(self, batch: Batch) -> Any:
-        config = self.loaded.config
-        batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
-        return self.loaded.policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
+        stack_images(self.loaded, batch)
+        return self.loaded.policy.vqbet(batch, rollout=True)[:, : self.loaded.config.action_chunk_size]
 
     def _by_row(self, call: Callable[[Batch], Any], rows: Sequence[Observation]) -> Any:
-        """Row by row: it draws from torch's own generator, which is seeded for each."""
+        """One call a row: the policy draws from torch's own generator, which is seeded for each row."""
         if len(rows) > 1:
             self.notes["fanout"] = "sequential"
         answers = []
@@ -385,3 +369,21 @@ class LeRobotWhole(WholeModel):
                 torch.manual_seed(row.seed % (1 << 63))
                 answers.append(call(self.loaded.on_device(row.ready.batch)))
         return torch.cat(answers)
+
+
+def stack_images(loaded: LoadedPolicy, batch: Batch) -> None:
+    """Add the stack of all cameras, which some of LeRobot's models read."""
+    if names := loaded.config.image_features:
+        batch["observation.images"] = torch.stack([batch[name] for name in names], dim=-4)
+
+
+def diffusion_condition(loaded: LoadedPolicy, batch: Batch) -> Any:
+    """The observations as a diffusion model reads them."""
+    stack_images(loaded, batch)
+    return loaded.policy.diffusion._prepare_global_conditioning(batch)
+
+
+def diffusion_actions(loaded: LoadedPolicy, x: Any) -> Any:
+    """The actions of what diffusion made, which begins at the oldest observation."""
+    first = loaded.config.n_obs_steps - 1
+    return x[:, first : first + loaded.config.n_action_steps]

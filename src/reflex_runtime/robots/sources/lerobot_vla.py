@@ -1,16 +1,14 @@
 """SmolVLA, π0 and π0.5 of LeRobot in two stages, on LeRobot's own functions; and openpi's, on LeRobot's port.
 
 The prefix is one forward pass over pictures and text; its keys and values stay on the device. A step is one Euler step
-for rows at different flow times. LeRobot's time runs from 1 (noise) to 0 (actions).
+of rows at different flow times, which run from 1 (noise) to 0 (actions).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,11 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reflex_runtime.robots.policy.episodes import PrefixTensors
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import WEIGHTS
-from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy, States, check_loaded, loading, padded
+from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
+from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy, check_loaded, loading, padded
+from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
 from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, is_half, taken, torch_device
 
 
@@ -45,26 +46,11 @@ class ReadyVla(NamedTuple):
         return tuple(image.shape for image in self.images)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VlaPrefix:
-    """Keys and values of one request, on the device.
-
-    pad: bool [1, P], the tokens that count. keys, values: of each layer [1, heads, P, size]. longest: P of a request
-    with the longest text.
-    """
-
-    pad: Any
-    keys: Sequence[Any]
-    values: Sequence[Any]
-    longest: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.pad, *self.keys, *self.values))
-
-
 class StagedVla(GraphedStaged):
-    """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`."""
+    """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`.
+
+    A prefix has "pad", bool [1, P], the tokens that count, and "keys i" and "values i" [1, heads, P, size] of layer i.
+    """
 
     def __init__(self, spec: PolicySpec, policy: Any, name: str, device: DeviceOptions) -> None:
         """name: the device of the policy."""
@@ -76,17 +62,17 @@ class StagedVla(GraphedStaged):
         if device.captured_sizes:
             self.capture(device.captured_sizes)
 
-    def prefix(self, rows: Sequence[Observation]) -> Sequence[VlaPrefix]:
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[PrefixTensors]:
         kinds: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             kinds.setdefault(row.ready.kind, []).append(i)
-        made: dict[int, VlaPrefix] = {}
+        made: dict[int, PrefixTensors] = {}
         with torch.inference_mode():
             for members in kinds.values():
                 made |= dict(zip(members, self._prefixes([rows[i].ready for i in members]), strict=True))
         return [made[i] for i in range(len(rows))]
 
-    def _prefixes(self, rows: Sequence[ReadyVla]) -> list[VlaPrefix]:
+    def _prefixes(self, rows: Sequence[ReadyVla]) -> list[PrefixTensors]:
         """Of rows of one kind, in one forward pass."""
         put = self._put
         images = [put(torch.cat(same)) for same in zip(*(row.images for row in rows), strict=True)]
@@ -95,17 +81,14 @@ class StagedVla(GraphedStaged):
         token_mask = put(torch.cat(padded([row.token_mask for row in rows], 1)))
         state = None if rows[0].state is None else put(torch.cat([row.state for row in rows]))
         pad, layers = self.scene(images, masks, tokens, token_mask, state)
-        longest = pad.shape[1] + max(0, self._policy.config.tokenizer_max_length - tokens.shape[1])
+        made = {"pad": pad}
+        for i, (keys, values) in enumerate(layers):
+            made |= {f"keys {i}": keys, f"values {i}": values}
+        if self._captured is not None:  # graphs have the length of the longest text
+            longest = pad.shape[1] + max(0, self._policy.config.tokenizer_max_length - tokens.shape[1])
+            made = {name: padded([tensor], _axis(name), longest)[0] for name, tensor in made.items()}
         # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
-        return [
-            VlaPrefix(
-                pad[i : i + 1].clone(),
-                [keys[i : i + 1].clone() for keys, _ in layers],
-                [values[i : i + 1].clone() for _, values in layers],
-                longest,
-            )
-            for i in range(len(rows))
-        ]
+        return [PrefixTensors({name: t[i : i + 1].clone() for name, t in made.items()}) for i in range(len(rows))]
 
     def scene(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Sequence[Any]]:
         """(which tokens count [n, P], keys and values of each layer) of a batch of prefixes."""
@@ -126,23 +109,21 @@ class StagedVla(GraphedStaged):
         )
         return pad, [(layer.keys, layer.values) for layer in cache.layers]
 
-    def pack(self, prefixes: Sequence[VlaPrefix], rows: Sequence[Observation]) -> SimpleNamespace:
-        """Padded on the right to the longest, for graphs to that of the longest text: masked tokens add nothing, and
-        positions count the others only."""
-        least = 0 if self._captured is None else max(p.longest for p in prefixes)
+    def pack(self, prefixes: Sequence[PrefixTensors], rows: Sequence[Observation]) -> SimpleNamespace:
+        """Padded on the right to the longest: masked tokens add nothing, and positions count the others only."""
         room = self.spec.chunk_size + (self.spec.model_type == "pi0")
         with torch.inference_mode():
-            tensors = {"pad": torch.cat(padded([p.pad for p in prefixes], 1, least))}
-            for i in range(len(prefixes[0].keys)):
-                for name, own in (("keys", [p.keys[i] for p in prefixes]), ("values", [p.values[i] for p in prefixes])):
-                    tensors[f"{name} {i}"] = with_room(torch.cat(padded(own, 2, least)), room)
-            # Of π0 the state is a token of the step: that of the request, as its prefix may be from an earlier one.
+            tensors = {}
+            for name in prefixes[0].tensors:
+                tensor = torch.cat(padded([prefix.tensors[name] for prefix in prefixes], _axis(name)))
+                tensors[name] = tensor if name == "pad" else with_room(tensor, room)
+            # Of π0 the state is a token of the step: the request's own, as its prefix may be of an earlier one.
             if self.spec.model_type == "pi0":
                 tensors["state"] = self._put(torch.cat([row.ready.state for row in rows]))
         return self._packed(tensors)
 
     def _packed(self, tensors: dict[str, Any]) -> SimpleNamespace:
-        """What LeRobot's functions want of a batch, as views of these tensors."""
+        """A batch as LeRobot's functions take it, in views of these tensors."""
         pad, count = tensors["pad"], sum(name.startswith("keys ") for name in tensors)
         pairs = [(tensors[f"keys {i}"], tensors[f"values {i}"]) for i in range(count)]
         cache = PackedCache(pairs, pad.shape[1])
@@ -152,7 +133,7 @@ class StagedVla(GraphedStaged):
         with torch.inference_mode():
             time = torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32)
             moving = {"x": self._put(torch.from_numpy(x)), "time": self._put(time)}
-            if self._captured is None:  # the views stay: their masks are made once
+            if self._captured is None:  # with the views of `pack`, whose masks are made once
                 return taken(self._moved(packed, moving, n))
             return self.run_step(packed.tensors, moving, n)
 
@@ -174,7 +155,7 @@ class StagedVla(GraphedStaged):
         # LeRobot's `denoise_step` without its copy of the whole cache.
         state = () if packed.state is None else (packed.state,)
         suffix, pad, attention, condition = model.embed_suffix(*state, x, time)
-        if packed.masks is None:  # of the membership only, not of x and time
+        if packed.masks is None:  # they depend on the members, not on x and time
             to_prefix = packed.pad[:, None, :].expand(-1, pad.shape[1], -1)
             mask = _four_dimensional(torch.cat([to_prefix, self._masks(pad, attention)], dim=2))
             packed.masks = mask, packed.pad.sum(dim=-1)[:, None] + torch.cumsum(pad, dim=1) - 1
@@ -195,12 +176,10 @@ class StagedVla(GraphedStaged):
 
 
 class LeRobotStaged(StagedVla):
-    """A VLA of LeRobot. Differences to `predict_action_chunk` are those of another order of sums."""
+    """A VLA of LeRobot. Its answers differ from `predict_action_chunk` by the order of sums only."""
 
-    def __init__(
-        self, spec: PolicySpec, path: Path, cameras: Mapping[str, str], states: States, device: DeviceOptions
-    ) -> None:
-        self.loaded = LoadedPolicy(spec, path, cameras, states, device)
+    def __init__(self, spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
+        self.loaded = LoadedPolicy(spec, device)
         super().__init__(spec, self.loaded.policy, self.loaded.device, device)
 
     def prepare(self, observation: Observation) -> ReadyVla:
@@ -227,10 +206,10 @@ class LeRobotStaged(StagedVla):
 
 
 class PackedCache:
-    """The prefixes of a batch in buffers with room for the tokens of a step, as LeRobot uses a `DynamicCache`.
+    """The prefixes of a batch in place of LeRobot's `DynamicCache`: a step writes its own keys and values into room
+    behind them, so that nothing is copied while the same requests step.
 
-    buffers: (keys, values) of each layer [n, heads, P + room, size]. length: P. A step writes its own keys and values
-    into the room, so that nothing is copied while the same requests step.
+    buffers: (keys, values) of each layer [n, heads, P + room, size]. length: P.
     """
 
     def __init__(self, buffers: Sequence[tuple[Any, Any]], length: int) -> None:
@@ -245,7 +224,7 @@ class PackedCache:
         return int(self._length)
 
     def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """The prefixes' keys and values with those of the step behind them."""
+        """Keys and values of the prefixes, then of the step."""
         own_keys, own_values = self._buffers[layer_idx]
         end = self._length + keys.shape[2]
         own_keys[:, :, self._length : end] = keys
@@ -253,7 +232,12 @@ class PackedCache:
         return own_keys[:, :, :end], own_values[:, :, :end]
 
     def crop(self, length: int) -> None:
-        """Back to the prefixes alone, which is where it always is."""
+        """LeRobot cuts the step's tokens off; here the next step overwrites them."""
+
+
+def _axis(name: str) -> int:
+    """The axis of a prefix's tensor that counts tokens."""
+    return 1 if name == "pad" else 2
 
 
 def with_room(tensor: Any, room: int) -> Any:
@@ -271,19 +255,17 @@ def _four_dimensional(masks: Any) -> Any:
 
 
 class OpenpiStaged(StagedVla):
-    """π0 and π0.5 of openpi: LeRobot's port of the model with openpi's weights, and openpi's observations.
+    """π0 and π0.5 of openpi: LeRobot's port of the model with openpi's weights and observations.
 
-    Norms, tokens, padding and transforms are those of the spec; prefix and steps are those of `StagedVla`.
-
-    path: the checkpoint's directory. variants: as in `OpenpiCheckpoint`.
+    Norms, tokens, padding and transforms are those of the spec.
     """
 
-    def __init__(self, spec: PolicySpec, path: Path, variants: tuple[str, str], device: DeviceOptions) -> None:
+    def __init__(self, spec: OpenpiCheckpoint, device: DeviceOptions) -> None:
         name = torch_device(device)
         torch.set_num_threads(device.threads)
-        with loading(spec):
-            policy = _opened(spec, path, variants, name, "float32" if device.dtype == "float32" else "bfloat16")
-        check_loaded(spec.source, path / WEIGHTS, policy)
+        with loading(spec, spec.path):
+            policy = _opened(spec, name, "float32" if device.dtype == "float32" else "bfloat16")
+        check_loaded(spec.source, spec.path / WEIGHTS, policy)
         super().__init__(spec, policy, name, device)
 
     def prepare(self, observation: Observation) -> ReadyVla:
@@ -308,15 +290,15 @@ class OpenpiStaged(StagedVla):
 
 @cache
 def _times(n: int) -> tuple[float, ...]:
-    """openpi adds up float32. The last bit of a time counts: it is multiplied by 2π/0.004 and goes to a sine."""
+    """openpi sums in float32. The last bit of a time counts: it is multiplied by 2π/0.004 and goes to a sine."""
     times = [np.float32(1.0)]
     for _ in range(n - 1):
         times.append(times[-1] + np.float32(-1.0 / n))
     return tuple(map(float, times))
 
 
-def _opened(spec: PolicySpec, path: Path, variants: tuple[str, str], name: str, dtype: str) -> Any:
-    """LeRobot's policy of the same family with the weights."""
+def _opened(spec: OpenpiCheckpoint, name: str, dtype: str) -> Any:
+    """LeRobot's policy of the same family with the weights. name: of the device."""
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_policy_config
 
@@ -331,15 +313,13 @@ def _opened(spec: PolicySpec, path: Path, variants: tuple[str, str], name: str, 
         n_action_steps=spec.chunk_size,
         max_state_dim=spec.x_dim,
         max_action_dim=spec.x_dim,
-        paligemma_variant=variants[0],
-        action_expert_variant=variants[1],
+        paligemma_variant=spec.variants[0],
+        action_expert_variant=spec.variants[1],
         image_resolution=size,
         num_inference_steps=spec.num_denoising_steps,
         dtype=dtype,
         device=name,
         push_to_hub=False,
     )
-    policy = get_policy_class(spec.model_type).from_pretrained(str(path), config=config)
-    policy.to(name)
-    policy.eval().requires_grad_(False)
-    return policy
+    policy = get_policy_class(spec.model_type).from_pretrained(str(spec.path), config=config)
+    return policy.to(name).eval().requires_grad_(False)

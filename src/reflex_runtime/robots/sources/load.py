@@ -1,4 +1,4 @@
-"""Where a policy comes from: an export directory, a checkpoint of LeRobot or openpi, or a factory in Python; and
+"""Policies by their source: an export directory, a checkpoint of LeRobot or openpi, or a factory in Python; and
 whether several fit the memory."""
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from reflex_runtime.robots.policy.decomposed import CACHE_BYTES, DecomposedPolic
 from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.spec import LEROBOT, OPENPI, PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.sources.export_directory import Export
-from reflex_runtime.robots.sources.export_files import CONFIG_FILE, model_bytes
+from reflex_runtime.robots.sources.export_files import CONFIG_FILE, configured, model_bytes
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint, is_checkpoint
 from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
+from reflex_runtime.run.model_files import check_files
 from reflex_runtime.run.modules import imported, made
 from reflex_runtime.run.onnx_session import CPU, CUDA
 from reflex_runtime.run.processor import kind_of
@@ -33,11 +34,11 @@ log = logging.getLogger("reflex.policies")
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
-    """Read and check a policy's description; its model is loaded by `open`. ConfigError for what is wrong with it.
+    """Read and check a policy's description; its `open` loads the model. ConfigError names a fault and its place.
 
     source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint), `openpi:DIR`, or
         `python:module:make`.
-    device: of a factory in Python.
+    device: for a factory in Python.
     """
     text = str(source)
     if text.startswith(PYTHON):
@@ -72,8 +73,12 @@ class Weight(NamedTuple):
 
 
 def weight_of(source: str) -> Weight:
-    """The size of a source's model files, without reading them; 0 for `python:`, which has none."""
-    return Weight(source, 0 if source.startswith(PYTHON) else model_bytes(directory_of(source)))
+    """The size of a source's model files, without reading them; 0 where its reader finds no configuration."""
+    root = directory_of(source)
+    if source.startswith(PYTHON) or not configured(root):
+        return Weight(source, 0)
+    check_files(root)  # which bounds how many there are
+    return Weight(source, model_bytes(root))
 
 
 def load_policy(
@@ -89,8 +94,8 @@ def load_policy(
 ) -> Policy:
     """The policy of a source, as in `read_source`. ConfigError if files or model are wrong, or do not match.
 
-    rows: as in `Policy`. cache_bytes, max_age_chunks, rtc, adaptive: as in `DecomposedPolicy`; a whole model has no
-    prefix and denoises inside its call, so it has no cache and refuses the other two.
+    rows: as in `Policy`. cache_bytes, max_age_chunks, rtc, adaptive: as in `DecomposedPolicy`; a whole model denoises
+    inside its call, so it has no cache and refuses the last two.
     """
     spec = source if isinstance(source, PolicySource) else read_source(source)
     if not spec.staged:
@@ -115,7 +120,7 @@ Factory = Callable[..., StagedModel | WholeModel]  # of a device, or of nothing
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PythonSource(PolicySource):
-    """made: the model that the factory made for `device`; taken by the first `open` on that device."""
+    """made: the model for `device` until the first `open` on that device takes it."""
 
     factory: Factory
     device: DeviceOptions
@@ -132,9 +137,9 @@ class PythonSource(PolicySource):
 
 
 def read_python(source: str, device: DeviceOptions) -> PythonSource:
-    """Import the module, call its factory, and check what it made. ConfigError for what is wrong with it.
+    """Import the module, call its factory, and check the model. ConfigError for a fault.
 
-    source: `python:package.module:make`. The module is looked for in the current directory first.
+    source: `python:package.module:make`. The current directory comes first in the search for the module.
     """
     factory = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
     if not callable(factory):
@@ -142,11 +147,11 @@ def read_python(source: str, device: DeviceOptions) -> PythonSource:
         raise ConfigError(f"{source}: {name!r} is no function; define `def {name}(device): …` there")
     model = _made(source, factory, device)
     values = {field.name: getattr(model.spec, field.name) for field in fields(PolicySpec)}
-    if not values["config_hash"]:  # of plain values; objects (a tokenizer, a robot) have no text of their own
+    if not values["config_hash"]:  # of plain values; objects (a tokenizer, a robot) count by their class
         plain = {name: value for name, value in values.items() if name not in ("source", "model_hash")}
         text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
         values["config_hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if not values["model_hash"]:  # it has no weights to hash: its file's
+    if not values["model_hash"]:  # without weights: of the factory's file
         file = getattr(sys.modules.get(getattr(factory, "__module__", "")), "__file__", None)
         values["model_hash"] = hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
     return PythonSource(**{**values, "source": source}, factory=factory, device=device, made=[model])
@@ -187,7 +192,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What `policies` models of `model_bytes` each need, and others beside them, and what there is; bytes."""
+    """The bytes that `policies` models of `model_bytes` each need, with `beside` for others, and the `total`."""
 
     model_bytes: int
     total: int
@@ -229,9 +234,9 @@ def check_two_policies(
 ) -> None:
     """ConfigError when policies of the largest export's size do not fit; to be called before any is loaded.
 
-    policies: how many are in memory at a time, more than two while one is exchanged. beside: bytes of the server's
-    other policies. environ: REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes
-    of memory by provider, default `total_memory`.
+    policies: how many are in memory at a time, more than two during an exchange. beside: bytes of the server's other
+    policies. environ: REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes of
+    memory by provider, default `total_memory`.
     """
     larger = max(exports, key=lambda export: export.model_bytes)
     if environ.get(SKIP) == "1":
@@ -244,7 +249,7 @@ def check_two_policies(
 
 
 def in_gb(size: float) -> str:
-    """Bytes as people read them: one decimal, or three digits where that would say nothing."""
+    """Bytes for people: one decimal, or three digits below 1 GB."""
     value = size / GB
     return f"{value:.1f} GB" if value >= 1.0 else f"{value:.3g} GB"
 
@@ -258,7 +263,7 @@ def total_memory(provider: str) -> int:
 
 
 def host_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes of physical memory, or of what the container may take of it."""
+    """Bytes of physical memory, or the container's limit."""
     try:
         sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, ValueError, OSError):
@@ -274,10 +279,8 @@ def host_memory(cgroup: Path = _CGROUP) -> int:
 
 
 def gpu_memory(environ: Mapping[str, str], command: str = "nvidia-smi") -> int:
-    """Bytes of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, as the driver's own program tells.
-
-    An index there counts in PCI order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.
-    """
+    """Bytes of the first GPU in CUDA_VISIBLE_DEVICES, read by nvidia-smi. An index counts in PCI order, as with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
     ask = [command, f"--id={visible}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -23,6 +23,8 @@ from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptT
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
 from reflex_runtime.robots.sources.export_directory import check_directory
 from reflex_runtime.robots.sources.export_files import (
+    LEROBOT_FILE,
+    OPENPI_FILE,
     WEIGHTS,
     ExportObject,
     files_hash,
@@ -41,7 +43,6 @@ from reflex_runtime.robots.sources.lerobot_checkpoint import (
 )
 from reflex_runtime.run.model_files import JsonObject
 
-OPENPI_FILE: Final = "reflex_openpi.json"
 SIZE: Final = (224, 224)
 IMAGES: Final = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 STEPS: Final = 10  # of denoising, openpi's default
@@ -138,7 +139,8 @@ class OpenpiCheckpoint(PolicySource):
     def load(source: str) -> OpenpiCheckpoint:
         """Read the directory of `openpi:DIR`. ConfigError names file and key."""
         root = Path(source.removeprefix(OPENPI))
-        check_directory(root, ", with its model.safetensors and assets", "a PyTorch checkpoint of openpi")
+        hint = ", with its model.safetensors and assets"
+        check_directory(root, hint, "a PyTorch checkpoint of openpi")
         return _load(source, root)
 
     def check(self) -> None:
@@ -151,7 +153,7 @@ class OpenpiCheckpoint(PolicySource):
             raise ConfigError("--dtype=float16: checkpoints of openpi run in bfloat16 (stored) or float32")
         from reflex_runtime.robots.sources.lerobot_vla import OpenpiStaged
 
-        return OpenpiStaged(self, self.path, self.variants, device)
+        return OpenpiStaged(self, device)
 
 
 def _load(source: str, root: Path) -> OpenpiCheckpoint:
@@ -166,7 +168,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
     if trained.pi05 != ("time_mlp_in.weight" in names):
         found = "π0.5" if "time_mlp_in.weight" in names else "π0"
         raise ConfigError(f"{root / OPENPI_FILE}: config: found {keys.config}, but {WEIGHTS} is of {found}")
-    written = root / "config.json"
+    written = root / LEROBOT_FILE
     sizes: _Written = JsonObject(written, read_export_json(written) if written.is_file() else {}).read(_Written)
     robot = ROBOTS[trained.robot]
     state_in_prompt = trained.state_in_prompt if keys.state_in_prompt is None else keys.state_in_prompt
@@ -207,7 +209,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
         embodiment=read_robot(root, robot.state_dim, robot.action_dim) or Embodiment(name=trained.robot),
         wires=read_wires(wires, IMAGES, robot.state_dim if takes_state else 0, robot.action_dim, {*robot.optional}),
         model_hash=model_hash(root),
-        config_hash=files_hash(root, (OPENPI_FILE, "config.json", stats.relative_to(root).as_posix())),
+        config_hash=files_hash(root, (OPENPI_FILE, LEROBOT_FILE, stats.relative_to(root).as_posix())),
         model_bytes=model_bytes(root),
     )
 
