@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import GenericAlias
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args
@@ -19,6 +20,7 @@ import numpy as np
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.policy.base import PolicySource
 from reflex_runtime.robots.policy.spec import WIRES, Embodiment, Resize, Size, WireMap
 from reflex_runtime.robots.policy.tokenizer import PROMPT, STATE_BINS, Cleaning, PromptTemplate
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled, Transform, frozen
@@ -423,6 +425,24 @@ def _check(table: JsonObject, keys: _WireKeys | _GroupKeys, cameras: Collection[
             table.wrong(f"images.{camera}", f"one of the policy's images: {known}", camera)
     if keys.state and not takes_state:
         table.wrong("state", "none, because `inputs` has no role state")
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PolicyCheckpoint(PolicySource):
+    """A checked directory of LeRobot or openpi, for the code that runs it.
+
+    cameras: LeRobot's feature name of each image. states: the features that make the state, in order, with their sizes.
+    seeded: the model draws from torch's own generator. variants: of openpi's two transformers, by its names.
+    """
+
+    path: Path
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    states: tuple[tuple[str, int], ...] = ()
+    seeded: bool = False
+    variants: tuple[str, str] = ("", "")
 
 
 # -- model files -------------------------------------------------------------------------------------------------------

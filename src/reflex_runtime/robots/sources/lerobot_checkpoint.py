@@ -14,13 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.base import PolicySource, StagedModel, WholeModel
+from reflex_runtime.robots.policy.base import StagedModel, WholeModel
 from reflex_runtime.robots.policy.spec import LEROBOT, DeviceOptions, Embodiment, Size, WireMap
 from reflex_runtime.robots.sources.export_directory import check_directory, from_hub
 from reflex_runtime.robots.sources.export_files import (
     LEROBOT_FILE,
     WEIGHTS,
     ExportObject,
+    PolicyCheckpoint,
     files_hash,
     model_bytes,
     model_hash,
@@ -83,15 +84,8 @@ class _Config(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LeRobotCheckpoint(PolicySource):
-    """A checked checkpoint directory. Make one with `LeRobotCheckpoint.load`.
-
-    cameras: LeRobot's feature name of each image. states: the features that make the state, in order, with their sizes.
-    """
-
-    path: Path
-    cameras: Mapping[str, str]
-    states: tuple[tuple[str, int], ...]
+class LeRobotCheckpoint(PolicyCheckpoint):
+    """Make one with `LeRobotCheckpoint.load`."""
 
     @staticmethod
     def load(source: str) -> LeRobotCheckpoint:
@@ -178,6 +172,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         path=root,
         cameras=cameras,
         states=tuple((name, shape[0]) for name, shape in states.items()),
+        seeded=config.type in SEEDED,
         takes_state=bool(states),
         state_dim=state_dim,
         takes_text=any("tokenizer" in step.registry_name for step in steps[0]),

@@ -23,10 +23,9 @@ import torch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.base import WholeModel
 from reflex_runtime.robots.policy.observation import Observation
-from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.export_files import WEIGHTS
-from reflex_runtime.robots.sources.lerobot_checkpoint import PROCESSORS, SEEDED, LeRobotCheckpoint
+from reflex_runtime.robots.sources.export_files import WEIGHTS, PolicyCheckpoint
 from reflex_runtime.robots.sources.torch_models import is_half, taken, torch_device
 from reflex_runtime.run.model_files import shorten
 
@@ -48,10 +47,10 @@ class LoadedPolicy:
     half a second and 360 MB.
     """
 
-    def __init__(self, spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
+    def __init__(self, spec: PolicyCheckpoint, device: DeviceOptions) -> None:
         self.spec, self.device = spec, torch_device(device)
         torch.set_num_threads(device.threads)
-        with loading(spec, spec.path):
+        with loading(spec):
             config, kind, self.pre, self.post = _processors_of(spec.path, device, self.device)
             served = (*spec.cameras.values(), *(feature for feature, _ in spec.states))
             check_statistics(spec.path / f"{self.pre.name}.json", self.pre, spec.config, served)
@@ -159,9 +158,9 @@ def _picture(image: Any) -> Any:
 
 
 @contextmanager
-def loading(spec: PolicySpec, path: Path) -> Iterator[None]:
+def loading(spec: PolicyCheckpoint) -> Iterator[None]:
     """Silence what LeRobot prints. Errors of LeRobot, transformers and safetensors, a dozen classes, become
-    ConfigErrors. path: of the checkpoint."""
+    ConfigErrors."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
@@ -169,7 +168,7 @@ def loading(spec: PolicySpec, path: Path) -> Iterator[None]:
         except ConfigError:
             raise
         except Exception as error:
-            hint = _hub_hint(path, spec) if "huggingface.co" in str(error) else ""
+            hint = _hub_hint(spec) if "huggingface.co" in str(error) else ""
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{text}") from error
 
@@ -258,9 +257,9 @@ def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
             raise ConfigError(f"{where}: the {key} of {name} has {size} numbers, expected {expected}")
 
 
-def _hub_hint(path: Path, spec: PolicySpec) -> str:
+def _hub_hint(spec: PolicyCheckpoint) -> str:
     """How to download what the checkpoint needs beside its directory."""
-    file = path / PROCESSORS[0]
+    file = spec.path / "policy_preprocessor.json"
     steps = json.loads(file.read_bytes())["steps"] if file.is_file() else []  # openpi has none
     named = [spec.config.get("vlm_model_name"), *(step.get("config", {}).get("tokenizer_name") for step in steps)]
     commands = [f"hf download {name} --exclude '*.safetensors'" for name in dict.fromkeys(filter(None, named))]
@@ -320,11 +319,11 @@ def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) 
 class LeRobotWhole(WholeModel):
     """A LeRobot policy of one of the types in `WHOLE`."""
 
-    def __init__(self, spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
+    def __init__(self, spec: PolicyCheckpoint, device: DeviceOptions) -> None:
         super().__init__(spec)
         self.loaded = LoadedPolicy(spec, device)
         self.provider, self.half = device.provider, is_half(self.loaded.policy)
-        self.batched = spec.model_type not in SEEDED
+        self.batched = not spec.seeded
 
     def prepare(self, observation: Observation) -> Prepared:
         return self.loaded.prepare(observation)

@@ -20,10 +20,8 @@ from reflex_runtime.robots.policy.episodes import PrefixTensors
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.export_files import WEIGHTS
-from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
+from reflex_runtime.robots.sources.export_files import WEIGHTS, PolicyCheckpoint
 from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy, check_loaded, loading, padded
-from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
 from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, is_half, taken, torch_device
 
 
@@ -178,7 +176,7 @@ class StagedVla(GraphedStaged):
 class LeRobotStaged(StagedVla):
     """A VLA of LeRobot. Its answers differ from `predict_action_chunk` by the order of sums only."""
 
-    def __init__(self, spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
+    def __init__(self, spec: PolicyCheckpoint, device: DeviceOptions) -> None:
         self.loaded = LoadedPolicy(spec, device)
         super().__init__(spec, self.loaded.policy, self.loaded.device, device)
 
@@ -260,10 +258,10 @@ class OpenpiStaged(StagedVla):
     Norms, tokens, padding and transforms are those of the spec.
     """
 
-    def __init__(self, spec: OpenpiCheckpoint, device: DeviceOptions) -> None:
+    def __init__(self, spec: PolicyCheckpoint, device: DeviceOptions) -> None:
         name = torch_device(device)
         torch.set_num_threads(device.threads)
-        with loading(spec, spec.path):
+        with loading(spec):
             policy = _opened(spec, name, "float32" if device.dtype == "float32" else "bfloat16")
         check_loaded(spec.source, spec.path / WEIGHTS, policy)
         super().__init__(spec, policy, name, device)
@@ -297,7 +295,7 @@ def _times(n: int) -> tuple[float, ...]:
     return tuple(map(float, times))
 
 
-def _opened(spec: OpenpiCheckpoint, name: str, dtype: str) -> Any:
+def _opened(spec: PolicyCheckpoint, name: str, dtype: str) -> Any:
     """LeRobot's policy of the same family with the weights. name: of the device."""
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_policy_config

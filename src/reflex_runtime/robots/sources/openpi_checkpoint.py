@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.robots.policy.base import PolicySource, StagedModel
+from reflex_runtime.robots.policy.base import StagedModel
 from reflex_runtime.robots.policy.spec import OPENPI, DeviceOptions, Embodiment
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptTemplate, read_sentencepiece
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen
@@ -27,6 +27,7 @@ from reflex_runtime.robots.sources.export_files import (
     OPENPI_FILE,
     WEIGHTS,
     ExportObject,
+    PolicyCheckpoint,
     files_hash,
     model_bytes,
     model_hash,
@@ -128,12 +129,8 @@ class _Stats(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class OpenpiCheckpoint(PolicySource):
-    """A checked directory of openpi. Make one with `OpenpiCheckpoint.load`. variants: sizes of the two transformers, by
-    openpi's names."""
-
-    path: Path
-    variants: tuple[str, str]
+class OpenpiCheckpoint(PolicyCheckpoint):
+    """Make one with `OpenpiCheckpoint.load`."""
 
     @staticmethod
     def load(source: str) -> OpenpiCheckpoint:
