@@ -77,12 +77,12 @@ class Preparing(Stopping):
 class Behind:
     """A camera whose frames wait behind a batch of another feed."""
 
-    def __init__(self, config: FeedConfig | None = None, **pipeline: Any) -> None:
+    def __init__(self, config: FeedConfig | None = None) -> None:
         self.detector, self.sink, self.camera = Preparing(), Collector(), Camera()
         self.clock = Clock()
         self.coordinator = Coordinator(self.detector, BatchConfig(max_batch_size=8, max_latency=0.0))
         self.coordinator.start()
-        point = Pipeline(batch=self.coordinator, **pipeline)
+        point = Pipeline(batch=self.coordinator)
         self.feed = Feed("cam", self.camera, point, [self.sink], config, clock=self.clock)
         self.block()
         self.feed.start()
@@ -265,14 +265,8 @@ def test_f14_a_frame_whose_feed_gave_it_up_while_its_batch_began_takes_no_other_
     neighbour.end()
 
 
-@pytest.mark.parametrize("kept", ["stages", "view", "queue"])
-def test_f14_with_stages_before_or_a_longer_queue_the_frame_that_waits_stays(kept: str) -> None:
-    own: dict[str, Any] = {
-        "stages": {"before": [lambda each: each]},
-        "view": {"view": lambda each: f"view {number_in(each.image)}"},
-        "queue": {"config": FeedConfig(queue=2)},
-    }
-    behind = Behind(**own[kept])
+def test_f14_with_a_longer_queue_the_frame_that_waits_stays() -> None:
+    behind = Behind(FeedConfig(queue=2))
     behind.give(10, 11)
     behind.answer()
     behind.detector.busy()

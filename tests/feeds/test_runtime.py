@@ -30,7 +30,7 @@ from reflex_runtime.feeds.runtime.health import (
     StageError,
     ThreadDetached,
 )
-from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, SourceError
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import LIMIT, Events, Runtime
 from reflex_runtime.run.coordinator import BatchConfig
 
@@ -104,14 +104,15 @@ def test_f14_frames_of_one_file_share_batches_and_its_results_stay_in_order() ->
 
     filled = threading.Event()
 
-    def opens(frame: Frame) -> Frame:
-        if frame.sequence == 0:  # the four behind it are in the queue: none is waited for
+    def opens(*frame: Any, sequence: int, **more: Any) -> Any:
+        if sequence == 0:  # the four behind it are in the queue: none is waited for
             assert filled.wait(PATIENCE)
-        if frame.sequence == 3:  # three frames are at the batch point, one of them in the first batch
+        if sequence == 3:  # three frames are at the batch point, one of them in the first batch
             detector.gate.set()
-        return frame
+        return submit(*frame, sequence=sequence, **more)
 
-    runtime.feed("file", Film(*range(40), END, live=False), Pipeline([opens], point), [sink])
+    submit, point.submit = point.submit, opens  # type: ignore[method-assign]
+    runtime.feed("file", Film(*range(40), END, live=False), Pipeline(point), [sink])
     with runtime:
         assert runtime.wait(PATIENCE)
         snapshot = runtime.snapshot()
@@ -120,18 +121,26 @@ def test_f14_frames_of_one_file_share_batches_and_its_results_stay_in_order() ->
     assert snapshot.feeds["file"].in_flight == 0
 
 
-@pytest.mark.parametrize("where", ["before", "sink"])
+@pytest.mark.parametrize("where", ["submission", "stage", "sink"])
 def test_frames_of_a_file_in_flight_are_counted_when_its_thread_dies(where: str) -> None:
     runtime = Runtime()
     point = runtime.coordinator(Detector(), BatchConfig(max_batch_size=4, max_latency=0.001, max_in_flight_per_feed=4))
+    submit = point.submit
 
-    def dies(item: Any) -> Any:
-        if getattr(item, "frame", item).sequence == 5:
+    def dies(result: Any) -> Any:
+        if result.frame.sequence == 5:
             raise SystemExit(1)
-        return item
+        return result
 
-    before, sinks = ([dies], []) if where == "before" else ([], [dies])
-    runtime.feed("file", Camera(*range(40), END, live=False), Pipeline(before, point), sinks)
+    def submits(*frame: Any, sequence: int, **more: Any) -> Any:
+        if sequence == 5:
+            raise SystemExit(1)
+        return submit(*frame, sequence=sequence, **more)
+
+    if where == "submission":
+        point.submit = submits  # type: ignore[method-assign]
+    stages, sinks = ([dies] * (where == "stage"), [dies] * (where == "sink"))
+    runtime.feed("file", Camera(*range(40), END, live=False), Pipeline(point, stages), sinks)
     with runtime:
         assert runtime.wait(PATIENCE)
     snapshot = runtime.snapshot()
@@ -375,13 +384,13 @@ def test_a_feeds_name_may_be_used_once() -> None:
 
 def test_a_pipeline_that_keeps_state_belongs_to_one_feed() -> None:
     runtime = Runtime()
-    runtime.feed("cam1", Camera(), shared := Pipeline([Tracker()]))
+    runtime.feed("cam1", Camera(), shared := Pipeline(after=[Tracker()]))
     with pytest.raises(ConfigError, match="pass a function that makes one"):
         runtime.feed("cam2", Camera(), shared)
     assert runtime.remove("cam1")
     runtime.feed("cam2", Camera(), shared)  # free again
     for name in ("cam3", "cam4"):
-        runtime.feed(name, Camera(), lambda: Pipeline([Tracker()]))
+        runtime.feed(name, Camera(), lambda: Pipeline(after=[Tracker()]))
     plain = Pipeline()
     for name in ("cam5", "cam6"):
         runtime.feed(name, Camera(), plain)
@@ -648,7 +657,7 @@ def test_f11_a_feed_left_behind_lets_go_of_a_sink_that_it_shares() -> None:
         return frame
 
     runtime.feed("good", Camera(0), Pipeline(), [shared])
-    stuck = runtime.feed("stuck", Camera(0), Pipeline([hang]), [shared])
+    stuck = runtime.feed("stuck", Camera(0), Pipeline(after=[hang]), [shared])
     runtime.start()
     shared.wait(1)
     assert entered.acquire(timeout=PATIENCE)

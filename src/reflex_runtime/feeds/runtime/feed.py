@@ -1,13 +1,13 @@
-"""One camera or video on its way through the runtime: a thread that reads it, and one that works on its frames.
+"""A feed: one thread reads a source, another takes its frames through the batch point and the stages to the sinks.
 
     capture    source -> FrameQueue            never waits for a model
-    pipeline   FrameQueue -> stages -> batch point -> stages -> sinks
+    pipeline   FrameQueue -> batch point -> stages -> sinks
 
-Two modes differ in what happens when frames come faster than answers:
+What happens when frames come faster than answers depends on the source:
 
-    live   the newest frame wins: the oldest is dropped, and one older than `max_age` or refused at the batch point.
-           Until a batch begins, a newer frame takes the place of the one that waits for it
-    file   capture waits, the batch point is asked again until it has room, and no frame is lost
+    live   the newest frame wins. A frame is dropped when it is older than `max_age` or the batch point refuses it.
+           When a batch begins, a newer frame takes the place of the one that waits for it
+    file   capture waits, a refused frame is submitted again, and no frame is lost
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -50,6 +51,7 @@ from reflex_runtime.feeds.runtime.health import (
     Ledger,
 )
 from reflex_runtime.feeds.runtime.pipeline import (
+    After,
     Frame,
     Picture,
     Pipeline,
@@ -70,14 +72,14 @@ from reflex_runtime.settings.declare import option, validate
 log = logging.getLogger("reflex.feeds")
 
 Sink = Callable[[Result], Any]
-Pause = Callable[[threading.Event, float], bool]  # waits for the event, some seconds at most; whether it was set
+Pause = Callable[[threading.Event, float], bool]  # waits for the event, so many seconds at most; True: it is set
 
 LIVE, FILE = "live", "file"
-RETRY_S, RETRY_MOST_S = 0.005, 0.100  # a file feed's pauses before it submits a frame again
-OPEN_S, OPEN_MOST_S = 1.0, 30.0  # pauses before a lost source is opened again: doubled, and
-JITTER = 0.2  # varied by up to a fifth, so that feeds do not retry together
+RETRY_S, RETRY_MOST_S = 0.005, 0.100  # pauses before a file's frame is submitted again
+OPEN_S, OPEN_MOST_S = 1.0, 30.0  # pauses before a lost source is opened again: doubled each time
+JITTER = 0.2  # share by which these pauses vary, so that feeds do not reconnect together
 
-_RETRIED = (QueueFull, Displaced, InFlightCapReached, WaitTimeout)  # by a file feed, which loses nothing
+_RETRIED = (QueueFull, Displaced, InFlightCapReached, WaitTimeout)  # for a file, which loses no frame
 _GONE = (Closed, Drained, CutShort)
 _REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], ...] = (
     ((QueueFull, Displaced), "queue_full"),
@@ -95,13 +97,12 @@ class FeedConfig:
 
     max_age: live: a frame older than this is dropped before it is computed; None: no limit.
     queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
-        with stages before the batch point, or with a view of its own (`Pipeline`), the frame that waits for its batch
-        stays the same.
-    restarts: how often the source is opened again, in all; None: without end for live, never for file.
-    retries: file: how often a frame is submitted again after no answer came in time; then it counts as failed.
+        the frame that waits for its batch is not exchanged for a newer one.
+    restarts: how often in all the source is opened again; None: no limit for live, 0 for file.
+    retries: file: how often a frame is submitted again after a timeout; then it has failed.
     every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
-        The others are numbered, and dropped as `skipped`.
-    rotate: degrees by which pictures are turned clockwise; places in results are pixels of the turned picture.
+        The others have numbers, and count as `skipped`.
+    rotate: degrees by which pictures are turned clockwise; positions in results are pixels of the turned picture.
     frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
     """
 
@@ -121,10 +122,10 @@ class FeedConfig:
 
 
 class FrameQueue:
-    """First in, first out, at most `capacity` frames. One thread puts, one takes, any thread closes; nothing is polled.
+    """A queue of at most `capacity` frames. One thread puts, one takes, any thread closes.
 
-    drop_oldest: `put` never waits, and the oldest frame makes room: of capacity 1, the newest wins. Else it waits.
-    Every frame put is either taken by `get`, or handed back by `put` or `close`: every lost frame is reported.
+    drop_oldest: `put` never waits: the oldest frame makes room. Else it waits for room.
+    A frame is either returned by `get`, or handed back by `put` or `close`, so that every lost frame is counted.
     """
 
     def __init__(self, capacity: int, drop_oldest: bool) -> None:
@@ -132,13 +133,13 @@ class FrameQueue:
         self._frames: deque[Frame] = deque()
         lock = threading.Lock()
         self._filled, self._room = threading.Condition(lock), threading.Condition(lock)
-        self.closed = False  # it takes nothing more; what it holds may still be taken
+        self.closed = False  # `put` takes no more frames; `get` still returns those left
 
     def __len__(self) -> int:
         return len(self._frames)
 
     def put(self, frame: Frame) -> Frame | None:
-        """Add a frame. Returns the one that found no place: the oldest, or this one if it is closed; else None."""
+        """Add a frame. Returns the one without a place: the oldest, or this one if the queue is closed; else None."""
         with self._filled:
             if not self._drop_oldest:
                 self._room.wait_for(lambda: self.closed or len(self._frames) < self._capacity)
@@ -150,7 +151,7 @@ class FrameQueue:
             return lost
 
     def get(self, timeout: float | None = None) -> Frame | None:
-        """The oldest frame; waits for one. None when the time is over (seconds), or when it is closed and empty."""
+        """Wait up to `timeout` seconds for the oldest frame. None after that time, or when closed and empty."""
         with self._filled:
             self._filled.wait_for(lambda: self._frames or self.closed, timeout)
             if not self._frames:
@@ -159,7 +160,7 @@ class FrameQueue:
             return self._frames.popleft()
 
     def close(self, discard: bool = False) -> list[Frame]:
-        """Take nothing more and wake both sides. discard: what it holds is handed back, and `get` finds nothing."""
+        """Take no more frames and wake both threads. discard: return the frames left in it; `get` then finds none."""
         with self._filled:
             self.closed = True
             left = list(self._frames) if discard else []
@@ -177,7 +178,7 @@ class StageFailed(ReflexError):
 
 
 class _Out(Exception):
-    """The frame in hand goes no further; `reason` is one of `DROPS`."""
+    """The frame is dropped. reason: one of `DROPS`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -185,31 +186,34 @@ class _Out(Exception):
 
 
 class CurrentFrame:
-    """The frame that a feed works on. While it waits for the processor, a newer one takes its place when its batch
-    begins.
+    """The frame that a feed works on. `newest` exchanges it for a newer one when its batch begins.
 
-    frame: as it was read. made: what the stages before the batch point made of it. replaced: whether it is a newer one
-    than that which was submitted.
+    replaced: whether that happened.
     """
 
     def __init__(self, frame: Frame, feed: Feed) -> None:
-        self.frame = self.made = frame
+        self.frame = frame
         self.replaced = False
         self._feed = feed
         self._view: Any = None
-        self._waits = True  # for its batch; afterwards no frame takes its place
+        self._waits = True  # for its batch; afterwards it is not exchanged
         self._guard = threading.Lock()  # of these
 
+    def part(self) -> Any:
+        """The picture for the processor."""
+        return self._feed.pipeline.part(self.frame.image)
+
     def view(self) -> Any:
-        """What goes with it to the processor, made once."""
+        """What the processor's `prepare` makes of the picture, made once; None without one."""
         if self._view is None:
-            self._view = self._feed.pipeline.view_of(self.made)
+            prepared = self.frame.prepared
+            self._view = self._feed.pipeline.prepared(self.frame.image) if prepared is None else prepared
         return self._view
 
     def newest(self) -> NewestFrame:
-        """What its batch computes: the newest frame of the queue, else this one. The one that it replaces is dropped.
+        """Exchange it for the frame in the queue, if there is one, drop the old one, and return what is computed.
 
-        Called by the coordinator. Raises `Expired` if it is too old, or what a preparation raises.
+        Called by the coordinator when the batch begins. Raises `Expired` if it is too old, or what `prepare` raises.
         """
         feed = self._feed
         with self._guard:
@@ -217,15 +221,13 @@ class CurrentFrame:
             self._waits = False
             if newer is not None:
                 feed.ledger.overrun()
-                self.frame = self.made = newer
-                self.replaced, self._view = True, None
+                self.frame, self.replaced, self._view = newer, True, None
         if self.frame.captured + feed.max_age <= feed.clock():
             raise Expired(f"older than max_age={feed.max_age:g} s when its batch began")
-        frame = self.made
-        return NewestFrame(feed.pipeline.part(frame.image), self.view(), frame.sequence, frame.pts)
+        return NewestFrame(self.part(), self.view(), self.frame.sequence, self.frame.pts)
 
     def leave(self) -> None:
-        """It waits no more: from now on it stays the same, also if its batch begins."""
+        """Do not exchange it any more, even if its batch begins later."""
         with self._guard:
             self._waits = False
 
@@ -237,18 +239,15 @@ def close_sink(sink: Sink) -> None:
 
 
 class Feed:
-    """One source, its pipeline and its sinks. Made by `Runtime.feed`; can be used alone.
+    """One source, its pipeline and its sinks. `Runtime.feed` makes it; it also runs alone.
 
-    sinks: called with each `Result`, in order, on the feed's thread. One that raises is counted and told
-        (`FeedStageError`), and gets the next result all the same. Closed when the feed is over, by `release`.
+    sinks: called with each `Result`, in order, on the pipeline's thread. A sink that raises is counted and reported
+        (`FeedStageError`), and gets the next result all the same. `release` closes them when the feed is over.
     emit: gets health events, from either thread, and must be quick. on_end: called once when the feed is over.
-    clock, pause, seed: for tests; pause waits for an event, seed is of the jitter in reconnecting.
+    clock, pause, seed: for tests; pause waits for an event, seed is that of the jitter.
+    in_flight: frames at the batch point: one of a camera; of a file as many as a batch can hold.
 
     Whatever ends one of its threads, an unexpected exception too, ends the feed with a state and an event.
-
-    in_flight: frames at the batch point. There a camera's frame makes way for a newer one until its batch begins,
-    unless stages run before: those run on the pipeline's thread. A file has as many frames there as a batch can hold,
-    since it waits for them anyway.
     """
 
     def __init__(
@@ -276,18 +275,15 @@ class Feed:
         self.queue, self.ledger = FrameQueue(config.queue or (1 if live else 4), drop_oldest=live), Ledger()
         self._source, self._pause = source, pause
         self._emit_to, self._release, self._on_end = emit, release, on_end
-        self._stop = threading.Event()  # everything of this feed ends
-        self._asked = False  # whether `stop` was called
+        self._stop = threading.Event()  # both threads end
+        self._stopped = False  # `signal` was called
         self._failure: BaseException | None = None
         self._final: str | None = None
         self._finished = False
         self._released: list[Sink] = []
-        self._guard = threading.Lock()  # of starting, of the end, of letting a sink go (each happens once), of `_at`
+        self._guard = threading.Lock()  # of the start, the end, `_released` and `_at`
         self._threads: tuple[threading.Thread, ...] = ()
         # the capture's
-        plain = not self.pipeline.before and self.pipeline.view is None
-        # Of a camera's pictures many may be dropped: those that are not are prepared when they are taken.
-        self._prepare = self.pipeline.prepared if plain and not live else None
         self._taking = Taking(config.every, config.fps)
         self._paced = getattr(source, "paced", False)
         self._times = SourceClock(live and not self._paced)
@@ -298,14 +294,14 @@ class Feed:
         self._latest = clock()  # when the newest picture came, taken or not
         # the pipeline's
         self._handle = self.pipeline.batch
-        self._newest = live and (config.queue or 1) == 1 and plain
+        self._newest = live and (config.queue or 1) == 1
         self._most = 1 if live else getattr(self._handle, "most_ahead", 1)  # frames at the batch point
-        self._replaced = False  # whether a newer frame took the place of the last one
+        self._replaced = False  # a newer frame took the place of the last one
         self._lost: Exception | None = None  # why the coordinator answers no more
         self._throttle = Throttle()
-        self._fault = ""  # what the last stage or sink raised
+        self._fault = ""  # of the last stage or sink that raised
         self._abandoned = False  # `stop` gave up waiting for this thread: further results are discarded
-        self._at: Sink | None = None  # the sink that has a result in hand
+        self._at: Sink | None = None  # the sink that works on a result
         self.in_flight = 0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -313,7 +309,7 @@ class Feed:
     def start(self) -> None:
         """Start both threads. Does nothing once it was started or signalled."""
         with self._guard:
-            if self._threads or self._asked:
+            if self._threads or self._stopped:
                 return
             self._threads = tuple(
                 threading.Thread(target=main, name=f"reflex-feed-{self.name}-{part}", daemon=True)
@@ -329,12 +325,10 @@ class Feed:
             raise
 
     def signal(self) -> None:
-        """Let it end: the source is interrupted, frames that wait are dropped, one at the batch point gets its answer.
-
-        Returns at once.
-        """
+        """Begin to stop, and return at once: the source is interrupted, waiting frames are dropped, those at the batch
+        point get their answers."""
         with self._guard:
-            self._asked = True
+            self._stopped = True
             started = bool(self._threads)
         self._halt()
         if not started:
@@ -349,7 +343,7 @@ class Feed:
         return not self.detached
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """`signal` and `join`. Threads left behind are named by `detached`, and nothing of theirs reaches a sink."""
+        """`signal` and `join`; `abandon` if they did not end."""
         self.signal()
         ended = self.join(timeout)
         if not ended:
@@ -357,10 +351,9 @@ class Feed:
         return ended
 
     def abandon(self) -> None:
-        """Leave its thread behind: further results do not reach the sinks, which are closed now.
+        """Close the sinks now; further results of its thread are discarded.
 
-        A sink that the thread is inside of is not closed here, because that could block, too; the thread closes it if
-        it returns.
+        A sink that works on a result is closed by the thread when it returns: here that could block.
         """
         with self._guard:
             self._abandoned = True
@@ -369,7 +362,7 @@ class Feed:
 
     @property
     def detached(self) -> tuple[str, ...]:
-        """Names of its threads that still run."""
+        """The names of its threads that still run."""
         return tuple(thread.name for thread in self._threads if thread.is_alive())
 
     @property
@@ -392,14 +385,14 @@ class Feed:
             in_flight=int(self.in_flight),
             restarts=self._restarts,
             total=self._total,
-            corrupt=getattr(self._source, "corrupt", 0),  # a source may not know it
+            corrupt=getattr(self._source, "corrupt", 0),  # optional in a source
             zones=self._counts("zone_counts"),
             lines=self._counts("line_counts"),
             **self.ledger.figures(self.clock()),
         )
 
     def _counts(self, kind: str) -> dict[str, Any]:
-        """What its stages count, by name."""
+        """The counts of its stages, by name."""
         return {name: n for stage in self.pipeline.after for name, n in getattr(stage, kind, {}).items()}
 
     # -- the capture's thread: from the source to the queue ------------------------------------------------------------
@@ -407,11 +400,11 @@ class Feed:
     def _capture_main(self) -> None:
         error = self._error_of("capture", self._capture)
         self._failure = self._failure or error
-        self.queue.close()  # what was read before is still worked on
+        self.queue.close()  # the frames in it are still computed
 
     def _capture(self) -> Exception | None:
         """Open, read and close the source, again when it was lost. Returns None at its end or at a stop, else the error
-        after which it is not tried again. Any exception counts as a lost source, because its cause is not known here.
+        after which it is not opened again. Any exception means that the source is lost.
         """
         most = self.config.restarts if self.config.restarts is not None else (inf if self._live else 0)
         while True:
@@ -426,7 +419,7 @@ class Feed:
                 self._close()
             if self._stop.is_set():
                 return None
-            connected, words = self._connection == "running", words_of(lost)
+            connected, words = self._connection == "running", _words(lost)
             self.ledger.note(words)
             if self._restarts >= most or (isinstance(lost, SourceError) and not lost.retryable):
                 if connected:
@@ -439,7 +432,7 @@ class Feed:
             self._restarts += 1
 
     def _read(self) -> None:
-        """Take pictures until the end of the source, or until the feed stops."""
+        """Take pictures until the source ends or the feed stops."""
         if self._stop.is_set():
             return
         self._total, self._connection = self._source.total, "running"
@@ -450,7 +443,7 @@ class Feed:
                 return
 
     def _take(self, picture: Picture) -> None:
-        """Time and number a picture, and put it into the queue, turned and prepared, unless it is left out."""
+        """Give a picture its time and number, and put it into the queue, turned; leave it out by `every` and `fps`."""
         (image, pts), config, ledger = picture, self.config, self.ledger
         now = self.clock()
         pts = self._times.time(pts, now, getattr(self._source, "step", None))
@@ -465,12 +458,9 @@ class Feed:
             ledger.passed_over()
             return
         image, prepared = turned(image, config.rotate), None
-        if self._prepare is not None:  # while the frame before it is computed
-            try:
-                with WALL:
-                    prepared = self._prepare(image)
-            except Exception:  # the thread that submits the frame tries again, and counts it as failed
-                prepared = None
+        if not self._live:  # while the frame before it is computed; of a camera's pictures many may be dropped
+            with suppress(Exception), WALL:  # the pipeline's thread prepares it again, and counts it as failed
+                prepared = self.pipeline.prepared(image)
         frame = Frame(image, ledger.read_so_far, pts, now, prepared, getattr(self._source, "file", ""))
         ledger.read(frame)
         left_out = self.queue.put(frame)
@@ -491,22 +481,19 @@ class Feed:
         self._finish()
 
     def _consume(self) -> Exception | None:
-        """Take frames to their ends. Returns None when there is nothing more to take, or the error for which the feed
-        cannot go on."""
+        """Take frames from the queue to their ends. Returns None after the last one, or why the feed cannot go on."""
         queue, frozen_after = self.queue, self.config.frozen_after if self._live else None
         patience = frozen_after
-        ahead: deque[Generator[None]] = deque()  # frames of a file that wait for their answers, in order
+        ahead: deque[tuple[CurrentFrame, Future[Any] | None]] = deque()  # in order, at most as many as `_most`
         try:
             while self._lost is None or ahead:
                 room = self._lost is None and len(ahead) < self._most
                 frame = queue.get(0.0 if ahead else patience) if room else None
                 if frame is not None:
-                    patience, life = frozen_after, self._life(frame)
-                    for _ in life:  # it has paused, else it is over
-                        ahead.append(life)
-                        break
+                    patience = frozen_after
+                    ahead.append(self._submitted(frame))
                 elif ahead:
-                    next(ahead.popleft(), None)
+                    self._settle(*ahead.popleft())
                 elif queue.closed and not len(queue):
                     break
                 elif self._silent(frozen_after or 0.0):
@@ -514,48 +501,51 @@ class Feed:
                     self._emit(FeedFrozen(self.clock(), self.name))
             return self._lost
         finally:
-            for life in ahead:
-                life.close()
+            for _, answer in ahead:  # the thread dies of another frame
+                if answer is not None:
+                    answer.cancel()
+                    self.in_flight -= 1
+            self.ledger.drop("stopped", len(ahead))
             self._tell(self._throttle.flush(self.clock()))
 
     def _silent(self, seconds: float) -> bool:
-        """Whether an open source has sent nothing for so long: pictures that are not taken are something, too."""
+        """Whether an open source has sent no picture for so long, not even one that is left out."""
         lately = not self._taking.all and self.clock() - self._latest < seconds
         return self._connection == "running" and not lately
 
-    def _life(self, frame: Frame) -> Generator[None]:
-        """A frame's way from the queue to the sinks. It pauses where the next frame of a file may be submitted before
-        this one has its answer."""
-        pipeline, handle, hand = self.pipeline, self._handle, CurrentFrame(frame, self)
-        del frame  # once another takes its place, nothing keeps it
+    def _submitted(self, frame: Frame) -> tuple[CurrentFrame, Future[Any] | None]:
+        """The frame and, of a file whose frames may wait together, its future. Whatever raises here raises again in
+        `_settle`, which counts it."""
+        hand, answer = CurrentFrame(frame, self), None
+        if self._most > 1 and self._handle is not None:
+            try:
+                number, pts = frame.sequence, frame.pts
+                answer = self._handle.submit(self.name, hand.part(), hand.view(), sequence=number, pts=pts)
+                self.in_flight += 1
+            except Exception:
+                answer = None
+            except BaseException:
+                self.ledger.drop("failed")
+                raise
+        return hand, answer
+
+    def _settle(self, hand: CurrentFrame, answer: Future[Any] | None) -> None:
+        """Take a frame to its end: answered, through the stages and in the sinks, or dropped."""
+        pipeline = self.pipeline
         dropped: str | None = "failed"  # also when the thread dies of it
         try:
-            self._time_left(hand)
-            for before in pipeline.before:
-                if (made := self._staged(before, hand.made, Frame)) is None:
-                    raise _Out("skipped")
-                hand.made = made
             value = None
-            if handle is not None:
-                answer = None
-                if self._most > 1:
-                    answer = self._submitted(handle, hand)
-                    try:
-                        yield
-                    except GeneratorExit:  # the thread dies of another frame
-                        dropped = "stopped"
-                        if answer is not None:
-                            answer.cancel()
-                            self.in_flight -= 1
-                        raise
-                value = pipeline.placed(self._answer(handle, hand, answer))
+            if self._handle is not None:
+                value = pipeline.placed(self._answer(self._handle, hand, answer))
+            else:
+                self._time_left(hand)
             if self._abandoned:
                 raise _Out("stopped")
             answered = self.clock()
-            result: Result | None = Result(hand.made, self.name, value, answered - hand.frame.captured)
+            result: Result | None = Result(hand.frame, self.name, value, answered - hand.frame.captured)
             for after in pipeline.after:
                 if result is not None:
-                    result = self._staged(after, result, Result)
+                    result = self._staged(after, result)
             dropped = None
             self.ledger.answered(hand.frame, answered)
             if (result is None or self._give(result)) and self._throttle.held:
@@ -568,15 +558,15 @@ class Feed:
             if dropped is not None:
                 self.ledger.drop(dropped)
 
-    def _staged(self, stage: Callable[[Any], Any], item: Any, kind: type[Any]) -> Any:
-        """What a stage makes of an item. Its time and its failures are counted; its error names it."""
+    def _staged(self, stage: After, result: Result) -> Result | None:
+        """The result as a stage leaves it. Counts its time and its failures; an error names it."""
         name, began, failed = name_of(stage), self.clock(), True
         self.ledger.stage_begins()
         try:
             with WALL:
-                made = stage(item)
-            if made is not None and not isinstance(made, kind):
-                raise TypeError(f"returned {type(made).__name__}, must return a {kind.__name__} or None")
+                made = stage(result)
+            if made is not None and not isinstance(made, Result):
+                raise TypeError(f"returned {type(made).__name__}, must return a Result or None")
             failed = False
         except Exception as error:
             fault = StageFailed(f"stage {name}: {type(error).__name__}: {error}")
@@ -595,28 +585,19 @@ class Feed:
             raise _Out("stale")
         return left
 
-    def _submitted(self, handle: BatchCoordinator, hand: CurrentFrame) -> Future[Any] | None:
-        """The answer to come of a file's frame; None if it is refused now."""
-        image, view, frame = self.pipeline.part(hand.made.image), hand.view(), hand.frame
-        try:
-            answer = handle.submit(self.name, image, view, sequence=frame.sequence, pts=frame.pts, time_limit=None)
-        except ReflexError:
-            return None
-        self.in_flight += 1
-        return answer
-
     def _answer(self, handle: BatchCoordinator, hand: CurrentFrame, answer: Future[Any] | None) -> Any:
-        """The processor's answer, or _Out. A file's frame that found no room, or had no answer, is submitted again."""
-        image = view = newest = None
-        if self._newest:
-            newest = hand.newest
-            if not self._replaced:  # of an overloaded processor it is likely to be again: then it is not prepared
-                hand.view()
-        else:
-            image, view = self.pipeline.part(hand.made.image), hand.view()
+        """The processor's answer, or _Out. A file's frame that is refused or has no answer in time is submitted again.
+
+        answer: of a frame that is submitted already.
+        """
+        image = view = None
+        limit = self._time_left(hand)
+        if not self._newest:
+            image, view = hand.part(), hand.view()
+        elif not self._replaced:  # of an overloaded processor it is likely to be again: then it is not prepared
+            hand.view()
         pause, timeouts = RETRY_S, 0
         while True:
-            limit = None if self._newest else self._time_left(hand)
             self.in_flight += answer is None
             try:
                 if answer is not None:
@@ -627,13 +608,13 @@ class Feed:
                     view,
                     sequence=hand.frame.sequence,
                     pts=hand.frame.pts,
-                    time_limit=limit,
-                    newest=newest,
+                    time_limit=None if self._newest else limit,
+                    newest=hand.newest if self._newest else None,
                 )
             except ReflexError as error:
                 self.ledger.note(str(error))
                 if not self._stop.is_set() and (handle.lost is not None or isinstance(error, _GONE)):
-                    self._lost = handle.lost or error  # reported by the coordinator's health; here it ends the feed
+                    self._lost = handle.lost or error  # ends the feed; the coordinator's health reports it
                 timeouts += isinstance(error, WaitTimeout)
                 if self._live or not isinstance(error, _RETRIED):
                     raise _Out(next(reason for kind, reason in _REASONS if isinstance(error, kind))) from error
@@ -649,7 +630,7 @@ class Feed:
             pause = min(RETRY_MOST_S, 2.0 * pause)
 
     def _give(self, result: Result) -> bool:
-        """Give it to every sink, even if one fails, until the thread is abandoned. Returns whether all took it."""
+        """Call every sink, even after one failed, until the thread is abandoned. Returns whether none failed."""
         failed = False
         for sink in self.sinks:
             with self._guard:
@@ -668,14 +649,14 @@ class Feed:
         return not failed
 
     def _failed(self, error: Exception) -> None:
-        """Report a failed stage or sink: at once, then at most once a second with the count."""
+        """Report a failed frame: at once, then at most once a second with the count."""
         if not self._throttle.held:
             log.debug("%s: a stage or sink failed", self.name, exc_info=error)
         if isinstance(error, ReflexError):
             self._fault = error.logged()
         else:
             place = place_of(error)
-            self._fault = words_of(error) + (f" ({place})" if place else "")
+            self._fault = _words(error) + (f" ({place})" if place else "")
         self.ledger.note(self._fault)
         self._tell(self._throttle.count(self.clock()))
 
@@ -686,7 +667,7 @@ class Feed:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _error_of(self, part: str, run: Callable[[], Exception | None]) -> BaseException | None:
-        """What ended a thread before its time."""
+        """What ended a thread too early; None if it ended in order."""
         try:
             return run()
         except BaseException as died:
@@ -707,7 +688,7 @@ class Feed:
             log.exception("%s: the source could not be interrupted", self.name)
 
     def _finish(self) -> None:
-        """End the feed, once: close its sinks, publish its last event, wake callers that wait."""
+        """End the feed, once: release its sinks, emit its last event, call `on_end`."""
         with self._guard:
             if self._finished:
                 return
@@ -715,10 +696,10 @@ class Feed:
         self._release_sinks()
         failure, now = self._failure, self.clock()
         if failure is not None:
-            self.ledger.note(words_of(failure))
-        self._final = "failed" if failure is not None else "stopped" if self._asked else "ended"
+            self.ledger.note(_words(failure))
+        self._final = "failed" if failure is not None else "stopped" if self._stopped else "ended"
         if failure is not None:
-            self._emit(FeedFailed(now, self.name, words_of(failure)))
+            self._emit(FeedFailed(now, self.name, _words(failure)))
         elif self._final == "ended":
             self._emit(FeedEnded(now, self.name))
         self._on_end()
@@ -732,7 +713,7 @@ class Feed:
             try:
                 self._release(sink)
             except BaseException as error:
-                words = f"a sink could not be closed: {words_of(error)}"
+                words = f"a sink could not be closed: {_words(error)}"
                 self.ledger.note(words)
                 self._emit(FeedStageError(self.clock(), self.name, words))
 
@@ -743,13 +724,13 @@ class Feed:
             log.exception("%s: the receiver of events failed", self.name)
 
 
-def words_of(error: BaseException) -> str:
-    """The message of an error; with its class, if the error is not ours and its message may mean little alone."""
+def _words(error: BaseException) -> str:
+    """The message of an error, with its class where the message may mean little alone."""
     return str(error) if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
 
 
 def _result_of(answer: Future[Any], patience: float) -> Any:
-    """The answer of a frame that was submitted before; `WaitTimeout` if none comes."""
+    """The answer of a submitted frame. Raises `WaitTimeout` after `patience` seconds."""
     try:
         return answer.result(patience)
     except TimeoutError:

@@ -309,7 +309,7 @@ DROPS = {
     "in_flight": "the feed had as many frames in flight as it may",
     "timeout": "no answer came in time",
     "failed": "the processor or a stage of the feed failed on it",
-    "skipped": "a stage before the batch point passed it over, or --every or --fps left it out",
+    "skipped": "--every or --fps left it out",
     "closed": "the coordinator was gone",
     "stopped": "the feed was stopped before its turn came",
 }

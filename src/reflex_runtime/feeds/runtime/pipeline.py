@@ -1,7 +1,4 @@
-"""What passes through a feed: frames of a source, which of them and what part; its stages; and results.
-
-Stages run before the batch point, which is shared with other feeds, and after it.
-"""
+"""What passes through a feed: pictures of a source with their times, the part for the processor, results and stages."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import inf, isfinite
 from typing import Any, Final, Protocol
@@ -26,14 +23,14 @@ from reflex_runtime.settings.declare import one_line
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """A picture of one feed. Two frames are equal when they are the same object: comparing pixels is not for `==`.
+    """A picture of one feed. Frames are compared by identity.
 
-    image: RGB, uint8 [height, width, 3]. Its size may differ from that of the frame before it.
-    sequence: counts the feed's frames from 0; a reconnect goes on counting and repeats no number.
+    image: RGB, uint8 [height, width, 3]; frames of a feed may differ in size.
+    sequence: its number in the feed, from 0; a reconnect repeats none.
     pts: seconds of the source that never go back (see `SourceClock`); None for a file without times and rate.
-    captured: when the picture was read, in seconds of the monotonic clock. Ages and latencies count from here.
+    captured: when it was read, monotonic seconds. Ages and latencies count from here.
+    prepared: what the processor's `prepare` made of the image on the capture's thread, if it did.
     file: its name in a directory of pictures.
-    prepared: what the processor's `prepare` made of the image, if that was done when it was read.
     """
 
     image: NDArray[np.uint8]
@@ -50,19 +47,18 @@ class Frame:
 
     @property
     def time(self) -> float:
-        """Its pts; of a source without times and rate 25 pictures a second, by their number."""
+        """Its pts; without one, 25 pictures a second by their number."""
         return self.sequence * UNTIMED_S if self.pts is None else self.pts
 
 
-UNTIMED_S: Final = 0.04  # between two pictures without times and rate
+UNTIMED_S: Final = 0.04  # between two pictures of a source without times and rate
 Picture = tuple[NDArray[np.uint8], float | None]  # RGB [height, width, 3] and its pts in seconds
 
 
 class SourceError(ReflexError):
     """A source gives no more pictures: it was lost, could not be opened, or stopped sending.
 
-    retryable: True, opening it again may help (a camera that is gone may come back). False, it will not (a file that
-        is not there, or is no video).
+    retryable: whether opening it again may help, as for a camera; not for a file that is missing or no video.
     """
 
     code, http_status = "source_lost", 502
@@ -75,15 +71,14 @@ class SourceError(ReflexError):
 
 
 class Source(Protocol):
-    """What gives a feed its pictures. One thread opens, reads and closes; only `interrupt` may come from another.
+    """The pictures of a feed. One thread opens, reads and closes; any thread may interrupt.
 
-    name: for people; holds no credentials.
-    live: it does not wait for the reader, so the newest picture wins. False: it waits, and no picture is lost.
-    total: pictures expected in all, None when not known. Final once `open` has returned.
+    name: for people, without credentials.
+    live: whether the newest picture wins, as of a camera. False: the source waits, and no picture is lost.
+    total: expected number of pictures, None if unknown; final once `open` has returned.
 
-    It may have `step`, the seconds between two pictures of a file by its own rate, `paced`, whether the reader is to
-    take them at their times, `corrupt`, how many pictures of what was read could not be decoded, and `file`, the name
-    of the last picture in its directory.
+    Optional: `step`, seconds between two pictures of a file by its rate; `paced`, whether the reader must take them at
+    their times; `corrupt`, pictures that could not be decoded; `file`, the name of the last picture in its directory.
     """
 
     name: str
@@ -94,19 +89,16 @@ class Source(Protocol):
         """Connect, or connect again after `close`. Raises SourceError."""
 
     def read(self) -> Picture | None:
-        """The next picture and its pts; waits for it. None at the end. Raises SourceError when the source is lost.
+        """Wait for the next picture and its pts. None at the end. Raises SourceError when the source is lost.
 
-        The array belongs to the caller: it is not written to again.
+        The source does not write to the array again.
         """
 
     def close(self) -> None:
-        """Close it. Allowed at any time by the reading thread, also twice, also when `open` failed."""
+        """Close it: also twice, and after a failed `open`."""
 
     def interrupt(self) -> None:
-        """From any thread: an `open` or `read` that waits ends soon, with a SourceError, and so does every later one.
-
-        Each source documents how soon. An interrupted source stays interrupted: a stop is final.
-        """
+        """From any thread: end a waiting `open` or `read` soon, and every later one, with a SourceError."""
 
 
 LARGEST: Final = 1_000_000  # pixels
@@ -117,25 +109,24 @@ Image = NDArray[np.uint8]  # [height, width, 3]
 class SourceClock:
     """The time of a source: seconds that never go back, even where those of its stream do.
 
-    Times of the stream count as long as they go forward without a leap. Where they are missing, stand still, go back or
-    leap, the next picture of a camera comes as much later as it arrived later, and that of a file by its rate: also of
-    one that starts over, or is played at its pace.
+    Times of the stream count while they go forward without a leap. Where they are missing, stand still, go back or
+    leap, a camera's next picture is as much later as it arrived later, and a file's follows by the rate.
     """
 
-    LEAP_S: Final = {True: 5.0, False: 600.0}  # of a camera, of a file: its pictures may be far apart
+    LEAP_S: Final = {True: 5.0, False: 600.0}  # live, file: its pictures may be far apart
     LEAST_S: Final = 1e-3  # between two pictures
-    LATE_S, FAR_S = 1.0, 10.0  # behind, or ahead, after which a played picture is due at once
+    LATE_S, FAR_S = 1.0, 10.0  # a played picture that is later, or farther ahead, is due at once
 
     def __init__(self, live: bool) -> None:
         self._live, self._offset = live, 0.0
-        self._begun = -inf  # when time 0 was, of a file that is played
-        self._before: tuple[float | None, float] | None = None  # time in the stream and arrival of the picture before
+        self._begun = -inf  # when the time 0 of a played file was
+        self._before: tuple[float | None, float] | None = None  # pts and arrival of the picture before
         self._time: float | None = None
 
     def time(self, pts: float | None, arrived: float, step: float | None) -> float | None:
-        """That of the next picture; None for a file without times and rate.
+        """The time of the next picture; None for a file without times and rate.
 
-        pts: in the stream. arrived: by the machine's clock. step: between two pictures by the file's rate, if known.
+        pts: in the stream. arrived: monotonic. step: between two pictures by the file's rate, if known.
         """
         pts = pts if pts is not None and isfinite(pts) else None
         before, self._before = self._before, (pts, arrived)
@@ -153,9 +144,9 @@ class SourceClock:
         return self._time
 
     def ahead(self, now: float) -> float:
-        """Seconds until the picture that was timed last is due, where a file is played at its pace.
+        """Seconds until the last timed picture of a played file is due.
 
-        Being late is not made up for in a rush, and a leap is not waited for: those after it count from it.
+        A picture that is too late or leaps is due at once, and the next ones count from it.
         """
         ahead = self._begun + (self._time or 0.0) - now
         if not -self.LATE_S <= ahead <= self.FAR_S:
@@ -166,8 +157,8 @@ class SourceClock:
 class Taking:
     """Which pictures of a source are taken: one of `every`, and of those at most `fps` a second; 0 is no limit.
 
-    A picture may come up to a quarter of a period early, so that a limit near the camera's own rate takes all; on
-    average the rate holds.
+    A picture may come a quarter of a period early, so that a limit near the camera's rate takes all of them; on average
+    the rate holds.
     """
 
     EARLY: Final = 0.25
@@ -182,7 +173,7 @@ class Taking:
         return self._every == 1 and not self._period
 
     def takes(self, time: float | None) -> bool:
-        """Whether the next picture, of that time of its source, is taken; without a time each of `every`."""
+        """Whether the next picture, with this time, is taken. Without a time only `every` counts."""
         self._count += 1
         if (self._count - 1) % self._every:
             return False
@@ -208,8 +199,7 @@ def turned(image: Image, degrees: int) -> Image:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of a feed's pictures that its processor gets: left, top, width and height in pixels. What of it lies
-    outside of a picture is left out."""
+    """The part of a feed's pictures that its processor gets, in pixels. It is cut off at the edges of the picture."""
 
     left: int
     top: int
@@ -223,14 +213,14 @@ class Region:
 
     @classmethod
     def of(cls, text: str) -> Region:
-        """From a text LEFT,TOP,WIDTH,HEIGHT. Raises ConfigError."""
+        """The region of a text LEFT,TOP,WIDTH,HEIGHT. Raises ConfigError."""
         found = re.fullmatch(r"\s*(\d{1,6})\s*,\s*(\d{1,6})\s*,\s*(\d{1,6})\s*,\s*(\d{1,6})\s*", text, re.ASCII)
         if found is None or not (int(found[3]) and int(found[4])):
             raise ConfigError(f"roi={one_line(text)}: must be X,Y,WIDTH,HEIGHT in pixels, such as 0,200,1280,520")
         return cls(*(int(number) for number in found.groups()))
 
     def part(self, image: Image) -> Image:
-        """That part of a picture, not copied. Raises ProcessorError if nothing of it lies inside."""
+        """That part of a picture, a view of it. Raises ProcessorError if it lies outside."""
         part = image[self.top : self.top + self.height, self.left : self.left + self.width]
         if not part.size:
             height, width = image.shape[:2]
@@ -240,7 +230,7 @@ class Region:
         return part
 
     def placed(self, value: Any) -> Any:
-        """A result about the part, with its boxes, keypoints and masks in pixels of the whole picture."""
+        """A result of the part with its boxes, keypoints, polygons and masks in pixels of the whole picture."""
         if not isinstance(value, Mapping) or not (self.left or self.top):
             return value
         result = dict(value)
@@ -255,7 +245,7 @@ class Region:
         return {**mask, "box": self._moved(mask["box"], 2)} if isinstance(mask, Mapping) and "box" in mask else mask
 
     def _moved(self, places: Any, pairs: int) -> Any:
-        """Places [..., x, y, …] moved; what has more columns keeps them. What has another form is left as it is."""
+        """Positions [..., x, y, …] moved, further columns kept. Anything else is returned unchanged."""
         try:
             array = np.array(places, np.float64)
             if array.size:
@@ -266,7 +256,7 @@ class Region:
 
 
 def library(name: str, what: str) -> Any:
-    """A module that an extra brings. Raises ConfigError. what: needs it, in words."""
+    """Import a module of an extra. what: names in words what needs it. Raises ConfigError."""
     with needed_by(what):
         return importlib.import_module(name)
 
@@ -280,7 +270,7 @@ def opencv() -> Any:
 
 @contextmanager
 def refusals_of(where: str) -> Iterator[None]:
-    """A ConfigError in one line that begins with what it is about."""
+    """Put `where` in front of a ConfigError, in one line."""
     try:
         yield
     except ConfigError as error:
@@ -292,11 +282,10 @@ def refusals_of(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """A frame with what was found in it.
+    """A frame and what was found in it.
 
-    frame: as the stages before the batch point left it; positions in `value` are pixels of this picture.
-    value: what the processor answered, then what the stages after made of it; None without a batch point. Drawing and
-        JSON lines know a mapping with any of boxes ([[x0, y0, x1, y1], ...] in pixels), labels, scores and text.
+    value: the processor's answer, then what the stages made of it; None without a batch point. Sinks draw a mapping
+        with any of boxes ([[x0, y0, x1, y1], ...] in pixels of the frame), labels, scores and text.
     latency: seconds from the frame's capture to its answer.
     """
 
@@ -306,70 +295,53 @@ class Result:
     latency: float
 
 
-Before = Callable[[Frame], Frame | None]
 After = Callable[[Result], Result | None]
-View = Callable[[Frame], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The stages of a feed, called on its own thread, one frame at a time and in order.
+    """What a feed does with its frames, on its own thread, one after the other.
 
-    before: each gets a frame and returns it, or another one made of it (`dataclasses.replace`); None skips the frame.
-    batch: a coordinator; it gets the picture of the frame. None: nothing is asked, and results have the value None.
-    view: makes what goes with the picture to the processor, as the entry's `view`; called after the stages before.
-        None: the processor's own `prepare` makes it, if it has one.
-    region: the part of the picture that the processor gets; boxes, keypoints and masks of its results are moved to
-        where they are in the whole picture, which stages and sinks get.
-    after: each gets a result and returns it or another one; None keeps it from the sinks.
+    batch: a coordinator, which gets the picture. None: results have the value None.
+    after: stages; each gets a result and returns it or another one. None keeps the result from the sinks.
+    region: the part of the picture that the processor gets. Stages and sinks get boxes, keypoints and masks in pixels
+        of the whole picture.
 
-    A stage that raises loses that frame only, and is named in the error: by its attribute `name`, or as it is called in
-    its module. Stages may keep state, so a pipeline that has any belongs to one feed: to give many feeds the same
-    stages, pass a function that makes a pipeline.
+    A stage that raises loses that frame only; the error names the stage by its attribute `name`, or by its own name.
+    Stages may keep state, so a pipeline that has any belongs to one feed: to give many feeds the same stages, pass a
+    function that makes a pipeline.
     """
 
-    before: Sequence[Before] = ()
     batch: BatchCoordinator | None = None
     after: Sequence[After] = ()
-    view: View | None = field(default=None, kw_only=True)
-    region: Region | None = field(default=None, kw_only=True)
+    region: Region | None = None
 
     def __post_init__(self) -> None:
-        for name in ("before", "after"):
-            stages = getattr(self, name)
-            if callable(stages):
-                raise ConfigError(f"Pipeline.{name}: must be a sequence of stages, is a single one")
-            for stage in stages:
-                if not callable(stage):
-                    raise ConfigError(f"Pipeline.{name}: {stage!r} cannot be called")
-            object.__setattr__(self, name, tuple(stages))
-        if self.view is not None and not callable(self.view):
-            raise ConfigError(f"Pipeline.view: {self.view!r} cannot be called")
+        if callable(self.after):
+            raise ConfigError("Pipeline.after: must be a sequence of stages, is a single one")
+        for stage in self.after:
+            if not callable(stage):
+                raise ConfigError(f"Pipeline.after: {stage!r} cannot be called")
+        object.__setattr__(self, "after", tuple(self.after))
         if self.batch is not None and not hasattr(self.batch, "submit_and_wait"):
             raise ConfigError(f"Pipeline.batch: {self.batch!r} is no coordinator")
 
-    def view_of(self, frame: Frame) -> Any:
-        """What goes with a frame to the processor."""
-        if self.view is not None:
-            return self.view(frame)
-        return frame.prepared if frame.prepared is not None else self.prepared(frame.image)
-
     def prepared(self, image: Any) -> Any:
-        """What the processor makes of a picture ahead of its call; None if nothing."""
+        """What the processor's `prepare` makes of a picture; None without one."""
         prepare = None if self.batch is None else getattr(self.batch, "prepare", None)
         return None if prepare is None else prepare(self.part(image))
 
     def part(self, image: Any) -> Any:
-        """What the processor gets of a picture."""
+        """The part of a picture that the processor gets."""
         return image if self.region is None else self.region.part(image)
 
     def placed(self, value: Any) -> Any:
-        """The processor's result, in pixels of the whole picture."""
+        """The processor's result with positions in pixels of the whole picture."""
         return value if self.region is None else self.region.placed(value)
 
 
 def name_of(stage: object) -> str:
-    """What a stage is called in errors and figures."""
+    """The name of a stage in errors and figures."""
     name = getattr(stage, "name", None)
     if isinstance(name, str) and name:
         return name

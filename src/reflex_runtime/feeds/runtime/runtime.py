@@ -395,7 +395,7 @@ class Runtime:
 
     def _check_shared(self, feed: Feed) -> None:
         own = feed.pipeline
-        if (own.before or own.after or own.view) and any(other.pipeline is own for other in self._feeds.values()):
+        if own.after and any(other.pipeline is own for other in self._feeds.values()):
             raise ConfigError(
                 f"Runtime.feed: the pipeline of {feed.name!r} belongs to another feed, and its stages may keep state; "
                 "pass a function that makes one"
