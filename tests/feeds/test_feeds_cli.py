@@ -5,18 +5,39 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from feeds.commands import Feeds, clean, figures, ran, refusal, results, scratch, screen, together
+from feeds.fakes import Detector
 from feeds.test_source import broken
 from feeds.videos import clip
+from reflex_runtime.feeds import session
+from reflex_runtime.feeds.plan import plan_of
 from reflex_runtime.observe.journal import read_journal
 
 SHORT = "a=shapes:seed=1,seconds=0.2,realtime=0"
 ENDLESS = "a=shapes:seed=1"
+
+
+class _EndsBetween(threading.Event):
+    """The start ends just after somebody has looked whether it has."""
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        self.set()
+        return found
+
+
+def test_f11_a_signal_that_comes_as_the_start_ends_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "log_console", lambda: None)
+    run = session.FeedsSession(plan_of([ENDLESS], None, {}), Detector(), sys.stdout)
+    run._begun = _EndsBetween()
+    run._signalled(signal.SIGTERM)
+    assert run._reasons.get(timeout=1.0) == "SIGTERM"
 
 
 # -- refusals: one line, exit status 2 ---------------------------------------------------------------------------------

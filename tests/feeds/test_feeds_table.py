@@ -71,7 +71,9 @@ def test_f14_the_summary_counts_every_frame() -> None:
     ]
     assert lines[2].split() == ["yard", "ended", "104", "100", "40", "ms", "120", "ms"]
     assert lines[3].split() == ["together", "224", "200", "19"]
-    assert " ".join(lines[4:]).replace("  ", " ").startswith("onnx: 50 batches, 1 frame failed, mean size 2.0")
+    batches = " ".join(lines[4:])
+    assert batches.startswith("onnx: 50 batches of 2.0 frames on average, 1 frame failed, ")
+    assert batches.endswith(" % of the time")
     assert "together" not in "".join(shown(summary(snapshot(CAMERA))))
     none = shown(summary(snapshot(replace(CAMERA, latency=Durations()), metrics=BatchMetrics())))
     assert none[-1] == "onnx: no batch yet"

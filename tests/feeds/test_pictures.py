@@ -7,6 +7,7 @@ import http.client
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -267,3 +268,19 @@ def test_i18_keypoints_and_masks_are_in_their_place_in_a_smaller_picture() -> No
 def test_i18_results_of_any_form_make_a_picture(value: Any) -> None:
     made = jpeg_of(Result(frame(), "a", value, 0.0), LARGE)
     assert simplejpeg.decode_jpeg(made).shape == (6, 8, 3)
+
+
+def test_i18_the_last_viewer_leaves_no_frame_behind() -> None:
+    """It leaves while a feed's thread keeps a result for it."""
+
+    class Leaving(Counter[str]):
+        def __contains__(self, feed: object) -> bool:
+            there = super().__contains__(feed)
+            self.pop("door", None)
+            return there
+
+    watched = FeedPictures(lambda: {"door"})
+    watched._lookers = Leaving(door=1)
+    watched.take(Result(frame(1), "door", BOX, 0.01))
+    assert not watched._newest
+    watched.close()

@@ -101,6 +101,8 @@ class FeedPictures:
     def _take(self, result: Result) -> None:
         if result.feed in self._lookers:
             self._newest[result.feed] = next(self._numbers), result
+            if result.feed not in self._lookers:  # the last viewer left between the two lines above
+                self._newest.pop(result.feed, None)
 
     def find(self, path: str) -> Route | None:
         """The route of a picture; None for other paths."""

@@ -1,4 +1,4 @@
-"""One run of `reflex feeds`, from the start of the processor to the last word."""
+"""One run of `reflex feeds`: start, log lines, signals, changed feeds, stop and exit status."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _HANGUP = getattr(signal, "SIGHUP", None)
 
 
 class FeedsSession:
-    """What a run owns, and how it goes.
+    """Runs the feeds of a plan once.
 
-    output: standard output. again: reads the configuration file once more; None without one. Raises ConfigError.
+    output: standard output. again: reads the configuration file once more, or raises ConfigError; None without a file.
     """
 
     _coordinator: BatchCoordinator
@@ -62,15 +62,15 @@ class FeedsSession:
         self._events = self._runtime.events()
         self._console = log_console()
         self._registry: CollectorRegistry | None = None
-        self._news: SimpleQueue[str] = SimpleQueue()  # why to stop
-        self._hangups: SimpleQueue[None] = SimpleQueue()
+        self._reasons: SimpleQueue[str] = SimpleQueue()  # to stop
         self._begun = threading.Event()  # the start has ended, or was given up
         self._signal = 0  # the first one that stops the run
         self._faults = False  # a stage or a sink failed
         self._turn = threading.Lock()  # held while feeds are exchanged
+        self._reloading = threading.Lock()  # one after the other
         self._pictures: FeedPictures | None = None
         group = self._batching.group(processor.id)
-        self._files = ResultFiles(config, [group], output, partial(self._news.put, _READER_GONE))
+        self._files = ResultFiles(config, [group], output, partial(self._reasons.put, _READER_GONE))
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -86,7 +86,7 @@ class FeedsSession:
         return status
 
     def _run(self) -> tuple[int, bool]:
-        """The exit status, and whether every thread ended."""
+        """Returns the exit status, and whether every thread ended."""
         with ExitStack() as closing:
             self._build(closing)
             watcher = _thread("reflex-feeds-watch", self._watch)
@@ -96,7 +96,6 @@ class FeedsSession:
             logging.info("starting: %s", what)
             try:
                 self._start()
-                _thread("reflex-feeds-reload", self._reload)
                 why = self._wait()
             except BaseException:
                 self._runtime.stop()
@@ -167,40 +166,41 @@ class FeedsSession:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the feeds on a thread of their own: the start of a model may take long, and is given up at a signal."""
-        errors: list[BaseException] = []
+        """Start the feeds on another thread: a model may take long to load, and a signal gives that up."""
+        ends: list[BaseException | None] = []
 
         def start() -> None:
             try:
                 self._runtime.start()
+                ends.append(None)
             except BaseException as error:
-                errors.append(error)
+                ends.append(error)
             self._begun.set()
 
         _thread("reflex-feeds-start", start)
         self._begun.wait()
-        if self._signal:
+        if not ends:
             self._runtime.stop()
             logging.warning("stopped by %s before it had started", _name(self._signal))
             leave(128 + self._signal)
-        if errors:
-            raise refusal_of(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
+        if (error := ends[0]) is not None:
+            raise refusal_of(self._config, error) if isinstance(error, ProcessorError) else error
         self._files.begin()
 
     def _wait(self) -> str:
-        """Why it stops: a signal's name, or what there is no more. Until then lines tell how the feeds are doing."""
-        self._look()  # feeds may have ended before the watcher began
+        """Wait for a reason to stop, and return it. Meanwhile log how the feeds are doing."""
+        self._look()  # all feeds may have ended already
         until = time.monotonic() + (self._config.duration_s or inf)
         while (left := until - time.monotonic()) > 0.0:
             try:
-                return self._news.get(timeout=min(EVERY_S, left))
+                return self._reasons.get(timeout=min(EVERY_S, left))
             except Empty:
                 for line in lines_of(list(self._runtime.snapshot().feeds.values())) if left > EVERY_S else ():
                     logging.info("%s", line)
         return _TIME
 
     def _watch(self) -> None:
-        """Say what happens, and notice the end. On a thread of its own."""
+        """Log health events, on a thread of its own."""
         lost = False
         for event in self._events:
             self._faults = self._faults or isinstance(event, FeedStageError)
@@ -208,22 +208,22 @@ class FeedsSession:
                 if not lost:
                     logging.error("%s died and answers no more: %s", self._coordinator.id, event.error)
                 lost = True
-                self._news.put(_LOST)
+                self._reasons.put(_LOST)
             else:
                 logging.log(*words_of(event))
             if isinstance(event, (FeedEnded, FeedFailed)):
                 self._look()
 
     def _look(self) -> None:
-        """Notice that every feed is over."""
+        """Stop if every feed is over."""
         with self._turn:
             if self._runtime.over:
-                self._news.put(_OVER)
+                self._reasons.put(_OVER)
 
     def _change(self, plan: FeedPlan) -> str:
-        """Make feeds of this plan: those whose settings are the same go on, untouched. Returns what was done, in words.
+        """Make feeds of this plan; those with the same settings go on. Returns in words what was done.
 
-        Raises ConfigError for what cannot be; then nothing has changed.
+        Raises ConfigError for a plan that cannot be; then nothing has changed.
         """
         coordinator = self._coordinator
         before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
@@ -248,13 +248,13 @@ class FeedsSession:
         parts += [f"{len(same)} as before"] * bool(same)
         return "; ".join([*parts, *at_the_next_start(self._config, plan.config)])
 
-    def _reload(self) -> None:
-        """Make feeds of the configuration file as it is at each SIGHUP. On a thread of its own."""
+    def _reload(self, again: Callable[[], FeedPlan]) -> None:
+        """Make feeds of the configuration file as it is now. On a thread of its own, after the start."""
         file = self._plan.file
-        while self._again is not None:
-            self._hangups.get()
+        self._begun.wait()
+        with self._reloading:
             try:
-                logging.info("%s was read again: %s", file, self._change(self._again()))
+                logging.info("%s was read again: %s", file, self._change(again()))
             except ConfigError as error:
                 logging.error("%s changes nothing: %s", file, in_one_line(error.message.removeprefix(f"{file}: ")))
             except Closed:
@@ -264,20 +264,21 @@ class FeedsSession:
             self._look()
 
     def _signalled(self, number: int) -> None:
-        """On the thread of signals."""
+        """Called on the thread of signals."""
         if number == _HANGUP and self._again is not None:
-            self._hangups.put(None)
-        elif self._signal:  # it is on its way out
+            _thread("reflex-feeds-reload", partial(self._reload, self._again))
+        elif self._signal:  # it is stopping already
             logging.warning("stopped by %s without waiting", _name(number))
             leave(128 + number)
         else:
-            begun, self._signal = self._begun.is_set(), number
-            self._news.put(_name(number)) if begun else self._begun.set()
+            self._signal = number
+            self._reasons.put(_name(number))
+            self._begun.set()  # gives up a start
 
     # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _complete(self, report: StopReport) -> bool:
-        """Whether nothing is missing. Logs what is, unless it was logged when it happened."""
+        """Whether no result is missing. Logs what is, unless it was logged when it happened."""
         snapshot, lost = self._runtime.snapshot(), self._coordinator.lost
         complete, missing = not self._faults and lost is None and report.clean, []
         for name, feed in snapshot.feeds.items():
@@ -301,9 +302,8 @@ class FeedsSession:
 
 @contextmanager
 def _signals(numbers: Collection[int], came: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `came(number)` is called on a thread of its own for each of these signals.
-
-    The interpreter writes the numbers into a socket as they come, whichever thread the kernel gives them to.
+    """Inside, `came(number)` is called for each of these signals, on a thread of its own: the main thread may wait in
+    native code. The interpreter writes the numbers into a socket, whichever thread the kernel chooses.
     """
     told, tell = socket.socketpair()
     tell.setblocking(False)

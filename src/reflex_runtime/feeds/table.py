@@ -1,4 +1,4 @@
-"""What a person sees of `reflex feeds`: log lines, how the feeds are doing now and then, and the last table."""
+"""What `reflex feeds` prints: log lines, the state of the feeds every few seconds, and the table at the end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.run.modules import in_one_line, told
 
 EVERY_S: Final = 5.0  # seconds between lines on the feeds
-LINES: Final = 8  # feeds of which each has its own line; more have one together
-WIDE: Final = 160  # columns where the output is no terminal
+LINES: Final = 8  # most feeds with a line each; more have one together
+WIDE: Final = 160  # columns without a terminal
 _LEVELS: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 _STYLES: Final = {"running": "green", "ended": "dim", "stopped": "dim", "failed": "bold red"}
 
 
 def log_console() -> Console:
-    """Standard error, with all log lines: through one console, so that those of two threads do not mix."""
+    """Standard error, also for all log lines: one console, so that lines of two threads do not mix."""
     terminal = sys.stderr.isatty()
     console = Console(file=sys.stderr, highlight=False, width=None if terminal else WIDE, soft_wrap=not terminal)
     logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(console)], force=True)
@@ -37,8 +37,7 @@ def log_console() -> Console:
 
 
 class _ConsoleLog(logging.Handler):
-    """Log lines on a console, one line each, an exception too: on a terminal in colour with the time, else with date
-    and level."""
+    """Logs one line each, an exception too: in colour with the time on a terminal, else with date and level."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class _ConsoleLog(logging.Handler):
 
 
 def lines_of(feeds: list[FeedSnapshot]) -> list[str]:
-    """How the feeds are doing: a line each, or one together where they are many."""
+    """A line for each feed, or one for all where they are many."""
     return [line_of(feed) for feed in feeds] if len(feeds) <= LINES else [line_of_all(feeds)]
 
 
@@ -74,7 +73,7 @@ def line_of(feed: FeedSnapshot) -> str:
 
 
 def line_of_all(feeds: list[FeedSnapshot]) -> str:
-    """The states of many feeds, in a line."""
+    """The states and figures of many feeds, in a line."""
     answered, rate = sum(f.processed for f in feeds), sum(f.fps for f in feeds)
     states = ", ".join(f"{n} {name}" for name, n in Counter(feed.state for feed in feeds).items())
     lost = dropped(sum((Counter(feed.drops) for feed in feeds), Counter()), sum(feed.corrupt for feed in feeds))
@@ -82,7 +81,7 @@ def line_of_all(feeds: list[FeedSnapshot]) -> str:
 
 
 def state(feed: FeedSnapshot) -> str:
-    """The state of a feed; for a file also its progress, and the time left at the present rate."""
+    """The state of a feed; of a running file the share that is done, and the time left at the present rate."""
     done = feed.frames - feed.waiting
     if not feed.total or feed.mode != "file" or feed.state != "running":
         return feed.state
@@ -91,9 +90,9 @@ def state(feed: FeedSnapshot) -> str:
 
 
 def dropped(drops: Mapping[str, int], corrupt: int = 0) -> str:
-    """Frames that were not answered, by reason, and packets that became no frame, as the end of a line."""
-    frames, packets = reasons(drops), undecoded(corrupt)
-    return (f", dropped: {frames}" if frames else "") + (f", {packets}" if packets else "")
+    """The end of a line: dropped frames by reason, and pictures that could not be decoded."""
+    frames, pictures = reasons(drops), undecoded(corrupt)
+    return (f", dropped: {frames}" if frames else "") + (f", {pictures}" if pictures else "")
 
 
 def reasons(drops: Mapping[str, int]) -> str:
@@ -102,7 +101,7 @@ def reasons(drops: Mapping[str, int]) -> str:
 
 
 def undecoded(pictures: int) -> str:
-    """3 pictures missing or broken; nothing for none."""
+    """3 pictures missing or broken; empty for none."""
     return f"{pictures} picture{'s'[: pictures != 1]} missing or broken" if pictures else ""
 
 
@@ -116,14 +115,14 @@ def seconds(value: float | None) -> str:
 
 
 def line_of_counts(feed: FeedSnapshot) -> str:
-    """What a feed's zones and lines count, in a line; empty without any."""
+    """The counts of a feed's zones and lines, in a line; empty without any."""
     zones = [f"{count} in {name}" for name, count in feed.zones.items()]
     lines = [f"{name} crossed {counts['in']} in, {counts['out']} out" for name, counts in feed.lines.items()]
     return f"{feed.name}: {'; '.join(zones + lines)}" if zones or lines else ""
 
 
 def line_of_stages(feed: FeedSnapshot) -> str:
-    """The stage for which a feed dropped frames, in a line; empty if none did."""
+    """The slowest stage of a feed that dropped frames during one, in a line; empty for other feeds."""
     lost = feed.drops.get("slow_stage", 0)
     if not lost or not feed.stages:
         return ""
@@ -133,7 +132,7 @@ def line_of_stages(feed: FeedSnapshot) -> str:
 
 
 def line_of_output(output: OutputSnapshot) -> str:
-    """What became of the results that an output got, in a line."""
+    """The figures of an output, in a line."""
     waiting = f", {output.waiting} waiting" if output.waiting else ""
     why = f" ({output.error})" if output.error and any(output.drops.values()) else ""
     return f"{output.name}: {output.sent} results to {output.where}{waiting}{dropped(output.drops)}{why}"
@@ -160,7 +159,7 @@ _LAST: Final[tuple[tuple[str, Callable[[FeedSnapshot], Any], dict[str, Any]], ..
 
 
 def summary(snapshot: RuntimeSnapshot) -> RenderableType:
-    """What became of every frame, for good."""
+    """The figures of a run that has ended."""
     feeds = list(snapshot.feeds.values())
     table = Table(box=None, pad_edge=False)
     for head, _, options in _LAST:
@@ -171,20 +170,20 @@ def summary(snapshot: RuntimeSnapshot) -> RenderableType:
         read, answered = sum(f.frames for f in feeds), sum(f.processed for f in feeds)
         lost = sum(sum(f.drops.values()) for f in feeds)
         table.add_row("together", "", str(read), str(answered), "", "", str(lost or ""), style="bold")
-    lines = [_batches(in_one_line(name), metrics) for name, metrics in snapshot.coordinators.items()]
+    lines = [_batches(in_one_line(name), one, snapshot.uptime) for name, one in snapshot.coordinators.items()]
     lines += map(line_of_output, snapshot.outputs.values())
     lines += [line for feed in feeds for line in (line_of_counts(feed), line_of_stages(feed)) if line]
     return Group(table, *(Text(line, style="dim") for line in lines))
 
 
-def _batches(name: str, metrics: BatchMetrics) -> str:
-    n = metrics.batches_dispatched
+def _batches(name: str, metrics: BatchMetrics, uptime: float) -> str:
+    n, work = metrics.batches_dispatched, metrics.processing
     if not n:
         return f"{name}: no batch yet"
     size = sum(size * count for size, count in metrics.batch_sizes.items()) / n
     failed = f", {frames(metrics.failed)} failed" if metrics.failed else ""
+    busy = f", busy {100 * work.total / uptime:.0f} % of the time" if uptime else ""
     return (
-        f"{name}: {n} batch{'es'[: 2 * (n != 1)]}{failed}, mean size {size:.1f} "
-        f"({100 * (metrics.fill_ratio or 0.0):.0f} % full), {seconds(metrics.processing.mean) or '?'} each, "
-        f"formed in {seconds(metrics.formation.p95)} (p95)"
+        f"{name}: {n} batch{'es'[: 2 * (n != 1)]} of {size:.1f} frames on average{failed}, "
+        f"{seconds(work.mean) or '?'} each{busy}"
     )
