@@ -10,8 +10,8 @@ from reflex_runtime.core.flush import BUDGET, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.sim.run import Affine, simulate
-from reflex_runtime.sim.workload import Around, Callers
+from reflex_runtime.sim.run import Affine, Noisy, simulate
+from reflex_runtime.sim.workload import Around, Callers, Fixed
 
 
 def test_one_batch_of_all_where_they_are_back_within_the_fixed_part() -> None:
@@ -21,6 +21,17 @@ def test_one_batch_of_all_where_they_are_back_within_the_fixed_part() -> None:
     done = simulate(Scheduler([config]), [callers], Affine(0.016, 0.0012), duration=4.0, warmup=2.0, seed=1)
     sizes = [ran.size for ran in done.batches if 2.0 <= ran.started < 3.5][-5:]
     assert sizes == [128] * 5
+
+
+@pytest.mark.parametrize(("callers", "even"), [(128, 64), (200, 100)])
+def test_callers_that_just_do_not_fit_into_one_batch_share_two_of_equal_size(callers: int, even: int) -> None:
+    """35.5 + 4.45n ms: 119 fit. In batches of 119 the nine left over wait for two of 567 ms."""
+    config = GroupConfig(flush=FlushPolicy.window(None), controller=Planner())
+    crowd, device = Callers(callers, Fixed(0.002)), Noisy(Affine(0.0355, 0.00445), 0.03)
+    done = simulate(Scheduler([config]), [crowd], device, duration=12.0, warmup=4.0, seed=1)
+    assert {ran.size for ran in done.batches if ran.started >= 4.0} == {even}
+    longest = max(end.latency for end in done.answers if end.arrived >= 4.0)
+    assert longest < 2.2 * (0.0355 + 0.00445 * even)
 
 
 def planned(base: FlushPolicy, fixed: float, marginal: float, modest: bool = False) -> float:

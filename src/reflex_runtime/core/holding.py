@@ -49,7 +49,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from math import inf, log
+from math import ceil, inf, log
 
 from reflex_runtime.core.flush import Filled, FlushPolicy, Tiers
 from reflex_runtime.core.group import Group, GroupConfig
@@ -154,6 +154,13 @@ def _all_back(found: Sequence[_Due], met: int) -> float:
     return inf
 
 
+def _even_places(found: Sequence[_Due], queued: int, places: int) -> int:
+    """How many callers to wait for: of callers that do not fit into one batch, an even part."""
+    callers = queued + sum([share for _, share, _, gathers, _ in found if gathers])
+    most = queued + places
+    return places if callers <= most else ceil(callers / ceil(callers / most)) - queued
+
+
 class ThinkTimes:
     """The habits of a group's clients and the hold they justify. Times in seconds."""
 
@@ -254,6 +261,9 @@ class ThinkTimes:
         if not found:
             return NO_HOLD, NO_HOLD
         found.sort()
+        places = _even_places(found, queued, places)
+        if places <= 0:
+            return NO_HOLD, NO_HOLD
         many = len(self._absent) > FEW
         best = gathered = NO_HOLD
         gain = expected = waits = back = 0.0
