@@ -5,106 +5,46 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.run.audience import SLICE
-from reflex_runtime.run.batched import GONE, TaskClients, batched
+from reflex_runtime.run.batched import GONE, LoopClients, _of_this_loop, batched
 from run.helpers import PATIENCE, run
 from run.virtual import JumpingLoop
 from thinned import thinned
 
 
-async def ended(ask: Callable[[], str]) -> str:
-    """The client of a task that asks once and ends."""
-
-    async def one() -> str:
-        return ask()
-
-    client = await asyncio.create_task(one())
-    await asyncio.sleep(0)  # its callbacks run
-    return client
-
-
-def test_a_task_stays_one_client_and_two_that_run_are_two() -> None:
-    clients, go_on = TaskClients(), asyncio.Event()
-
-    async def task() -> list[str]:
-        first = clients.current()
-        await go_on.wait()
-        return [first, clients.current()]
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(task()) for _ in range(3)]
-        await asyncio.sleep(0)
-        go_on.set()
-        found = await asyncio.gather(*tasks)
-        assert all(first == later for first, later in found)
-        assert len({first for first, _ in found}) == 3
-
-    run(main())
-    assert not clients._of
+def test_items_in_flight_are_clients_apart_and_later_ones_get_the_same_each_once() -> None:
+    clients = LoopClients()
+    first = [clients.take() for _ in range(8)]
+    assert len(set(first)) == 8
+    for client in first:
+        clients.give_back(client)
+    fewer = [clients.take() for _ in range(4)]
+    assert len(set(fewer)) == 4
+    assert set(fewer) < set(first)
+    more = [clients.take() for _ in range(5)]
+    assert set(first) < {*fewer, *more}
+    assert len({*fewer, *more}) == 9
 
 
-def test_new_tasks_get_the_clients_of_those_that_ended_each_once() -> None:
-    clients = TaskClients()
-
-    async def asked(count: int) -> list[str]:
-        """The clients of so many tasks that ask at the same time, then end."""
-        meet = asyncio.Barrier(count)
-
-        async def task() -> str:
-            client = clients.current()
-            await meet.wait()
-            return client
-
-        return sorted(await asyncio.gather(*(task() for _ in range(count))))
-
-    async def main() -> None:
-        first = await asked(8)
-        assert len(set(first)) == 8
-        assert await asked(8) == first
-        fewer = await asked(4)
-        assert len(set(fewer)) == 4
-        assert set(fewer) < set(first)
-        assert set(first) < set(await asked(9))
-
-    run(main())
-
-
-def test_a_client_whose_task_ended_long_ago_is_not_passed_on() -> None:
+def test_a_client_whose_item_ended_long_ago_is_not_passed_on() -> None:
     now = 64.0
-    clients = TaskClients(lambda: now)
-
-    async def main() -> None:
-        nonlocal now
-        first = await ended(clients.current)
-        now += GONE
-        assert await ended(clients.current) == first
-        now += GONE * 1.001
-        assert await ended(clients.current) != first
-        assert len(clients._free) == 1
-
-    run(main())
+    clients = LoopClients(lambda: now)
+    first = clients.take()
+    clients.give_back(first)
+    now += GONE
+    assert clients.take() == first
+    clients.give_back(first)
+    now += GONE * 1.001
+    assert clients.take() != first
+    assert not clients._free
 
 
-def test_tasks_of_two_loops_are_never_one_client() -> None:
-    names = [run(ended(TaskClients().current)) for _ in range(2)]
-    assert len(set(names)) == 2
-
-
-def test_what_no_task_awaits_has_no_client() -> None:
-    clients = TaskClients()
-    found: list[str] = []
-
-    async def main() -> None:
-        asyncio.get_running_loop().call_soon(lambda: found.append(clients.current()))
-        await asyncio.sleep(0)
-
-    run(main())
-    assert found == [""]
+def test_items_of_two_loops_are_never_one_client() -> None:
+    assert LoopClients().take() != LoopClients().take()
 
 
 @pytest.mark.parametrize("callers", thinned([8, 32], [8]))
@@ -113,7 +53,6 @@ def test_b15_callers_that_come_back_one_by_one_share_every_call(callers: int, ne
     """Calls of 5 ms and 5 ms more with all callers, which ask again up to 2 ms after their answer. Virtual time."""
     seconds, slowest = 3.0, 0.002
     sizes: list[int] = []
-    ended: list[asyncio.Task[int]] = []  # kept, so that no two tasks have the same id
 
     @batched(max_batch_size=64)
     async def model(items: list[int]) -> list[int]:
@@ -128,15 +67,14 @@ def test_b15_callers_that_come_back_one_by_one_share_every_call(callers: int, ne
         loop, rng = asyncio.get_running_loop(), random.Random(number)
         while loop.time() < until:
             if new:
-                ended.append(asyncio.create_task(one(number)))
-                await ended[-1]
+                await asyncio.create_task(one(number))
             else:
                 await model(number)
             await asyncio.sleep(rng.uniform(0.0, slowest))
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        calls = model._of_this_loop()
+        calls = _of_this_loop(model._calls, model._make)
         calls.dispatcher._clock = calls.clients._clock = loop.time
         await asyncio.gather(*(caller(number, loop.time() + seconds) for number in range(callers)))
 

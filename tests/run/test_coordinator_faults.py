@@ -608,8 +608,8 @@ def test_f12_a_thread_that_dies_after_it_hung_is_lost() -> None:
 
 def test_f11_stop_waits_for_a_thread_that_is_dying() -> None:
     class Dying(Coordinator):
-        def _died(self) -> None:
-            super()._died()
+        def died(self) -> None:
+            super().died()
             dead.set()
             assert buried.wait(PATIENCE)
 

@@ -653,3 +653,17 @@ def test_a_thread_that_could_not_start_is_started_at_the_next_call(monkeypatch: 
         same(1)
     assert same(1) == 1
     same.close()
+
+
+def test_a_function_that_died_keeps_no_thread() -> None:
+    def dies(items: list[int]) -> list[int]:
+        raise SystemExit
+
+    dead = batched(dies)
+    for error in (ProcessorError, ProcessorError, Closed):  # its thread, and the one that replaced it
+        with pytest.raises(error):
+            dead(1)
+    for thread in threading.enumerate():
+        if thread.name.startswith(dead._name):
+            thread.join(PATIENCE)
+            assert not thread.is_alive()

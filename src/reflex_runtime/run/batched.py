@@ -11,12 +11,12 @@
 
     answer = await ask("one question")
 
-Concurrent callers share the function's calls; one call runs at a time. With a method each object has its own batches:
-items of different objects never share a call, and their calls run in parallel.
+Concurrent callers share the function's calls; one call runs at a time. Each object of a class has its own batches of a
+method, which run in parallel to those of other objects.
 
-A `def` runs on one thread of its own and needs no lock (`ThreadDriver`). That thread answers the callers, and makes one
-call into a loop per batch for coroutines. An `async def` is awaited on the loop of its callers, one call at a time, and
-without a thread; callers of different loops do not share calls.
+A `def` runs on one thread of its own and needs no lock (`ThreadDriver`). That thread answers the callers; a loop gets
+the answers of a batch in one call. An `async def` is awaited on the loop of its callers, one call at a time, without a
+thread; callers of different loops do not share calls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from reflex_runtime.run.thread_driver import ThreadDriver
 MOST_ITEMS: Final = 1_000_000
 MOST_LATENCY: Final = 60.0  # seconds
 DAY: Final = 86_400.0  # seconds
-GONE: Final = 1.0  # seconds from the end of a task until its client is forgotten
+GONE: Final = 1.0  # seconds without an item after which a client is forgotten
+GROUP: Final = "batched"
 
 _numbers = itertools.count(1)  # of clients, in all loops and threads
 
@@ -89,39 +90,28 @@ class Handle:
     def owner_deleted(self) -> None:
         """The owner was deleted, so there are no callers. Called by the garbage collector: takes no lock."""
 
+    def _request(
+        self, item: Any, client: str, timeout: float | None, priority: Priority, time_limit: float | None
+    ) -> Request:
+        if timeout is not None and not timeout >= 0.0:
+            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+        return Request(item, group=GROUP, client=client, priority=priority, time_limit=time_limit)
 
-class TaskClients:
-    """The clients of one loop's items: one for each task, from its first item until the task ends.
 
-    Many programs make a task for each item (`asyncio.gather`, the handlers of a web server). So a new task gets the
-    client of one that has ended, and the scheduler learns how long after an answer the next item comes. It is drawn by
-    lot: in any fixed order the first to come back would always be the same client, and times would seem more regular
-    than they are. `GONE` seconds after its task a client is forgotten: the program has fewer items at a time.
+class LoopClients:
+    """The clients of one loop's items: one for each item in flight, which a later item gets.
+
+    So the scheduler learns how long after an answer the next item comes, also in programs that make a task for each
+    item (`asyncio.gather`, the handlers of a web server). A free client is drawn by lot: in any fixed order the first
+    to come back would always be the same client, and times would seem more regular than they are.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._of: dict[int, str] = {}  # by id of the task
-        self._free: list[tuple[str, float]] = []  # the client, and when its task ended
+        self._free: list[tuple[str, float]] = []  # the client, and when its last item ended
 
-    def current(self) -> str:
-        """The client of the running task; "" where no task runs."""
-        task = asyncio.current_task()
-        return self._of.get(id(task)) or self._enter(task)
-
-    def _enter(self, task: asyncio.Task[Any] | None) -> str:
-        """The client of a new task."""
-        if task is None:
-            return ""
-        task.add_done_callback(self._leave)
-        client = self._of[id(task)] = self._draw() or f"task {next(_numbers)}"
-        return client
-
-    def _leave(self, task: asyncio.Task[Any]) -> None:
-        self._free.append((self._of.pop(id(task)), self._clock()))
-
-    def _draw(self) -> str:
-        """One of the clients without a task; "" if there is none."""
+    def take(self) -> str:
+        """The client of a new item."""
         free, oldest = self._free, self._clock() - GONE
         while free:
             drawn = int(random() * len(free))
@@ -129,7 +119,11 @@ class TaskClients:
             client, left = free.pop()
             if left >= oldest:
                 return client
-        return ""
+        return f"task {next(_numbers)}"
+
+    def give_back(self, client: str) -> None:
+        """Its item ended."""
+        self._free.append((client, self._clock()))
 
 
 class _Thread(threading.local):
@@ -142,20 +136,22 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:
-    """Drop what belongs to closed loops: a program may run one after another."""
-    for loop in list(by_loop):
-        if loop.is_closed():
-            by_loop.pop(loop, None)
-
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 
-def _check_timeout(timeout: float) -> None:
-    if not timeout >= 0.0:
-        raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+def _of_this_loop(by_loop: dict[asyncio.AbstractEventLoop, Made], make: Callable[[], Made]) -> Made:
+    """What belongs to the running loop, made at first use. A program may run loops one after another: what belongs to
+    closed ones is dropped."""
+    loop = asyncio.get_running_loop()
+    found = by_loop.get(loop)
+    if found is None:
+        for other in list(by_loop):
+            if other.is_closed():
+                by_loop.pop(other, None)
+        found = by_loop.setdefault(loop, make())
+    return found
 
 
 async def _within(timeout: float, waits: Awaitable[Result], name: str) -> Result:
@@ -192,7 +188,6 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
 
     def __init__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], rules: _Rules) -> None:
         super().__init__(function)
-        self._group = rules.group.name
         self._make = partial(_Calls, function, rules)
         self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
 
@@ -210,39 +205,31 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
         has no use, then Expired.
         """
-        if timeout is not None:
-            _check_timeout(timeout)
-        calls = self._of_this_loop()
+        calls = _of_this_loop(self._calls, self._make)
         if (running := _inside.get()) is not None and running is calls.running:
             raise ConfigError(_CALLS_ITSELF)
-        client = calls.clients.current()
-        request = Request(item, group=self._group, client=client, priority=priority, time_limit=time_limit)
-        ticket = calls.dispatcher.submit(request)
+        client = calls.clients.take()
         try:
-            waits: Awaitable[Result] = ticket.waiter
-            return await (waits if timeout is None else _within(timeout, waits, self._name))
-        except (asyncio.CancelledError, WaitTimeout):
-            calls.dispatcher.cancel(ticket)
-            raise
+            ticket = calls.dispatcher.submit(self._request(item, client, timeout, priority, time_limit))
+            try:
+                waits: Awaitable[Result] = ticket.waiter
+                return await (waits if timeout is None else _within(timeout, waits, self._name))
+            except (asyncio.CancelledError, WaitTimeout):
+                calls.dispatcher.cancel(ticket)
+                raise
+        finally:
+            calls.clients.give_back(client)
 
     def add_sink(self, sink: Sink) -> None:
         """Call it with every event of this loop from now on, in order; it must be quick."""
-        self._of_this_loop().dispatcher.add_sink(sink)
+        _of_this_loop(self._calls, self._make).dispatcher.add_sink(sink)
 
     async def close(self, drain: bool = True, timeout: float = 5.0) -> None:
         """Accept no more items in this loop, and finish or drop those queued within `timeout` seconds.
 
         Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
         """
-        await self._of_this_loop().dispatcher.close(drain, timeout)
-
-    def _of_this_loop(self) -> _Calls:
-        loop = asyncio.get_running_loop()
-        found = self._calls.get(loop)
-        if found is None:
-            forget_closed(self._calls)
-            found = self._calls[loop] = self._make()
-        return found
+        await _of_this_loop(self._calls, self._make).dispatcher.close(drain, timeout)
 
 
 class _Calls:
@@ -253,7 +240,7 @@ class _Calls:
         self.running: Batch | None = None
         self.dispatcher = Dispatcher([rules.group], self._run, max_batches=1)
         self.dispatcher.start()
-        self.clients = TaskClients()
+        self.clients = LoopClients()
 
     async def _run(self, batch: Batch) -> Sequence[Outcome]:
         self.running = batch
@@ -299,9 +286,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise ConfigError(_CALLS_ITSELF)
         if asyncio._get_running_loop() is not None:
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
-        if timeout is not None:
-            _check_timeout(timeout)
-        request = Request(item, group=driver.group, client=_thread.client, priority=priority, time_limit=time_limit)
+        request = self._request(item, _thread.client, timeout, priority, time_limit)
         return driver.ask(request, inf if timeout is None else timeout, self._name)  # type: ignore[no-any-return]
 
     async def aio(
@@ -314,20 +299,20 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         time_limit: float | None = None,
     ) -> Result:
         """The same without blocking the loop; cancelling the task cancels the item, as `timeout` does."""
-        if timeout is not None:
-            _check_timeout(timeout)
         driver, loop = self._driver, asyncio.get_running_loop()
-        inbox = driver.inbox(loop)
-        client = inbox.clients.current()
-        request = Request(item, group=driver.group, client=client, priority=priority, time_limit=time_limit)
-        future: asyncio.Future[Result] = loop.create_future()
-        ticket = driver.admit(request, partial(inbox.put, future), wake=False)
-        inbox.wake_soon()
+        inbox = _of_this_loop(driver.inboxes, partial(_Inbox, loop, driver.device))
+        client, future = inbox.clients.take(), loop.create_future()
         try:
-            return await (future if timeout is None else _within(timeout, future, self._name))
-        except (asyncio.CancelledError, WaitTimeout):
-            inbox.cancels.add(ticket, loop)
-            raise
+            request = self._request(item, client, timeout, priority, time_limit)
+            ticket = driver.admit(request, partial(inbox.put, future), wake=False)
+            inbox.wake_soon()
+            try:
+                return await (future if timeout is None else _within(timeout, future, self._name))
+            except (asyncio.CancelledError, WaitTimeout):
+                inbox.cancels.add(ticket, loop)
+                raise
+        finally:
+            inbox.clients.give_back(client)
 
     def add_sink(self, sink: Sink) -> None:
         """Call the sink with every event from now on, in order, on any thread. It must be quick, and call no handle."""
@@ -352,7 +337,7 @@ class _Driver(ThreadDriver):
         self._made_of = function, rules, name
         processor = FunctionProcessor(function, rules.repeatable)
         super().__init__(rules.group, processor, rules.watchdog or inf, time.monotonic, name, sinks)
-        self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
+        self.inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         tell_of_forks(self)
 
     def forked(self) -> None:
@@ -368,27 +353,18 @@ class _Driver(ThreadDriver):
     def deliver(self) -> None:
         """Wake the loops that have answers, too: each once for all of them."""
         super().deliver()
-        for inbox in tuple(self._inboxes.values()):
+        for inbox in tuple(self.inboxes.values()):
             inbox.call()
-
-    def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
-        """The inbox for answers to coroutines of this loop."""
-        found = self._inboxes.get(loop)
-        if found is None:
-            forget_closed(self._inboxes)
-            found = self._inboxes.setdefault(loop, _Inbox(loop, self.device))
-        return found
 
 
 class _Inbox:
-    """The items of one loop's coroutines. Those of one turn wake the device once, and so do answers the loop.
-
-    clients: of its tasks. cancels: its cancelled items.
+    """The items of one loop's coroutines. The device is woken once for the items of a turn, the loop once for the
+    answers of a batch. cancels: cancelled items.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, device: Device) -> None:
         self._loop, self._device = loop, device
-        self.clients = TaskClients(device.clock)
+        self.clients = LoopClients(device.clock)
         self.cancels = Cancels(device.input)
         self._wake_due = self._called = False
         self._come: deque[Ticket] = deque()
@@ -488,22 +464,15 @@ class BatchedMethod(Generic[Bound]):
 def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None]) -> Callable[[list[Any]], Any]:
     """The method of one object as a function of the list that does not keep the object alive."""
 
-    def there() -> object:
+    def call(items: list[Any]) -> Any:  # of an `async def` it returns the coroutine
         owner = owner_of()
         if owner is None:  # callers hold the object, so there are none
             raise Cancelled("its object is gone")
-        return owner
+        return method(owner, items)
 
-    def call(items: list[Any]) -> Any:
-        return method(there(), items)
-
-    async def call_async(items: list[Any]) -> Any:
-        return await method(there(), items)
-
-    made = call_async if is_async(method) else call
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):  # no __wrapped__: that has another signature
-        setattr(made, name, getattr(method, name))
-    return made
+        setattr(call, name, getattr(method, name))
+    return call
 
 
 class Decorator(Protocol):
@@ -571,7 +540,7 @@ def batched(
     _check_seconds("max_latency", max_latency, MOST_LATENCY)
     _check_seconds("watchdog", watchdog, DAY)
     flush = FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True)
-    rules = _Rules(GroupConfig(name="batched", flush=flush, capacity=capacity), repeatable, watchdog)
+    rules = _Rules(GroupConfig(name=GROUP, flush=flush, capacity=capacity), repeatable, watchdog)
 
     def decorate(function: Any) -> Any:
         if isinstance(function, staticmethod):

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import count
 from math import inf
 from statistics import median
@@ -66,8 +67,7 @@ _owners: weakref.WeakValueDictionary[int, BatchCoordinator] = weakref.WeakValueD
 class BatchConfig:
     """How a coordinator batches. All times in seconds.
 
-    max_batch_size: most frames in a call; one, where calls of several take longer than as many calls of one and the
-        processor never rests.
+    max_batch_size: most frames in a call; only one where single calls are faster and the processor never rests.
     max_latency: longest time that a frame waits on a free processor, counted from its arrival or from when the
         processor became free, whichever is later. It waits only for feeds whose next frame is due within that time, and
         only if sharing the call saves more than waiting costs.
@@ -182,17 +182,16 @@ RESTED: Final = 0.001  # seconds between calls, beside a twentieth of the second
 
 
 class PayingSize:
-    """A controller for one processor: batches as large as they may be, or of one frame. On a CPU a call of several
-    frames often takes longer than as many calls of one; alone more frames are answered, and each sooner.
+    """A controller for one processor: full batches, or batches of one frame. On a CPU a call of several frames often
+    takes longer than as many calls of one; alone more frames are answered, and each sooner.
 
-    It compares the times of calls. While the processor never rests, the kind that does not run is tried now and then,
-    with `LEAST` calls. `ran` is called by the thread that runs the batches, everything else on any thread.
-    name: of the processor, for the log. at_once: how many frames a call computes whatever it is given; None: any.
+    It compares the times of calls. While the processor never rests, the other kind is tried now and then, with `LEAST`
+    calls. `ran` is called by the thread that runs the batches, everything else on any thread.
+    name: of the processor, for the log. at_once: how many frames a call computes, whatever it gets; None: any.
     """
 
     def __init__(self, name: str, at_once: Callable[[], int | None]) -> None:
         self._name, self._at_once = name, at_once
-        self._policies: dict[tuple[FlushPolicy, int], FlushPolicy] = {}
         self._alone = self._trying = False
         self._times: dict[bool, deque[float]] = {alone: deque(maxlen=KEPT) for alone in (True, False)}
         self._calls, self._pause, self._ended = 0, FIRST, -inf
@@ -207,11 +206,7 @@ class PayingSize:
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         size = 1 if self.alone else min(self._at_once() or base.max_batch_size, base.max_batch_size)
-        if size == base.max_batch_size:
-            return base
-        if (base, size) not in self._policies:
-            self._policies[base, size] = replace(base, max_batch_size=size)
-        return self._policies[base, size]
+        return base if size == base.max_batch_size else _limited(base, size)
 
     def ran(self, frames: int, began: float, ended: float) -> None:
         """A call came back with results. began, ended: seconds of one clock."""
@@ -227,19 +222,20 @@ class PayingSize:
             self._trying = True
 
     def _compare(self) -> None:
+        """Choose the faster kind after a trial."""
         one, several = (median(self._times[alone]) for alone in (True, False))
         alone = one + FORMING <= several
         changed, self._alone, self._trying, self._calls = alone != self._alone, alone, False, 0
         self._pause = FIRST if changed else min(LAST, 8 * self._pause)
         if changed:
             what = "frames run alone" if alone else "frames share calls"
-            log.info(
-                "%s: a call of one frame takes %.1f ms, of several %.1f ms a frame: %s from now on",
-                self._name,
-                1e3 * one,
-                1e3 * several,
-                what,
-            )
+            times = f"a call of one frame takes {1e3 * one:.1f} ms, of several {1e3 * several:.1f} ms a frame"
+            log.info("%s: %s: %s from now on", self._name, times, what)
+
+
+@lru_cache(maxsize=64)
+def _limited(policy: FlushPolicy, size: int) -> FlushPolicy:
+    return replace(policy, max_batch_size=size)
 
 
 class Owned(BaseProcessor):
@@ -379,7 +375,7 @@ class BatchCoordinator(ThreadDriver):
         self._meter = BatchMeter(config.max_batch_size)
         super().__init__(
             config.group(self.id, self._owned.sizes), self._owned, config.watchdog or inf, clock, f"reflex-{self.id}",
-            sinks=[self._meter, *sinks], label=self.id, on_fatal=self._died, one_thread=True,
+            sinks=[self._meter, *sinks], label=self.id, one_thread=True,
         )  # fmt: skip
         self.patience = config.max_latency + config.response_timeout
         self.detached: str | None = None
@@ -401,12 +397,8 @@ class BatchCoordinator(ThreadDriver):
             raise ConfigError(f"BatchCoordinator {self.id!r}: {'started' if self._began else 'stopped'} already")
         self._began = True
         if self.config.capacity < 2 * self.config.max_batch_size:
-            log.warning(
-                "%s: queue_capacity=%d is below twice max_batch_size=%d: frames are refused while a batch runs",
-                self.id,
-                self.config.capacity,
-                self.config.max_batch_size,
-            )
+            sizes = f"queue_capacity={self.config.capacity} is below twice max_batch_size={self.config.max_batch_size}"
+            log.warning("%s: %s: frames are refused while a batch runs", self.id, sizes)
         prepared = self.device.start(self._prepare)
         try:
             failure = prepared.exception(self.config.startup_timeout)
@@ -573,11 +565,8 @@ class BatchCoordinator(ThreadDriver):
             numbers = feeds.setdefault(feed_id, count())
             known = len(feeds)
         if known == self.config.capacity + 1:
-            log.warning(
-                "%s: more feeds than queue_capacity=%d: frames are refused even when each feed has one",
-                self.id,
-                self.config.capacity,
-            )
+            more = f"more feeds than queue_capacity={self.config.capacity}"
+            log.warning("%s: %s: frames are refused even when each feed has one", self.id, more)
         return numbers
 
     def _worded(self, error: Rejected, feed_id: object) -> Rejected:
@@ -618,8 +607,9 @@ class BatchCoordinator(ThreadDriver):
             self._loss = None
         return events
 
-    def _died(self) -> None:
-        """The thread died and every frame was answered. Publish that, unless the thread was to end anyway."""
+    def died(self) -> None:
+        """Publish the loss, unless the coordinator was stopping anyway."""
+        super().died()
         assert self.device.lost is not None
         if not self._signalled:
             self._loss = DeviceLost(self.clock(), self.device.lost)

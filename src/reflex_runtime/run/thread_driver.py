@@ -1,8 +1,8 @@
 """What the drivers of threads share: callers wait for answers, and whichever thread causes events delivers them.
 
-Answered threads are woken one after another: each lets the next one run as soon as it runs itself. Python runs one
-thread at a time. Woken together they take the interpreter's lock from each other on every core, and each sleeps a
-second time to get it: twice the CPU, and half the items a second. Without such a lock all are woken at once.
+Answered threads are woken one after another: each wakes the next one as soon as it runs itself. Woken together they
+contend for the interpreter's lock: twice the CPU, and half the items a second. Without such a lock all are woken at
+once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _Bell = Literal["alarm", "stop", "end"]
 
 
 class Delivery:
-    """Takes events and passes them to an audience, on the threads that cause them.
+    """Passes events to an audience, on the threads that cause them.
 
-    One thread delivers at a time, so events stay in order. Other threads do not wait: that thread delivers their events
-    too. take: returns the events since the last call. If a sink or callback ends its thread, the next delivery has the
-    rest.
+    One thread delivers at a time, so events stay in order; it delivers those of other threads too, which do not wait.
+    take: returns the events since the last call. If a sink or callback ends its thread, the next delivery has the rest.
     """
 
     def __init__(self, take: Callable[[], Iterable[Event]], audience: Audience) -> None:
@@ -87,8 +86,8 @@ class Delivery:
 # -- threads that wait for answers -------------------------------------------------------------------------------------
 
 
-STALLED: Final = 0.02  # seconds without a sign of the thread that is to run, after which the others do not wait for it
-FIRST_LOOK: Final = 0.1  # seconds until a thread that waits looks whether one is stalled, and then after twice as long
+STALLED: Final = 0.02  # seconds after which the others do not wait for a thread that was woken and does not run
+FIRST_LOOK: Final = 0.1  # seconds until a thread that waits checks for a stalled one, and then after twice as long
 
 _one_at_a_time = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -108,8 +107,7 @@ class Relay:
     """The threads that were answered and do not run yet.
 
     wake: wakes the device; called on any thread when the last of them runs, if items came meanwhile.
-    woken: the one that is to run, and then to wake the next one; while there is one, an item that comes need not wake
-        the device: see `came`.
+    woken: the one that runs next, and then wakes the next one; meanwhile new items do not wake the device: see `came`.
     """
 
     def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
@@ -123,7 +121,7 @@ class Relay:
     def came(self) -> None:
         """An item was admitted without waking the device: it is woken when all threads run that were answered."""
         self._unseen = True
-        if self.woken is None:  # the last one ran before it could know of this item
+        if self.woken is None:  # the last one ran before this item was noted
             self._over()
 
     def _over(self) -> None:
@@ -165,7 +163,7 @@ class Relay:
             self.runs(sleeper)
 
     def runs(self, sleeper: Sleeper) -> None:
-        """The thread runs, with or without its answer. To be called as soon as it does, whatever happened."""
+        """The thread runs, with or without its answer. Call it as soon as it does, whatever happened."""
         with self._lock:
             sleeper.left = True
             if sleeper is not self.woken:
@@ -196,10 +194,10 @@ class Relay:
 class ThreadDriver:
     """One group on one device, for callers on any thread.
 
-    A second thread, the timekeeper, does what must happen while the processor is busy: it expires requests at their
-    deadlines, and gives up a batch that runs for `watchdog` seconds (inf: none). It starts with the first request.
+    A second thread, the timekeeper, expires requests at their deadlines while the processor is busy, and gives up a
+    batch that runs for `watchdog` seconds (inf: none). It starts with the first request, and ends with the device.
 
-    name: of the threads. sinks, label: see `Audience`. on_fatal, one_thread: see `Device`.
+    name: of the threads. sinks, label: see `Audience`. one_thread: see `Device`.
     """
 
     def __init__(
@@ -211,7 +209,6 @@ class ThreadDriver:
         name: str,
         sinks: Iterable[Sink] = (),
         label: str = "",
-        on_fatal: Callable[[], None] | None = None,
         one_thread: bool = False,
     ) -> None:
         self.group, self.clock = group.name, clock
@@ -221,17 +218,17 @@ class ThreadDriver:
         scheduler = Scheduler([group])
         scheduler.unheard = self._audience.unheard
         self.device = Device(
-            scheduler, {group.name: processor}, self.deliver, clock, on_fatal, name, watchdog, one_thread=one_thread
+            scheduler, {group.name: processor}, self.deliver, clock, self.died, name, watchdog, one_thread=one_thread
         )
         self.relay = Relay(clock, self.device.wake)
         self._setting = threading.Lock()  # of what follows
         self._started = False
         self._alarm = inf  # when the timekeeper looks next
-        self._bell = SimpleQueue[_Bell]()  # for the timekeeper
+        self._bell = SimpleQueue[_Bell]()  # for the timekeeper; it takes no lock that the garbage collector may hold
 
     def admit(self, request: Request, settled: Callable[[Ticket], None], wake: bool = True) -> Ticket:
-        """Admit a request, or raise the `Rejected` that says why not. Requests of threads that were answered together
-        wake the device together.
+        """Admit a request, or raise `Rejected`. Requests of threads that were answered together wake the device
+        together.
 
         settled: called with the settled ticket, on any thread. wake: False leaves it to a later `Device.wake`.
         """
@@ -272,7 +269,7 @@ class ThreadDriver:
 
     @property
     def answers_here(self) -> bool:
-        """Whether the calling thread is one that answers: it must not wait for an answer."""
+        """Whether the calling thread delivers answers, and so must not wait for one."""
         return self.device.current or self._delivery.current
 
     def deliver(self) -> None:
@@ -302,15 +299,18 @@ class ThreadDriver:
         return at
 
     def stop_threads(self, timeout: float) -> bool:
-        """Stop the device, see there, and the timekeeper. Returns whether the device's thread ended in `timeout`."""
+        """Stop the device and the timekeeper. Returns whether the device's thread ended within `timeout` seconds."""
         ended = self.device.stop(timeout)
         self._bell.put("end")
         return ended
 
     def release(self) -> None:
-        """Let the timekeeper stop both threads: there are no callers. Takes no lock, so the garbage collector may call
-        it while any is held."""
+        """Let the timekeeper stop both threads: there are no callers. The garbage collector may call it."""
         self._bell.put("stop")
+
+    def died(self) -> None:
+        """The device was given up, and every request is answered."""
+        self._bell.put("end")
 
     def _events(self) -> list[Event]:
         return self.device.take_events()
@@ -348,6 +348,6 @@ class ThreadDriver:
             at = self.clock() + self.device.watchdog
             try:
                 at = self.look()
-            except Exception:  # it must go on: batches and deadlines depend on it
+            except Exception:  # go on: batches and deadlines depend on it
                 log.exception("%s: the timekeeper failed", self._name)
             self._set_alarm(at)
