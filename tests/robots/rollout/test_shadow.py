@@ -53,6 +53,15 @@ def test_v10_policies_of_other_dimensions_are_compared_where_they_meet() -> None
     assert (len(found["per_step"]), len(found["per_joint"]), found["mean"]) == (2, 2, 1.0)
 
 
+def test_v10_means_begin_again_where_another_policy_has_other_dimensions() -> None:
+    divergence = ShadowDivergence()
+    for joints, apart in ((2, 9.0), (2, 9.0), (3, 2.0), (3, 4.0)):
+        divergence.add(difference(np.zeros((1, joints), np.float32), np.full((1, joints), apart, np.float32)))
+    told = divergence.snapshot()
+    assert told["per_joint"] == [3.0, 3.0, 3.0]
+    assert told["per_step"] == [6.0]
+
+
 def test_v10_a_shadow_that_was_late_is_stopped_until_its_rest_is_over() -> None:
     slot: Any = SimpleNamespace(group="shadow")
     none: Any = None
@@ -67,4 +76,4 @@ def test_v10_a_shadow_that_was_late_is_stopped_until_its_rest_is_over() -> None:
     assert shadow.verdict == "ok"
     shadow(SchedulerPaused(now, "prod", None, inf))
     assert shadow.verdict == "ok"
-    assert said == ["stopped: its thread was lost", *["was late and is asked again in 60 s"] * 2]
+    assert said == ["stopped: its thread was lost", *["was late and rests for 60 s"] * 2]

@@ -242,8 +242,8 @@ def test_w54_what_openvlas_and_groots_clients_say_over_http_is_used(keyed: Serve
     [
         ({"reset": 1}, "reset: must be true or false"),
         ({"endpoint": "kill"}, "endpoint: must be infer or reset"),
-        ({"noise": np.zeros(4)}, "noise: is not read here: noise is drawn by the server"),
-        ({"observation/inference_delay": 4}, "delay says it"),
+        ({"noise": np.zeros(4)}, "noise: is not read here: the server draws the noise"),
+        ({"observation/inference_delay": 4}, "send delay, a number"),
         ({"image_mask": {"base": True}}, "image_mask: is not read here: leave out"),
     ],
 )

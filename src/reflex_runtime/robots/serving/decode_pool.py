@@ -3,10 +3,10 @@
 A request is admitted first: it has its place, counts for its client's cap, and its deadline runs (`Scheduler.submit`
 with ready=False). Then its pictures are decoded here, while batches run.
 
-- A request whose decoding costs about what a hand-over to a thread and back costs is decoded on the loop, for a few
-  milliseconds a turn, so that other requests get their turns.
-- A larger one waits for a thread, by its size. These waiting pixels are limited; beyond the limit the request that
-  would be decoded last is refused.
+- A request that takes about as long to decode as to hand over to a thread and back is decoded on the loop, for a few
+  milliseconds a turn, so that other work gets its turns.
+- A larger one waits for a thread. The pixels that wait are limited; beyond the limit the request that would be decoded
+  last is refused.
 
 A request that settles while it waits is not decoded.
 """
@@ -42,24 +42,14 @@ from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, picture_bytes
 
 log = logging.getLogger("reflex.server")
 
-LIGHT_S: Final = 0.002
-"""Seconds of decoding up to which a request is decoded on the loop."""
-LIGHT_BYTES: Final = 1 << 18
-"""Bytes up to which a request's pictures are looked at on the loop."""
-TURN_S: Final = 0.004
-"""Seconds of decoding in one turn of the loop."""
-FIRST_PACE: Final = 2e-8
-"""Seconds a pixel before the first was decoded: of PNG."""
-WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS
-"""Of larger requests, so many pixels may wait: some seconds of decoding."""
+LIGHT_S: Final = 0.002  # seconds of decoding up to which a request is decoded on the loop
+LIGHT_BYTES: Final = 1 << 18  # up to which the headers of a request's pictures are read on the loop
+TURN_S: Final = 0.004  # seconds of decoding in one turn of the loop
+FIRST_PACE: Final = 2e-8  # seconds a pixel of PNG, until it is learned
+WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS  # of larger requests: some seconds of decoding
 LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
 SHARES: Final = {Priority.URGENT: 10.0, Priority.DEFAULT: 1.0, Priority.BACKGROUND: 0.1}
-
-AT_ONCE: Final = 16
-"""Most requests that one turn of the event loop is told of."""
-
-SHADOW_SHARE: Final = 0.01
-SHADOW_CLIENT: Final = ("shadow",)
+AT_ONCE: Final = 16  # most requests that go on in one turn of the loop
 
 Done = Callable[[Any, Exception | None], None]
 
@@ -67,9 +57,9 @@ Done = Callable[[Any, Exception | None], None]
 class Job:
     """One request's pictures.
 
-    client: the client whose share of decoding it uses. share: the weight of that share. size: bytes as they came.
+    client: the client whose share of decoding it uses. share: the weight of that share. size: bytes received.
     look: returns its number of pixels, or raises; reads headers only. make: returns the value. Both are called on the
-    loop, or on a thread. done: called on the loop with the value or the error, once; not after `discard`.
+    loop or a thread. done: called on the loop with the value or the error, once; not after `discard`.
     """
 
     __slots__ = ("client", "done", "look", "make", "pixels", "share", "size", "tag")
@@ -83,16 +73,14 @@ class Job:
         self.tag = 0.0
 
     def forget(self) -> None:
-        """Drop its functions, because its request may keep the job for longer."""
+        """Drop its functions: its request may keep the job longer."""
         self.look = self.make = int
         self.done = None
 
 
 class DecodeOrder:
-    """Which job is decoded next: fair by pixels between clients, by virtual time as in the scheduler.
-
-    most: pixels that may wait; inf for any number.
-    """
+    """The order of decoding: fair by pixels between clients, by virtual time as in the scheduler. most: pixels that may
+    wait."""
 
     def __init__(self, most: float = inf) -> None:
         self.most = most
@@ -105,7 +93,7 @@ class DecodeOrder:
         return len(self._waiting)
 
     def push(self, job: Job, pixels: int) -> Job | None:
-        """Add a waiting job. Returns the job that must be refused for it, perhaps itself, or None."""
+        """Add a job. Returns the one that must be refused for it, perhaps itself, or None."""
         job.pixels = pixels
         job.tag = max(self._now, self._ends.get(job.client, 0.0)) + pixels / job.share
         self._ends[job.client] = job.tag
@@ -131,17 +119,17 @@ class DecodeOrder:
         return job
 
     def discard(self, job: Job) -> None:
-        """The job does not wait any more."""
+        """Remove a job that waits, if it does."""
         if job in self._waiting:
             self.waiting_pixels -= job.pixels
             self._waiting.discard(job)
 
 
 class DecodePool:
-    """What waits to be decoded, the loop's turns for it, and the threads. All methods on one event loop only.
+    """Decodes jobs in turns of the loop and on threads. Its methods are for one event loop.
 
-    workers: threads for large requests. They start with the first of those, and end with the process: a shutdown does
-    not wait for a picture that is being decoded.
+    workers: threads for large requests. They start with the first ones and end with the process: a shutdown does not
+    wait for a picture that is being decoded.
     """
 
     def __init__(self, workers: int = 0, most: float = WAITING_PIXELS) -> None:
@@ -152,11 +140,11 @@ class DecodePool:
         self._work_to_do = threading.Condition(self._lock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = 0
-        self._made: deque[tuple[Job, Any, Exception | None]] = deque()  # what the loop is to be told
+        self._made: deque[tuple[Job, Any, Exception | None]] = deque()  # results for the loop
         self._pace = FIRST_PACE  # seconds per pixel, a slow mean
 
     def add(self, job: Job) -> None:
-        """The job waits for its turn."""
+        """Queue a job."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         if job.size > LIGHT_BYTES:  # a thread reads its headers too
@@ -168,21 +156,21 @@ class DecodePool:
                 self._loop.call_soon(self._turn)
 
     def discard(self, job: Job) -> None:
-        """The job is not needed any more: drop it, or its result if it runs."""
+        """Drop a job, or its result if it runs."""
         job.forget()
         self._light.discard(job)
         with self._lock:
             self._large.discard(job)
 
     def close(self) -> None:
-        """End the threads after their present jobs; waiting jobs are not done."""
+        """End the threads after their present jobs; other jobs are not decoded."""
         with self._lock:
             self._closed = True
             self._work_to_do.notify_all()
 
     @property
     def waiting(self) -> int:
-        """Jobs that are not being decoded."""
+        """The number of jobs that wait."""
         return len(self._light) + len(self._large)
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -235,7 +223,7 @@ class DecodePool:
         )
 
     def _take_made(self) -> None:
-        """Those that threads have made, and the rest of many in the next turn."""
+        """Deliver results of threads; those of many in several turns."""
         assert self._loop is not None
         with self._lock:
             made = [self._made.popleft() for _ in range(min(AT_ONCE, len(self._made)))]
@@ -269,7 +257,7 @@ class DecodePool:
                 self._tell(job, value, None)
 
     def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
-        """Tell the loop. Waking it is a system call: once for all that are made until it looks."""
+        """Hand a result to the loop. One system call wakes it for all results until it looks."""
         assert self._loop is not None
         with self._lock:
             wakes = not self._made
@@ -292,7 +280,7 @@ def _deliver(job: Job, value: Any, error: Exception | None) -> None:
 
 
 def check_names(question: Question, known: AbstractSet[str]) -> None:
-    """422 for an image under a name that no served policy reads, and for one that is given twice."""
+    """422 for an image under a name that no served policy reads, or that is given twice."""
     seen = set()
     for name, field, _ in question.images:
         if name not in known:
@@ -304,7 +292,7 @@ def check_names(question: Question, known: AbstractSet[str]) -> None:
 
 
 def cameras_of(specs: Iterable[PolicySpec]) -> set[str]:
-    """The names under which images are looked at."""
+    """The names that requests may use for the images of these policies."""
     return {name for spec in specs for name in names_of(spec)}
 
 
@@ -317,7 +305,7 @@ def _sent(image: Image, field: str) -> Sent:
 
 
 def pixels_in(image: NDArray[Any], field: str) -> NDArray[Any]:
-    """The picture in an array: what is float and in [0, 1] as uint8."""
+    """A picture in an array; floats in [0, 1] become uint8."""
     if image.dtype.kind != "f":
         return image
     if not ((image >= 0.0) & (image <= 1.0)).all():
@@ -330,28 +318,26 @@ def job_of(
     policy: Policy, done: Done, request_id: str, question: Question, received: float, client: Any, share: float
 ) -> Job:
     """The decoding of a question's pictures; its value is the observation."""
-    sent: dict[str, Sent] = {}  # PNG or JPEG bytes, or arrays, of what the policy reads
+    sent: dict[str, Sent] = {}  # PNG or JPEG bytes, or arrays, of the cameras that the policy reads
 
     def look() -> int:
-        """Pixels to be decoded, or the 422 of what can be seen without decoding."""
+        """The number of pixels to decode; 422 for what is wrong without decoding."""
         fields = policy.fields
         sent.update({name: _sent(image, field) for name, field, image in question.images if name in fields.names})
         return fields.look(sent)
 
     make = partial(observe, policy, request_id, question, received, sent)
-    size = 0  # bytes as they came
-    for _, _, image in question.images:
-        data = image.data if isinstance(image, Array) else image
-        size += data.nbytes if isinstance(data, np.ndarray) else len(data)
+    data = [image.data if isinstance(image, Array) else image for _, _, image in question.images]
+    size = sum([one.nbytes if isinstance(one, np.ndarray) else len(one) for one in data])
     return Job(client, share, size, look, make, done)
 
 
 def observe(
     policy: Policy, request_id: str, question: Question, received: float, pictures: Mapping[str, Sent] | None = None
 ) -> Observation:
-    """What the policy makes of a question, and of its pictures if it has some.
+    """The policy's observation of a question and its pictures.
 
-    A caller that gives a seed wants the same answer again: how long the last one took has no part in it.
+    A caller that gives a seed wants the same answer again, whatever the time that the last chunk took.
     """
     delay = 0 if question.delay is None and question.seed is not None else question.delay
     return policy.prepare(

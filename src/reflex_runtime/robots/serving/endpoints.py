@@ -1,14 +1,13 @@
-"""The paths of a policy server beside those of the wires: health, settings, metrics and diagnostics, and what operators
-may change while it runs, `/admin/*` and `/episodes/*`.
+"""The paths of a policy server beside those of the wires: health, settings, metrics and diagnostics; `/admin/*` and
+`/episodes/*`, by which operators change it while it runs.
 
-Every POST is JSON with the fields that its struct names, no more.
+The body of a POST is JSON with the fields of its struct, no others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from typing import Annotated, Any, Final, TypeVar
 
@@ -21,18 +20,16 @@ from reflex_runtime.robots.policy.spec import PYTHON, WIRES, PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import RequestHandler
 from reflex_runtime.robots.serving.question import ACT, LEROBOT, OIP, ObservationReader
 from reflex_runtime.robots.serving.runtime import ServedPolicy
-from reflex_runtime.robots.sources.load import directory_of
-from reflex_runtime.robots.versions.slots import SHADOW, Version
+from reflex_runtime.robots.versions.slots import SHADOW
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.version import __version__
-from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
-from reflex_runtime.web.fields import Whole, check_id, encode, invalid, invalid_field, printable, whole
+from reflex_runtime.web.errors import InvalidJson, NotFound
+from reflex_runtime.web.fields import Whole, check_id, encode, invalid, invalid_field, whole
 from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route
 
 log = logging.getLogger("reflex.admin")
 
 OUTCOME: Final = "/episodes/{id}/outcome"
-MAX_FAULTS = 100
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -58,7 +55,7 @@ class Load(msgspec.Struct, forbid_unknown_fields=True):
 class Faults(msgspec.Struct, forbid_unknown_fields=True):
     """The faults of a drill, as --inject-fault takes them; none ends it."""
 
-    faults: Annotated[list[str], Meta(extra_json_schema={"maxItems": MAX_FAULTS})]
+    faults: Annotated[list[str], Meta(max_length=100)]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,13 +74,11 @@ BODIES = (Split, SlotName, Load, Faults, Nothing, Outcome)
 
 
 class Endpoints:
-    """Those of one policy. several: of a server of several where none is named: its health and settings are of all,
-    and what only one policy can answer is the default's, or 422."""
+    """Those of one policy. several: those of a whole server of several: health and settings cover all policies, other
+    paths are the default policy's, or 422."""
 
     def __init__(self, handler: RequestHandler, several: bool) -> None:
         self.runtime, self._handler, self._several = handler.runtime, handler, several
-        self._loads: set[asyncio.Task[Version]] = set()
-        self.runtime.on_drain.append(self._give_up)
         most = min(handler.config.max_body_bytes, OPERATOR_BODY)
         changes = (self.split, self.rollback, self.reset, self.load, self.faults)
         self.routes = [
@@ -146,7 +141,7 @@ class Endpoints:
         return told | served.objective
 
     async def healthz(self, request: HttpRequest) -> HttpResponse:
-        """The same in a word, for clients of openpi."""
+        """Health in one word, for clients of openpi."""
         ready = self._state == "ready"
         return HttpResponse(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
@@ -180,7 +175,7 @@ class Endpoints:
         return HttpResponse(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
 
     async def cost_model(self, request: HttpRequest) -> HttpResponse:
-        """Every key of the cost model, and the milliseconds that a batch may take now."""
+        """Every key of the cost model, and the largest cost of a batch now, in milliseconds."""
         runtime, served = self.runtime, self._handler.served
         runtime.need_loaded()
         groups = {name: slot.group for name, slot in served.slots.items()}
@@ -236,8 +231,6 @@ class Endpoints:
     async def faults(self, request: HttpRequest) -> HttpResponse:
         """Begin or end a drill."""
         faults, served = (await self._sent(request, Faults)).faults, self._handler.served
-        if len(faults) > MAX_FAULTS:
-            raise invalid("faults", f"faults: {len(faults)} are given, at most {MAX_FAULTS} may be")
         try:
             served.inject(faults)
         except ConfigError as error:
@@ -249,19 +242,11 @@ class Endpoints:
         return _done(faults=served.faults)
 
     async def load(self, request: HttpRequest) -> HttpResponse:
-        """Another policy in a slot, loaded by a task of its own; the end of the server gives it up."""
+        """Another policy in a slot."""
         asked = await self._sent(request, Load)
         if not asked.path or "\0" in asked.path or asked.path.startswith(PYTHON):
             raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, lerobot:DIR or openpi:DIR")
-        if not _is_directory(asked.path):
-            raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
-        served = self._handler.served  # 422 for an operator that names none of several
-        if self.runtime.exchanges:
-            raise Conflict("another policy is being loaded")
-        self.runtime.exchanges = True
-        task = asyncio.get_running_loop().create_task(served.exchange(asked.slot, asked.path))
-        self._loads.add(task)
-        task.add_done_callback(self._loaded)
+        task = self.runtime.exchange(self._handler.served, asked.slot, asked.path)
         try:
             version = await asyncio.shield(task)  # an operator that leaves does not end it
         except asyncio.CancelledError:
@@ -278,17 +263,6 @@ class Endpoints:
             log.exception("loading %s into slot %s failed", asked.path, asked.slot)
             raise ReflexError("the policy could not be loaded; the server's log has the details") from None
         return _done(slot=asked.slot, model_version=version.name, path=version.policy.spec.source)
-
-    def _loaded(self, task: asyncio.Task[Version]) -> None:
-        self._loads.discard(task)
-        self.runtime.exchanges = False
-        if not task.cancelled():
-            task.exception()  # its operator may have left
-
-    def _give_up(self) -> None:
-        """The server ends: give up the present load, and answer its operator."""
-        for task in self._loads:
-            task.cancel()
 
     async def outcome(self, request: HttpRequest) -> HttpResponse:
         """How an episode ended."""
@@ -313,17 +287,13 @@ class Endpoints:
             raise InvalidJson(f"the body is not JSON: {error}") from None
 
 
-def _is_directory(source: str) -> bool:
-    return os.path.isdir(directory_of(source))
-
-
 def _done(**told: Any) -> HttpResponse:
     return HttpResponse(200, encode(told))
 
 
 def _expected(name: str, spec: PolicySpec) -> dict[str, Any]:
-    """The observation that a wire expects. One of LeRobot has a number for each motor, and its robot names the type of
-    its policy."""
+    """The observation that a wire expects; LeRobot's has a number for each motor, and its setup the type of the
+    policy."""
     own = WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
     found = ObservationReader(spec, own).describe()
     if name == LEROBOT:

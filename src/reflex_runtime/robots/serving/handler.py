@@ -1,4 +1,4 @@
-"""The way of a request through the served policies, the same on every wire.
+"""The path of a request through the served policies, the same on every wire.
 
 A wire writes, for each request,
 
@@ -17,9 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
@@ -28,8 +26,6 @@ from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import ActionChunk, Doubt, Observation, seed_of
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.decode_pool import (
-    SHADOW_CLIENT,
-    SHADOW_SHARE,
     SHARES,
     Job,
     check_names,
@@ -41,6 +37,7 @@ from reflex_runtime.robots.serving.question import (
     GROOT,
     ActAnswer,
     Array,
+    Image,
     ObservationReader,
     Question,
     Timing,
@@ -60,19 +57,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reflex.server")
 
-MAX_WARNED = 100  # different warnings that the log has
-
-ROWS: Final = 16  # of a message, that are read in one turn of the loop; each takes 0.2 ms
+MAX_WARNED = 100  # different warnings in the log
+ROWS: Final = 16  # of a message that are read in one turn of the loop; each takes 0.2 ms
 
 Asked = Question | Callable[[], Question]
-"""A question, or what makes it once its request is admitted."""
+"""A question, or a function that makes it once its request is admitted."""
 
 
 class PendingRequest(RequestScope):
     """One request; `RequestHandler` fills it in.
 
-    wire: one of `WIRES`. counted: the policy that it counts for until its own is known. question, served,
-    routing, version, answer: None before they are known.
+    wire: one of `WIRES`. counted: the policy that it counts for until its own is known. question, served, routing,
+    version, answer: None until they are known.
     """
 
     __slots__ = ("answer", "counted", "question", "routing", "served", "version")
@@ -94,7 +90,7 @@ class PendingRequest(RequestScope):
         self.answer: ActAnswer | None = None
 
     def rows(self, size: int) -> list[PendingRequest]:
-        """The requests of a message of several. Rows without a name are different robots."""
+        """The requests of a message of several robots. Rows without a name are different robots."""
         ids = [(f"{self.request_id}.{row}", (self.client, row)) for row in range(size)]
         return [PendingRequest(self.wire, *own, self.started, self.source) for own in ids]
 
@@ -104,7 +100,7 @@ class PendingRequest(RequestScope):
         return served.groups[served.served[0] if self.routing is None else self.routing.slot]
 
     def ended(self, error: ReflexError | None) -> None:
-        """One without answer or error turned out to hold several."""
+        """A message of several requests ends without an answer or error of its own."""
         served = self.served
         try:
             if error is not None:
@@ -113,36 +109,28 @@ class PendingRequest(RequestScope):
                     served.rollout.untold(self.routing)
             elif self.answer is not None:
                 self.publish(None)
-                if served is not None and served.shadow is not None:
-                    self._ask_shadow(served)
+                if (shadow := None if served is None else served.shadow) is not None:
+                    assert self.question is not None
+                    assert self.ticket is not None
+                    slot = self.ticket.request.group
+                    shadow.ask(self.request_id, slot, self.answer.actions, self.question, self.received)
         finally:
             if self.version is not None:
                 self.version.users -= 1
 
-    def _ask_shadow(self, served: ServedPolicy) -> None:
-        shadow, question, ticket, answer = served.shadow, self.question, self.ticket, self.answer
-        assert shadow is not None
-        if question is None or ticket is None or answer is None or not shadow.takes(self.request_id):
-            return
-        job = partial(
-            job_of, request_id=self.request_id, question=question, received=self.received, client=SHADOW_CLIENT,
-            share=SHADOW_SHARE,
-        )  # fmt: skip
-        shadow.ask(ticket.request.group, answer.actions, job)
-
-    # -- journals: references to what was asked and answered, made on the event loop -----------------------------------
+    # -- journals and spans --------------------------------------------------------------------------------------------
 
     def record(self, error: ReflexError | None) -> RequestRecord | None:
         question, ticket, routing, answer = self.question, self.ticket, self.routing, self.answer
         if question is None:  # it could not be read
             return None
-        config = (self.served or self.counted).config
+        config, state = (self.served or self.counted).config, question.state
         found = RequestRecord(
             self.request_id,
             question.episode_id,
             question.robot_id,
             question.instruction,
-            _array(question.state, "state") if isinstance(question.state, Array) else question.state,
+            cast(Any, _readable(state, "state")) if isinstance(state, Array) else state,
             self._seed(question),
             _images(question) if question.images else {},
             question.deadline_ms if question.deadline_ms is not None else config.deadline_ms or None,
@@ -165,9 +153,7 @@ class PendingRequest(RequestScope):
         if question.seed is not None:
             return question.seed
         seen = None if self.ticket is None else self.ticket.request.payload
-        return seen.seed if isinstance(seen, Observation) else seed_of(self.request_id)  # worked out already
-
-    # -- spans ---------------------------------------------------------------------------------------------------------
+        return seen.seed if isinstance(seen, Observation) else seed_of(self.request_id)
 
     def begin_span(self) -> Span | None:
         new, span = self.span is None, super().begin_span()
@@ -180,7 +166,7 @@ class PendingRequest(RequestScope):
         return f"infer {self.wire}"
 
     def join_span(self) -> None:
-        """It is queued, and its question is known."""
+        """Describe the queued request in its span."""
         spans, span, ticket, question, served = self.server.spans, self.span, self.ticket, self.question, self.served
         if spans is None or span is None or ticket is None or question is None:
             return
@@ -195,11 +181,11 @@ class PendingRequest(RequestScope):
 class RequestHandler:
     """Takes requests for one policy of a server, or for the one that each request names.
 
-    config: of the server; `served` has its own. prefix: of the paths of this policy, "" where no path names one.
+    config: the server's; `served` has its own. prefix: of the policy's paths, "" where no path names a policy.
     """
 
     def __init__(self, runtime: PolicyRuntime, policy: str | None = None, prefix: str = "") -> None:
-        """policy: fixed for all requests; None for the one that a request names, else the default."""
+        """policy: of all requests; None: each request names one, else takes the default."""
         self.runtime, self.config, self.prefix = runtime, runtime.config, prefix
         self._fixed = policy is not None
         self._served = runtime.default if policy is None else runtime.policies[policy]
@@ -224,7 +210,7 @@ class RequestHandler:
         return self._served is None
 
     def of(self, name: str | None) -> RequestHandler:
-        """What takes requests for the policy of this name; itself where there is none. 422 for a wrong one."""
+        """The handler of the policy of this name, itself for None; 422 for a wrong name."""
         if name is None:
             return self
         if self._fixed:
@@ -241,11 +227,11 @@ class RequestHandler:
         return self._named[name]
 
     def one(self, name: str | None) -> RequestHandler:
-        """The same for a robot of one policy: its later requests may name no other."""
+        """The handler of a robot that keeps to one policy: its later requests may name no other."""
         return self.of(self.served.name if name is None else name)
 
     def reading(self, wire: str) -> ObservationReader:
-        """Reads the wire's observations for what the policy's slots have now."""
+        """A reader of the wire's observations for the versions that the slots have now."""
         specs = list(self.served.specs.values())
         if specs != self._read_for:
             self._read_for, self._readings = specs, {}
@@ -258,7 +244,7 @@ class RequestHandler:
     # -- a request -----------------------------------------------------------------------------------------------------
 
     def admit(self, pending: PendingRequest) -> PendingRequest:
-        """Whether the request may enter: a context that counts it, and its end. What is raised within is its error."""
+        """A context that admits the request and counts it and its end; an exception within it is its error."""
         pending.server, pending.counted = self.runtime, self._served or self.runtime.first
         return pending
 
@@ -267,7 +253,7 @@ class RequestHandler:
         self.admit(pending).refuse(error)
 
     async def infer(self, pending: PendingRequest, asked: Asked, received: float | None = None) -> ActAnswer:
-        """The policy's answer. received: when its last byte was read, else now."""
+        """The policy's answer. received: when the last byte of the request was read; by default now."""
         pending.received = time.monotonic() if received is None else received
         question = pending.question = asked() if callable(asked) else asked
         if question.request_id:
@@ -308,10 +294,10 @@ class RequestHandler:
     async def infer_row(
         self, pending: PendingRequest, row: int, asked: Asked, received: float | None = None
     ) -> ActAnswer:
-        """The answer of one of the requests of a message; an error is raised as Reported.
+        """The answer to one request of a message; an error is raised as Reported.
 
-        A message of many does not hold the loop: `ROWS` are read in each of its turns. All are admitted in the first,
-        so that a shutdown takes none of them back.
+        A message of many does not hold the loop: `ROWS` are read in each of its turns. All are admitted in the first
+        turn, so that a shutdown refuses none of them.
         """
         try:
             with self.admit(pending):
@@ -324,8 +310,8 @@ class RequestHandler:
     async def infer_all(
         self, message: PendingRequest, questions: Sequence[Asked], received: float | None = None
     ) -> list[ActAnswer]:
-        """The answers of requests that came together and are answered together. The first error cancels the others, and
-        is raised as Reported; of several rows it names its own."""
+        """The answers to the requests of one message. The first error cancels the others, and is raised as Reported; of
+        several rows it names its own."""
         if len(questions) == 1:
             return [await self.infer_row(message, 0, questions[0], received)]
         rows = message.rows(len(questions))
@@ -341,7 +327,7 @@ class RequestHandler:
         return await together(one(row) for row in range(len(rows)))
 
     def _request(self, pending: PendingRequest, question: Question, served: ServedPolicy, policy: Policy) -> Request:
-        """What is submitted: the request, or a reservation where pictures are to be decoded once it is admitted."""
+        """The request to submit: a reservation where pictures are decoded once it is admitted."""
         priority = Priority.DEFAULT if question.priority is None else PRIORITIES[question.priority]
         client = question.robot_id or question.episode_id or pending.client
         limit = pending.time_limit(question.deadline_ms, served.config.deadline_ms)
@@ -357,7 +343,7 @@ class RequestHandler:
     def _decoded(
         self, pending: PendingRequest, policy: Policy, observation: Observation | None, error: Exception | None
     ) -> None:
-        """Its pictures are decoded: the scheduler may run it, or ends it with the error."""
+        """Its pictures are decoded: the scheduler may run the request, or ends it with the error."""
         ticket = pending.ticket
         assert ticket is not None
         admitted = ticket.request
@@ -427,15 +413,14 @@ def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
 
 
 def _images(question: Question) -> dict[str, SentImage]:
-    return {
-        name: read
-        for name, _, image in question.images
-        if (read := image if isinstance(image, str | bytes) else _array(image, name)) is not None
-    }
+    found = {name: _readable(image, name) for name, _, image in question.images}
+    return {name: image for name, image in found.items() if image is not None}
 
 
-def _array(sent: Array | NDArray[Any], name: str) -> NDArray[Any] | None:
-    """None when it is none: that is why the request was refused."""
+def _readable(sent: Image, name: str) -> SentImage | None:
+    """None for a malformed array, for which the request was refused."""
+    if isinstance(sent, str | bytes):
+        return sent
     try:
         return array_of(sent, name) if isinstance(sent, Array) else pixels_in(sent, name)
     except InvalidRequest:

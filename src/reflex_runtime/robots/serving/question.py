@@ -1,7 +1,7 @@
 """Questions to a policy and their answers, the same on every wire.
 
-A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `RequestHandler` does everything in between.
-`ObservationReader` finds cameras, state and instruction of a policy in observations that name them as a wire does.
+A wire decodes a `Question` and encodes an `ActAnswer`; `RequestHandler` does everything in between. `ObservationReader`
+finds a policy's cameras, state and instruction in the observations of a wire, which has names of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEROBOT: Final = "lerobot"
 
 MAX_INSTRUCTION = 16_384  # characters
 MAX_TEXT: Final = 64 * 1024  # bytes of a text in a frame
-LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
+LARGEST = 1e30  # absolute value of a number of the state; a larger one may be infinite in the model's units
 
 
 class Array(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,55 +54,45 @@ class Array(msgspec.Struct, forbid_unknown_fields=True):
 
 
 Image = str | bytes | Array | NDArray[Any]
-"""A picture as it came: base64 text, PNG or JPEG bytes, or an array. It is decoded once the request is admitted."""
+"""A picture as received: base64 text, PNG or JPEG bytes, or an array. It is decoded once the request is admitted."""
 
 _MOST: Final = {"seed": 2**64 - 1, "executed": 1_000_000, "delay": 1_000_000}
 MAX_DEADLINE_MS: Final = 600_000.0
 
 
 def says(description: str, **checked: Any) -> msgspec.Meta:
-    """What a field means, for /openapi.json and /docs. checked: what `Question` looks at, as JSON Schema has it."""
+    """The description of a field for /openapi.json and /docs. checked: the checks of `Question`, as JSON Schema."""
     return msgspec.Meta(description=description, extra_json_schema=checked)
-
-
-def _whole(name: str, description: str) -> msgspec.Meta:
-    return says(description, minimum=0, maximum=_MOST[name])
 
 
 Id = Annotated[str, msgspec.Meta(extra_json_schema=ID)] | None
 Level = Literal["urgent", "default", "background"]
 
+_SEED: Final = "of the noise; else the first 8 bytes of SHA-256 of request_id"
+_DEADLINE: Final = "refused before it runs when it cannot be answered within this"
+_EXECUTED: Final = "actions of the episode's last chunk that the robot had executed at this observation; for --rtc"
+_DELAY: Final = "actions that the robot executes until the answer arrives, 0 for no delay; for --rtc"
+
 
 class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of a request beside its observation, by the same names on every wire. `Question` checks the values."""
 
-    episode_id: Annotated[Id, says("what cached prefixes and held actions belong to, with robot_id")] = None
-    request_id: Annotated[Id, says("comes back in the answer and as X-Request-Id; made when absent")] = None
+    episode_id: Annotated[Id, says("owner of cached prefixes and held actions, with robot_id")] = None
+    request_id: Annotated[Id, says("repeated in the answer and as X-Request-Id; made when absent")] = None
     robot_id: Annotated[Id, says("whose fair share it takes; else the episode's, else the connection's")] = None
-    seed: Annotated[Whole | None, _whole("seed", "of the noise; else the first 8 bytes of SHA-256 of request_id")] = (
-        None
-    )
+    seed: Annotated[Whole | None, says(_SEED, minimum=0, maximum=_MOST["seed"])] = None
     priority: Annotated[Level | None, says("urgent goes first and at once, background fills free places")] = None
-    deadline_ms: Annotated[
-        float | None,
-        says(
-            "refused before it runs when it cannot be answered within this", exclusiveMinimum=0, maximum=MAX_DEADLINE_MS
-        ),
-    ] = None
-    executed: Annotated[
-        Whole | None, _whole("executed", "actions of the episode's last chunk executed when this was seen; for --rtc")
-    ] = None
-    delay: Annotated[
-        Whole | None, _whole("delay", "actions executed until the answer arrives, 0 for no delay; for --rtc")
-    ] = None
-    policy: Annotated[str | None, says("which of several policies is asked, by its name")] = None
+    deadline_ms: Annotated[float | None, says(_DEADLINE, exclusiveMinimum=0, maximum=MAX_DEADLINE_MS)] = None
+    executed: Annotated[Whole | None, says(_EXECUTED, minimum=0, maximum=_MOST["executed"])] = None
+    delay: Annotated[Whole | None, says(_DELAY, minimum=0, maximum=_MOST["delay"])] = None
+    policy: Annotated[str | None, says("the name of one of several policies")] = None
 
 
 class Question(RequestLimits, kw_only=True, gc=False):
-    """One observation with its limits. Checked when it is made: the 422 names the field.
+    """One observation with its limits. Its constructor checks them: the 422 names the field.
 
-    images: (camera, field to name in errors, picture). state: in the robot's units. deadline_ms: from when the request
-    reached this machine. episode: by which things are kept of it; set.
+    images: (camera, name of the field for errors, picture). state: in the robot's units. deadline_ms: since the request
+    reached this machine. episode: set: the key of what is kept between its requests.
     """
 
     images: Sequence[tuple[str, str, Image]] = ()
@@ -114,10 +104,11 @@ class Question(RequestLimits, kw_only=True, gc=False):
         for name in ("episode_id", "request_id", "robot_id"):
             if (id := getattr(self, name)) is not None:
                 check_id(name, id)
-        if self.instruction is not None and not is_unicode(self.instruction):
-            raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
-        if self.instruction is not None and len(self.instruction) > MAX_INSTRUCTION:
-            raise invalid("instruction", f"instruction: has more than {MAX_INSTRUCTION} characters")
+        if (text := self.instruction) is not None:
+            if not is_unicode(text):
+                raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
+            if len(text) > MAX_INSTRUCTION:
+                raise invalid("instruction", f"instruction: has more than {MAX_INSTRUCTION} characters")
         for name, most in _MOST.items():
             if (sent := getattr(self, name)) is not None:
                 value = whole(name, sent)
@@ -195,7 +186,7 @@ class ActAnswer(msgspec.Struct, omit_defaults=False):
     warnings: list[str] = []
 
 
-# -- what a wire's observation has of it -------------------------------------------------------------------------------
+# -- observations of a wire --------------------------------------------------------------------------------------------
 
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
@@ -207,23 +198,21 @@ MAX_NAME: Final = 256  # characters of a name with the names of its enclosing ma
 MAX_ROWS: Final = 256  # robots in a message, so that one leaves most of a queue (--max-queue) to other callers
 
 UNSERVED: Final = {
-    "noise": "noise is drawn by the server; a seed says which",
-    "num_steps": "the export says how many denoise steps there are",
-    "num_denoising_steps": "the export says how many there are",
-    "inference_delay": "delay says it, a number of actions",
-    "prev_action_chunk": "with --rtc the server continues the last chunk of the episode by itself",
-    "prev_chunk_left_over": "with --rtc the server continues the last chunk of the episode by itself",
-    "execution_horizon": "--rtc-horizon says it, for all robots",
-    "image_mask": "leave out the pictures that are missing",
-    "image_masks": "leave out the pictures that are missing",
+    "noise": "the server draws the noise, by a seed",
+    "num_steps": "the export sets the number of denoise steps",
+    "num_denoising_steps": "the export sets it",
+    "inference_delay": "send delay, a number of actions",
+    **dict.fromkeys(("prev_action_chunk", "prev_chunk_left_over"), "with --rtc the server continues the last chunk"),
+    "execution_horizon": "--rtc-horizon sets it for all robots",
+    **dict.fromkeys(("image_mask", "image_masks"), "leave out the pictures that are missing"),
 }
-"""What clients of other servers say beside an observation. It would change the answer, so it is refused; other names
-that a policy does not read are data that it does not see."""
+"""Fields that other servers read beside an observation. They would change the answer, so they are refused; other names
+that a policy does not read are ignored."""
 
 OWN: Final = "reflex/"
 EPISODES: Final = (f"{OWN}episode_id", "episode_id", "session_id")
 IDS: Final = {"robot_id": "/", "episode_id": "/", "session_id": "/", "request_id": "."}
-"""What stands between an id and the number of one of several robots."""
+"""The separator between an id and the number of one of several robots."""
 
 WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
 
@@ -231,8 +220,8 @@ WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] 
 class ObservationReader:
     """Reads the observations of one wire for one export.
 
-    others: of exports that may answer instead. Pictures that only they use are read where they came. video: what the
-    wire puts in front of a camera's name.
+    others: readers of exports that may answer instead; pictures that only they use are read if they were sent. video:
+    the wire's prefix of a camera's name.
     """
 
     def __init__(
@@ -241,7 +230,7 @@ class ObservationReader:
         self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
 
     def read(self, observation: Mapping[str, Any]) -> WireObservation:
-        """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
+        """(images, state, instruction) of a `Question`; the 422 names a missing or wrong field."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
         for name in UNSERVED.keys() & {*plain, *(name.partition("/")[0] for name in came)}:
@@ -258,12 +247,12 @@ class ObservationReader:
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
     def split(self, observation: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-        """The observations of N robots that came as one, with a leading axis, by their episodes' ids where each has one
+        """The observations of N robots that came as one with a leading axis, by their episodes' ids where each has one
         and else by number; None for an observation of one robot.
 
-        Pictures and states with one dimension more than a robot's give N; those that are read must agree.
-        Any other list or array of N, of instructions or limits too, has one value for each robot. Other values are for
-        all; an id gets the robot's number.
+        Pictures and states with one dimension more than a robot's give N; those that are read must agree. Any other
+        list or array of N, of instructions or limits too, has one value for each robot. Other values apply to all; an
+        id gets the robot's number.
         """
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
@@ -286,7 +275,7 @@ class ObservationReader:
         if size * len(came) > MAX_VALUES:
             raise invalid("observation", f"observation: {len(came)} names of {size} robots: over {MAX_VALUES} values")
         if size > MAX_ROWS:
-            raise invalid_input(next(iter(axes)), f"is of {size} robots, at most {MAX_ROWS} are read from a message")
+            raise invalid_input(next(iter(axes)), f"has {size} robots, a message may have {MAX_ROWS}")
         named = next((came[name] for name in EPISODES if _many(came.get(name)) == size), ())
         ids = [text_of(id) for id in named]
         robots = ids if len({id for id in ids if isinstance(id, str)}) == size else [str(row) for row in range(size)]
@@ -296,12 +285,10 @@ class ObservationReader:
     def describe(self) -> dict[str, Any]:
         """The expected observation, JSON-safe."""
         spec, wire = self.spec, self.wire
-        images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
-        found: dict[str, Any] = {"images": images}
+        names = {camera: wire.images.get(camera, self._video + camera) for camera in spec.images}
+        found: dict[str, Any] = {"images": {names[camera]: list(size) for camera, size in spec.images.items()}}
         if spec.optional_images:
-            found["optional_images"] = [
-                wire.images.get(name, self._video + name) for name in spec.images if name in spec.optional_images
-            ]
+            found["optional_images"] = [names[camera] for camera in spec.images if camera in spec.optional_images]
         if spec.observation_steps > 1:
             found["observation_steps"] = spec.observation_steps
         if spec.takes_state:
@@ -313,7 +300,7 @@ class ObservationReader:
         return found
 
     def _check_subset(self, images: Mapping[str, tuple[str, str, Image]], came: Mapping[str, Any]) -> None:
-        """Where any camera may be left out, a picture under a name that is none must not pass for that."""
+        """Where any camera may be left out, a picture under a wrong name must not pass for a missing one."""
         missing = [camera for camera in self.spec.images if camera not in images]
         if missing and self.spec.optional_images >= set(self.spec.images):
             read = {name for _, name, _ in images.values()}
@@ -321,8 +308,8 @@ class ObservationReader:
                 raise self._missing(self.wire.images.get(missing[0], self._video + missing[0]), came)
 
     def _found(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        """The name under which an observation would have a camera's picture. The only camera may have the only picture,
-        whatever its name."""
+        """The name of a camera's picture in an observation. The only camera takes the only picture, whatever its
+        name."""
         name = self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
         if name is None and len(self.spec.images) == 1:
             only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
@@ -408,7 +395,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _axis(value: Any, dims: int) -> int:
-    """The length of an axis in front of so many dimensions, of an array or of a list; 0 where there is none."""
+    """The length of the axis before this number of dimensions, of an array or a list; 0 where there is none."""
     if isinstance(value, np.ndarray):
         return len(value) if value.ndim == dims + 1 else 0
     if not isinstance(value, list) or not value:
@@ -418,12 +405,12 @@ def _axis(value: Any, dims: int) -> int:
 
 
 def _many(value: Any) -> int:
-    """How many values it may be, one for each robot; 0 for what is one value."""
+    """The number of values in a list or array, perhaps one for each robot; 0 for a single value."""
     return len(value) if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim) else 0
 
 
 def _each(name: str, value: Any, robots: Sequence[str]) -> Sequence[Any]:
-    """What a value is for each of several robots."""
+    """The value of each of several robots."""
     if _many(value) == len(robots):
         each: Sequence[Any] = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
         return each

@@ -1,10 +1,11 @@
-"""The part of a policy server below the wires: its policies on one device, each with its slots and their versions, how
-they are rolled out, and its own settings."""
+"""A policy server below its wires: policies on one device, each with settings of its own, slots, their versions and a
+rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from reflex_runtime.robots.policy.observation import warm_decoders
 from reflex_runtime.robots.policy.spec import WIRES, PolicySpec
 from reflex_runtime.robots.serving.decode_pool import DecodePool, cameras_of
 from reflex_runtime.robots.serving.shadow import Shadowing
-from reflex_runtime.robots.sources.load import check_two_policies, read_source, weight_of
+from reflex_runtime.robots.sources.load import check_two_policies, directory_of, read_source, weight_of
 from reflex_runtime.robots.versions.breaker import Breaker
 from reflex_runtime.robots.versions.ramp import Change, Objective, Ramp, RampGuard, SloTracker
 from reflex_runtime.robots.versions.rollout import Rollout
@@ -45,6 +46,7 @@ from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.settings.read import environment
 from reflex_runtime.web.batch_server import BatchServer
 from reflex_runtime.web.errors import Conflict, NotFound
+from reflex_runtime.web.fields import printable
 from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
@@ -54,9 +56,9 @@ TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unlo
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
-    """What is to be served under one name.
+    """A policy to serve.
 
-    specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with its own settings in force.
+    specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with the policy's own settings.
     weight: its share of the device's time against other policies.
     """
 
@@ -69,13 +71,13 @@ class PolicyPlan:
 class ServedPolicy:
     """The versions of one policy, in slots.
 
-    served: the slots that answer requests. groups: their names, and the shadow's, in the scheduler, metrics and
-    journals, which begin with `prefix`. cameras: names under which images are looked at, also of what was exchanged:
-    callers follow one by one. slots: empty before `build`.
+    served: the slots that answer requests. groups: by slot, its name in the scheduler, metrics and journals, which
+    begins with `prefix`. cameras: names that requests may use for images, those of exchanged policies too, because
+    callers change one by one. slots: empty before `build`.
     """
 
     def __init__(self, plan: PolicyPlan, server: PolicyRuntime, alone: bool = True) -> None:
-        """alone: it is the only one of its server, where its slots are groups by their own names."""
+        """alone: it is the only one of its server, and its slots are groups by their own names."""
         self.name, self.config, self.weight, self.alone = plan.name, plan.config, plan.weight, alone
         self._sources = dict(plan.specs)
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
@@ -106,22 +108,22 @@ class ServedPolicy:
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """What is in the slots, or will be; the first slot's first."""
+        """By slot, also before `build`."""
         return {name: slot.policy.spec for name, slot in self.slots.items()} or {**self._sources}
 
     @property
     def health(self) -> str:
-        """The server's state, or degraded: none of its slots answers."""
+        """The server's state, or degraded if none of its slots answers."""
         degraded = self._server.state == "ready" and self.rollout.breaker.verdict == "degraded"
         return "degraded" if degraded else self._server.state
 
     @property
     def objective(self) -> dict[str, Any]:
-        """How its latency objective is met; empty without one."""
+        """The state of its latency objective; empty without one."""
         return {} if self.slo is None else {"slo": {"violated": self.slo.violated, "value_ms": self.slo.value_ms}}
 
     def shown(self) -> dict[str, Any]:
-        """What the live view has of it: its health, its versions, and how they compare."""
+        """For the live view: health, versions and their comparison."""
         told = self.rollout.snapshot(time.monotonic()) | self.objective
         told["state"] = self.health
         told["groups"] = {slot.name: slot.group for slot in self.slots.values()}
@@ -133,12 +135,12 @@ class ServedPolicy:
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Policy]:
-        """The policies by slot. For a thread that may take long; ConfigError when one is wrong."""
+        """The policies by slot. Slow; ConfigError when one is wrong."""
         check_alike(self._sources)
         return {slot: load(self.config, slot, spec, self.groups[slot]) for slot, spec in self._sources.items()}
 
     def build(self, policies: Mapping[str, Policy]) -> list[GroupConfig]:
-        """Put what was loaded into the slots. Returns how the scheduler is to treat them."""
+        """Put loaded policies into the slots. Returns their groups for the scheduler."""
         config = self.config
         faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
         self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
@@ -157,7 +159,7 @@ class ServedPolicy:
         return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
 
     def warm(self) -> list[WarmUpLine]:
-        """Run every slot's policy, on the device thread. Returns what that taught, for journals."""
+        """Run every slot's policy, on the device thread, so that its cost model learns. Returns lines for journals."""
         found = []
         for holder in self.slots.values():
             ran = warmed_up(holder.policy, MISTAKES)
@@ -167,7 +169,7 @@ class ServedPolicy:
         return found
 
     def look(self, now: float) -> None:
-        """Call it once a second: the objective, guards, and versions that are no longer needed."""
+        """Check the objective and guards, and unload versions that nothing needs; called once a second."""
         if self.slo is not None:
             self.slo.check(now)
         for name, tripped in self.rollout.evaluate(now).items():
@@ -183,20 +185,15 @@ class ServedPolicy:
                     log.info("slot %s: %s is unloaded", name, version.name)
 
     def _active(self, group: str) -> list[Hashable]:
-        """Partitions of a slot's group that hold tickets; the device thread changes them."""
+        """Partitions of a group that hold tickets; the device thread changes them."""
         found: list[Hashable] = self._server.batcher.device.input(lambda scheduler, now: scheduler.partitions(group))
         return found
-
-    def drain(self) -> None:
-        """The end has begun."""
-        if self.shadow is not None:
-            self.shadow.close()
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
     def ended(self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object) -> dict[str, Any]:
-        """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
-        of it; 404 for one that is not known, 409 where it may be one of several robots'."""
+        """End an episode: count it, drop what policies keep of it, and note it in every journal. Returns the note; 404
+        for an unknown episode, 409 where several robots have one of that name."""
         told = self.rollout.outcome(episode_id, success, robot_id)
         if told["counted"]:
             self._server.metrics.slots[self.groups[told["slot"]]].episodes[success].inc()
@@ -226,8 +223,7 @@ class ServedPolicy:
     # -- hot swap: loaded beside, warmed, switched; the old one is let go, or comes back if `--guard` trips ------------
 
     async def exchange(self, name: str, source: str) -> Version:
-        """Put the policy of this source into a slot. ConfigError leaves everything as it is, and Conflict while a ramp
-        runs."""
+        """Put the policy of a source into a slot. Conflict while a ramp runs; ConfigError changes nothing."""
         rollout = self.rollout
         rollout.may_exchange()
         version, warm = await self._loaded(name, source)
@@ -244,7 +240,7 @@ class ServedPolicy:
         return version
 
     async def _loaded(self, name: str, source: str) -> tuple[Version, WarmUp]:
-        """A version of this source, ready for the slot, and what warming it has taught."""
+        """A version of the source, ready for the slot, and the measurements of its warm-up."""
         if name not in self.slots:
             raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self.slots)}")
         if self.config.captured_sizes:
@@ -265,7 +261,7 @@ class ServedPolicy:
         return version, warm
 
     def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
-        """ConfigError when a policy cannot take the place of what the slot has."""
+        """ConfigError when a policy cannot replace that of the slot."""
         check_alike({**self.specs, f"{slot.name} (new)": spec})
         expected = slot.policy.spec.inference_mode
         if spec.inference_mode != expected:
@@ -275,7 +271,9 @@ class ServedPolicy:
             )
 
     def _check_room(self, source: str) -> None:
-        """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
+        """ConfigError when, by file sizes, the policy of a source does not fit the memory beside the others."""
+        if not os.path.isdir(directory_of(source)):
+            raise NotFound(printable(f"path={source[:200]!r}: there is no such directory"), field="path")
         provider = PROVIDERS.get(self.config.provider, self.config.provider)
         own = list(self.slots.values())
         beside = sum(slot.loaded * slot.policy.spec.model_bytes for slot in self._server.slots if slot not in own)
@@ -319,7 +317,7 @@ class ServedPolicy:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
 
     def _moved(self, episodes: Sequence[str]) -> None:
-        """The episodes go on in the other slot: what is carried over from this one would be a jump there."""
+        """The episodes go on in the other slot, where the rest of a chunk of this one would be a jump."""
         for slot in self.slots.values():
             for episode in episodes:
                 slot.policy.forget(episode)
@@ -342,7 +340,7 @@ class PolicyRuntime(BatchServer):
         super().__init__(config, self.metrics, self.metrics.registry, parent)
         self.decode_pool = DecodePool()
         self.policies = {plan.name: ServedPolicy(plan, self, alone=len(plans) == 1) for plan in plans}
-        self.exchanges = False  # a policy is being loaded into a slot
+        self._exchange: asyncio.Task[Version] | None = None  # the last load into a slot
         self._learned: list[WarmUpLine] = []  # at warm-up
         self._stopped = False
 
@@ -363,7 +361,7 @@ class PolicyRuntime(BatchServer):
 
     @property
     def health(self) -> str:
-        """Its state, or degraded: none of its policies answers."""
+        """Its state, or degraded if none of its policies answers."""
         return self.state if any(served.health == self.state for served in self.policies.values()) else "degraded"
 
     async def start(self) -> None:
@@ -390,9 +388,21 @@ class PolicyRuntime(BatchServer):
         self.decode_pool.close()
 
     def drain(self) -> None:
+        if self._exchange is not None:
+            self._exchange.cancel()
         for served in self.policies.values():
-            served.drain()
+            if served.shadow is not None:
+                served.shadow.close()
         super().drain()
+
+    def exchange(self, served: ServedPolicy, slot: str, source: str) -> asyncio.Task[Version]:
+        """Begin to put the policy of a source into a slot. An operator that leaves does not end the task, a drain does.
+        Conflict while another one runs."""
+        if self._exchange is not None and not self._exchange.done():
+            raise Conflict("another policy is being loaded")
+        self._exchange = task = asyncio.get_running_loop().create_task(served.exchange(slot, source))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its operator may have left
+        return task
 
     def note(self, kind: str, **fields: object) -> None:
         """Write a note into every journal."""
@@ -412,7 +422,7 @@ class PolicyRuntime(BatchServer):
     # -- pieces --------------------------------------------------------------------------------------------------------
 
     def _load(self) -> dict[str, dict[str, Policy]]:
-        """Of every policy what is in its slots."""
+        """By policy and slot."""
         if any(spec.images for served in self.policies.values() for spec in served.specs.values()):
             warm_decoders()
         return {name: served.load() for name, served in self.policies.items()}
@@ -465,7 +475,7 @@ class PolicyRuntime(BatchServer):
 
 
 def header_of(policies: Sequence[ServedPolicy]) -> dict[str, Any]:
-    """What a policy server adds to the first line of a journal: of several policies the first, and each by its name."""
+    """The part of a journal's header that describes policies: the first of several, and each by its name."""
     first = _head_of(policies[0]) | {"hardware": hardware()}
     if len(policies) == 1:
         return first

@@ -6,8 +6,8 @@ samples the same ones.
 
 A shadow cannot disturb callers. Its requests are prepared after those of callers and run only in idle time; those that
 find no time are dropped and counted, as `rejected` answers of the slot `shadow`. A shadow that hangs or kills the
-device thread delays the requests behind it by a second or two: it is given up early, and stopped. One that was only
-late is asked again by itself, after a rest (`Device.REST`); the others when an operator resets it or loads another.
+device thread delays the requests behind it by a second or two: it is given up early, and stopped. If it was only late,
+it runs again after a rest (`Device.REST`); otherwise when an operator resets it or loads another.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ from reflex_runtime.core.errors import Dropped, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import Observation
-from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
-from reflex_runtime.robots.serving.decode_pool import Done as Made
+from reflex_runtime.robots.serving.decode_pool import DecodePool, job_of
+from reflex_runtime.robots.serving.question import Question
 from reflex_runtime.robots.versions.slots import SHADOW_QUEUE, Slot, Version
 from reflex_runtime.web.batch_server import BatchServer
 
 log = logging.getLogger("reflex.shadow")
 
-Prepare = Callable[[Policy, Made], Job]
-
 TOLD: Final = 60.0  # seconds between log lines about a failing shadow
+CLIENT: Final = ("shadow",)  # of the decode pool
+SHARE: Final = 0.01  # of decoding, against 1 of a caller
 
 
 def sampled(request_id: str, share: float) -> bool:
-    """Whether this request is in the sample, by SHA-256 of its id. share: of all requests, in [0, 1]."""
+    """Whether a request is in the sample, by SHA-256 of its id. share: of all requests, in [0, 1]."""
     digest = hashlib.sha256(b"shadow:" + request_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2.0**64
 
 
 def difference(served: NDArray[np.float32], shadow: NDArray[np.float32]) -> dict[str, Any] | None:
-    """How far one shadow chunk is from the served one, over the places and joints both have; None where they have none
-    in common, or one is not finite. mean, largest: of the absolute differences, in the robot's units. per_joint,
+    """How far one shadow chunk is from the served one, over the steps and joints that both have; None where they have
+    none in common, or one is not finite. mean, largest: of the absolute differences, in the robot's units. per_joint,
     per_step: means."""
     steps, joints = min(len(served), len(shadow)), min(served.shape[1], shadow.shape[1])
     apart = np.abs(served[:steps, :joints].astype(np.float64) - shadow[:steps, :joints])
@@ -66,7 +65,7 @@ class ShadowDivergence:
     def __init__(self) -> None:
         self.compared = self.unpaired = 0
         self._largest = 0.0
-        self._means = {"per_joint": np.zeros(0), "per_step": np.zeros(0)}
+        self._means = {"per_joint": (0, np.zeros(0)), "per_step": (0, np.zeros(0))}  # rows, and their mean
 
     def add(self, found: Mapping[str, Any] | None) -> None:
         """Add a difference; None where one of the answers failed, or they cannot be compared."""
@@ -75,10 +74,11 @@ class ShadowDivergence:
             return
         self.compared += 1
         self._largest = max(self._largest, found["largest"])
-        for name, mean in self._means.items():
+        for name, (rows, mean) in self._means.items():
             row = np.asarray(found[name])
-            # Another policy in the slot may have other joints or steps.
-            self._means[name] = mean + (row - mean) / self.compared if len(mean) == len(row) else row
+            if len(mean) != len(row):  # another policy in the slot may have other joints or steps
+                rows, mean = 0, np.zeros(len(row))
+            self._means[name] = rows + 1, mean + (row - mean) / (rows + 1)
 
     def snapshot(self) -> dict[str, Any]:
         """Means over all pairs, JSON-safe."""
@@ -86,16 +86,16 @@ class ShadowDivergence:
             "compared": self.compared,
             "unpaired": self.unpaired,
             "largest": self._largest,
-            "mean": float(self._means["per_joint"].mean()) if self.compared else None,
-            **{name: mean.tolist() for name, mean in self._means.items()},
+            "mean": float(self._means["per_joint"][1].mean()) if self.compared else None,
+            **{name: mean.tolist() for name, (_, mean) in self._means.items()},
         }
 
 
 class Shadowing:
-    """The shadow of a server, and the sink that measures its cost for served requests.
+    """The shadow of a server, and the sink that measures what it costs served requests.
 
     share: of served requests that are sampled. on_difference: called with every compared pair. on_change: called with
-    a text when it stops, or rests.
+    the reason when it stops or rests.
     """
 
     events = frozenset({BatchFinished, BatchScheduled, SchedulerPaused})
@@ -122,32 +122,32 @@ class Shadowing:
         self._closed = False
         self._ran: tuple[float, float] = (0.0, 0.0)  # the shadow batch before: from, to
 
-    def takes(self, request_id: str) -> bool:
-        """Whether the shadow runs this request."""
-        return sampled(request_id, self._share)
-
-    def ask(self, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
-        """Run the shadow on a request that `slot` answered with `actions`. prepare: the job that makes the
-        observation."""
+    def ask(
+        self, request_id: str, slot: str, actions: NDArray[np.float32], question: Question, received: float
+    ) -> None:
+        """Run the shadow, if the request is sampled, on a question that `slot` answered with `actions`."""
+        if not sampled(request_id, self._share):
+            return
         if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
             self._drop()
             return
         version = self._slot.version
-        self._decode_pool.add(prepare(version.policy, partial(self._prepared, slot, actions, version)))
+        done = partial(self._prepared, slot, actions, version)
+        self._decode_pool.add(job_of(version.policy, done, request_id, question, received, CLIENT, SHARE))
         self._preparing += 1
         version.users += 1
 
     def resume(self) -> None:
-        """Start the shadow again, after a reset by an operator or a load."""
+        """Start again, after a reset by an operator or a load."""
         self._paused_until = -inf  # its event comes later
         self._server.batcher.device.resume(self._slot.group)
 
     def close(self) -> None:
         """Cancel the shadow's requests and accept no more, because the server ends."""
         self._closed = True
-        self._take_back()
+        self._cancel()
 
-    def _take_back(self) -> None:
+    def _cancel(self) -> None:
         for ticket in list(self._waiting):
             self._server.batcher.cancel(ticket)
 
@@ -199,8 +199,7 @@ class Shadowing:
             self._on_difference(ticket.id, slot, found)
 
     def __call__(self, event: Event) -> None:
-        """Measure how long served requests waited for a shadow step that was running when they came, and notice that
-        the device has paused the shadow."""
+        """Measure how long served requests waited for a shadow step that ran when they came, and notice a pause."""
         if isinstance(event, BatchFinished):
             if event.batch.group == self._slot.group:
                 self._ran = (event.batch.scheduled_at, event.at)
@@ -214,19 +213,19 @@ class Shadowing:
                     self._metrics.slots[self._slot.group].delay.observe(ended - ticket.arrived)
 
     def _paused(self, until: float, seconds: float) -> None:
-        """The device has lost a thread to the shadow, or had it back, or an operator has ended the pause."""
+        """The device has lost a thread to the shadow or got it back, or an operator has ended the pause."""
         self._paused_until = until
         if seconds == inf:
-            log.error("the shadow took the device thread with it and is not asked any more: %s", self._error)
+            log.error("the shadow took the device thread with it and is stopped: %s", self._error)
             self._on_change(f"stopped: {self._error}")
-            self._take_back()
+            self._cancel()
         elif seconds > 0.0:
-            log.warning("the shadow was late and is asked again in %.0f s", seconds)
-            self._on_change(f"was late and is asked again in {seconds:.0f} s")
+            log.warning("the shadow was late and rests for %.0f s", seconds)
+            self._on_change(f"was late and rests for {seconds:.0f} s")
 
     @property
     def stopped(self) -> str:
-        """Why it rests or has ended; "" while it runs."""
+        """Why it rests or is stopped; "" while it runs."""
         return self._error if time.monotonic() < self._paused_until else ""
 
     @property

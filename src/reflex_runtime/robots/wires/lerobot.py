@@ -13,8 +13,7 @@ A client sends its instructions once. If its connection breaks, gRPC makes anoth
 instructions: those of earlier robots with the same names hold, else the export's motors and cameras. The order of the
 motors in an observation is no guide: HopeJR's arm reads its shoulder last, and names it first.
 
-Messages hold pickles. They are read opcode by opcode, and nothing that they name is loaded or called. Answers are
-written opcode by opcode, without torch.
+Messages hold pickles. Nothing that they name is loaded or called. Answers are written opcode by opcode, without torch.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from io import BytesIO
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -40,7 +39,7 @@ from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.question import LEROBOT, ObservationReader, Question
+from reflex_runtime.robots.serving.question import LARGEST, LEROBOT, ObservationReader, Question
 from reflex_runtime.robots.wires.common import Episodes
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web.app import App
@@ -78,18 +77,11 @@ MOTOR: Final = ".pos"
 MAX_EXECUTED: Final = 1_000_000  # as in `Question`
 
 MAX_OPCODES: Final = 5000  # of a pickle
-MAX_TYPE: Final = 8  # characters of the name of a type of numpy; each BUILD copies it
-# Of the opcodes that Python's pickler writes from protocol 2 on, those that push their argument, and a constant.
-_LITERALS: Final = {
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
-}  # fmt: skip
-_CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_TAKES: Final = {
-    "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "STACK_GLOBAL": 2, "REDUCE": 2, "NEWOBJ": 2,
-    "BUILD": 2,
-}  # fmt: skip
-"""Values that an opcode takes; others take all above the mark."""
+_AS_PYTHON_READS: Final = (
+    "\x80\x95.N\x88\x89)]}(t\x85\x86\x87aeqr\x94hjc\x93"  # PROTO … STACK_GLOBAL: structure, memo and names
+    "JKM\x8aGX\x8c\x8dCB\x8e"  # numbers, texts and bytes
+)
+"""Codes of the opcodes that Python's pickler writes from protocol 2 on, without those that `_PickleReader` reads."""
 _GLOBALS: Final = {
     (HELPERS, SETUP), (HELPERS, OBSERVATION), ("numpy", "ndarray"), ("numpy", "dtype"),
     *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
@@ -144,10 +136,10 @@ class LerobotSetup(msgspec.Struct):
         """Of an observation, beside the task."""
         return frozenset(name for motors in self.motors.values() for name in motors).union(self.cameras.values())
 
-    def is_like(self, other: LerobotSetup) -> bool:
-        """Whether both are of robots of one kind, whatever the length of their chunks."""
-        mine, theirs = (self.policy, self.motors, self.cameras), (other.policy, other.motors, other.cameras)
-        return mine == theirs
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for robots of one kind, whatever the length of their chunks."""
+        return self.policy, self.motors, self.cameras
 
     def check(self, reading: ObservationReader) -> None:
         """Raises 422 for a difference from the export."""
@@ -196,7 +188,7 @@ def read(kind: type[T], sent: Mapping[str, Any]) -> T:
         return msgspec.convert(sent, kind)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
-    except (AttributeError, UnicodeEncodeError):  # msgspec's own: of an array for a map, a lone surrogate for a number
+    except (AttributeError, OverflowError, UnicodeEncodeError):  # msgspec's own: of an array or a lone surrogate
         raise ClientError("a field has an array, or text that is not Unicode, where another type is expected") from None
 
 
@@ -368,9 +360,8 @@ class LerobotService:
             raise Conflict(f"another robot was set up on this connection, and answers could not be told apart: {APART}")
         robot.setup = setup
         known = self._setups.get(setup.names, setup)
-        if known is not None:
-            known = min(known, setup, key=lambda one: one.actions_per_chunk) if known.is_like(setup) else None
-        self._setups[setup.names] = known
+        alike = known is not None and known.kind == setup.kind
+        self._setups[setup.names] = min(known, setup, key=lambda one: one.actions_per_chunk) if alike else None
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
@@ -496,8 +487,8 @@ def _seen(raw: Mapping[str, Any], name: str) -> Any:
 
 def _number(raw: Mapping[str, Any], name: str) -> float:
     value = _seen(raw, name)
-    if type(value) not in (int, float):
-        raise invalid_input(name, "must be a number")
+    if type(value) not in (int, float) or abs(value) > LARGEST:
+        raise invalid_input(name, f"must be a number, at most {LARGEST:g}")
     return float(value)
 
 
@@ -509,11 +500,15 @@ def _plain(names: Any) -> list[str]:
 
 
 def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
-    """The fields of an object of this kind; ClientError if the pickle holds anything else."""
+    """The fields of an object of this kind, with the arrays and numbers among them and in its observation; ClientError
+    if the pickle holds anything else."""
     try:
-        found = _PickleReader().read(data)
-        if isinstance(found, _Fields) and found.kind == kind and found.value is not None:
-            return found.value
+        found = _PickleReader(data).load()
+        if isinstance(found, _Part) and found.name == kind and isinstance(found.state, dict):
+            fields = {name: _value(value) for name, value in found.state.items()}
+            if isinstance(seen := fields.get("observation"), dict):
+                fields["observation"] = {name: _value(value) for name, value in seen.items()}
+            return fields
     except ClientError:
         raise
     except Exception:  # a broken pickle raises whatever its opcodes meet
@@ -525,145 +520,101 @@ def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
 class _Global(NamedTuple):
     """A class or function that a pickle names."""
 
-    module: str
     name: str
 
 
-class _Dtype(str):
-    """The name of a type of numpy."""
+class _Part:
+    """An object as a pickle describes it: its class or function, the arguments, and the state of BUILD."""
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, called: Any, arguments: Any) -> None:
+        if not isinstance(called, _Global) or not isinstance(arguments, tuple):
+            raise TypeError
+        self.name, self.arguments, self.state = called.name, arguments, cast(Any, None)
 
 
-class _Array:
-    """An array that gets its data from BUILD."""
+class _Opcodes(dict[int, Any]):
+    """What reads each opcode, for `MAX_OPCODES` of them."""
+
+    left = MAX_OPCODES
+
+    def __getitem__(self, code: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ClientError(f"the pickle has over {MAX_OPCODES} opcodes: send arrays as arrays")
+        return super().__getitem__(code)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """An object of LeRobot's."""
-
-    kind: str
-    value: dict[str, Any] | None = None
-
-
-class _PickleReader:
-    """Follows the opcodes of one pickle, and makes numbers, texts, lists, maps and arrays: nothing is loaded or called.
+class _PickleReader(pickle._Unpickler):
+    """Python's reader in Python with few of its opcodes: it makes numbers, texts, lists, maps and `_Part`s, and neither
+    loads nor calls what a pickle names. (The reader in C would set attributes of it, and hash tuples of tuples.)
 
     Lists and maps may share parts, even hold themselves: 60 lists that hold the one before twice have 2^60 parts. So
     what reads a value looks for fields of known types, and never walks through all of it.
     """
 
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
-        self._places: dict[int, int] = {}  # in the memo, by identity
+    stack: list[Any]
 
-    def read(self, data: bytes) -> Any:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if count >= MAX_OPCODES:
-                raise ClientError(f"the pickle has over {MAX_OPCODES} opcodes: send arrays as arrays")
-            self._follow(opcode.name, argument)
-        return self._stack.pop()
+    def __init__(self, data: bytes) -> None:
+        super().__init__(BytesIO(data))
+        self.dispatch = _Opcodes(self._READS)  # type: ignore[misc]
 
-    def _follow(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if name in _LITERALS:
-            if name == "LONG1" and argument.bit_length() > 64:
-                raise ClientError("the pickle holds a number of more than 64 bits")
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name == "MARK":
-            self._marks.append(len(stack))
-        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-            place = len(self._memo) if argument is None else argument
-            self._memo[place], self._places[id(stack[-1])] = stack[-1], place
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
-            stack.append([] if name == "EMPTY_LIST" else {})
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"):
-            stack.append(tuple(self._taken(name)))
-        elif name in ("APPEND", "APPENDS"):
-            values = self._taken(name)
-            stack[-1].extend(values)
-        elif name in ("SETITEM", "SETITEMS"):
-            values = self._taken(name)
-            if not all(isinstance(key, str) for key in values[::2]):
-                raise ClientError("the pickle holds a map whose keys are not texts")
-            stack[-1].update(zip(values[::2], values[1::2], strict=True))
-        elif name in ("GLOBAL", "STACK_GLOBAL"):
-            stack.append(_known(*(argument.split(" ", 1) if name == "GLOBAL" else self._taken(name))))
-        elif name in ("REDUCE", "NEWOBJ"):
-            stack.append(_made(*self._taken(name)))
-        elif name == "BUILD":
-            target, state = self._taken(name)
-            stack.append(_built(target, state))
-            place = self._places.get(id(target), -1)
-            if self._memo.get(place) is target:
-                self._memo[place] = stack[-1]
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            raise ClientError(f"the pickle has an opcode that is not read here: {name}")
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _GLOBALS:
+            raise ClientError(printable(f"the pickle names {module[:80]}.{name[:80]}, which is never loaded"))
+        return _Global(name)
 
-    def _taken(self, name: str) -> list[Any]:
-        """Take from the stack what an opcode takes."""
-        count = _TAKES.get(name)
-        at = self._marks.pop() if count is None else len(self._stack) - count
-        if at < 0:
-            raise IndexError
-        taken, self._stack[at:] = self._stack[at:], ()
-        return taken
+    def _call(self) -> None:
+        """REDUCE and NEWOBJ."""
+        arguments = self.stack.pop()
+        self.stack[-1] = _Part(self.stack[-1], arguments)
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        self.stack[-1].state = state  # AttributeError unless it is a `_Part`
+
+    def _set_items(self, items: list[Any]) -> None:
+        if not all(isinstance(key, str) for key in items[::2]):
+            raise ClientError("the pickle holds a map whose keys are not texts")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    _READS: ClassVar[dict[int, Any]] = {
+        **{ord(code): pickle._Unpickler.dispatch[ord(code)] for code in _AS_PYTHON_READS},
+        **dict.fromkeys(b"R\x81", _call),
+        ord("b"): _build,
+        ord("s"): _set_item,
+        ord("u"): lambda self: self._set_items(self.pop_mark()),
+        0x96: pickle._Unpickler.dispatch[0x8E],  # BYTEARRAY8 as BINBYTES8: arrays are read-only
+    }
 
 
-def _known(module: Any, name: Any) -> _Global:
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise TypeError
-    if (module, name) not in _GLOBALS:
-        raise ClientError(printable(f"the pickle names {module[:80]}.{name[:80]}, which is never loaded"))
-    return _Global(module, name)
-
-
-def _made(called: Any, arguments: Any) -> Any:
-    """What REDUCE and NEWOBJ make."""
-    if not isinstance(called, _Global) or not isinstance(arguments, tuple):
-        raise TypeError
-    if called.module == HELPERS and not arguments:
-        return _Fields(called.name)
-    if called.name == "dtype" and isinstance(arguments[0], str) and len(arguments[0]) <= MAX_TYPE:
-        return _Dtype(arguments[0])
-    if called.name == "_reconstruct":
-        return _Array()
-    if called.name == "_frombuffer":
-        data, dtype, shape, order = arguments
-        return _array(data, dtype, shape, order == "F")
-    if called.name == "scalar":
-        dtype, data = arguments
-        number = _array(data, dtype, (), False)
-        if number.dtype.kind in "biuf":
-            return number.item()
+def _value(part: Any) -> Any:
+    """The array or number that a part describes; another value as it is."""
+    if not isinstance(part, _Part):
+        return part
+    match part.name, part.arguments, part.state:
+        case "_frombuffer", (data, dtype, shape, order), None:
+            return _array(data, dtype, shape, order == "F")
+        case "_reconstruct", _, (_, shape, dtype, fortran, data):
+            return _array(data, dtype, shape, fortran is True)
+        case "scalar", (dtype, data), None:
+            number = _array(data, dtype, (), False)
+            if number.dtype.kind in "biuf":
+                return number.item()
     raise TypeError
 
 
-def _built(target: Any, state: Any) -> Any:
-    """What BUILD makes of a target."""
-    if isinstance(target, _Fields) and type(state) is dict:
-        return _Fields(target.kind, state)
-    if isinstance(target, _Dtype):
-        return _Dtype((state[1] if state[1] in ("<", ">") else "|") + target)
-    if isinstance(target, _Array):
-        _, shape, dtype, fortran, data = state
-        return _array(data, dtype, shape, fortran is True)
-    raise TypeError
-
-
-def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> NDArray[Any]:
-    if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple):
-        raise TypeError
-    if isinstance(data, bytearray):
-        data = memoryview(data).toreadonly()
-    if not fortran:
-        return array_in(data, str(dtype), list(shape))
-    return array_in(data, str(dtype), list(reversed(shape))).T
+def _array(data: Any, dtype: Any, shape: tuple[Any, ...], fortran: bool) -> NDArray[Any]:
+    """dtype: the part that describes it: its name without the order of bytes, and a state with that."""
+    order = dtype.state[1] if dtype.state[1] in ("<", ">") else "|"
+    turned = shape[::-1] if fortran else shape
+    array = array_in(data, order + dtype.arguments[0], list(turned))
+    return array.T if fortran else array
 
 
 # -- the answer's pickle -----------------------------------------------------------------------------------------------
