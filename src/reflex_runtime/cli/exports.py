@@ -41,8 +41,8 @@ examples:
   reflex doctor ./my-export --format json | jq '.checks[] | select(.status == "fail")'
 
 Texts of --format json are for people and may change; ids, statuses and keys stay. ids of checks:
-  files config wires normalisation embodiment tokenizer memory provider model_load inputs dynamic_batch actions cameras
-  determinism batch_parity rtc_boundary clock; source (of what is no export), deterministic
+  config wires normalisation embodiment tokenizer memory provider model_load inputs dynamic_batch actions cameras
+  determinism batch_parity rtc_boundary clock deterministic
 
 exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 only checks of this machine failed
 """

@@ -102,7 +102,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no object": (lambda root: (root / "reflex_config.json").write_text("[]"), "config", "expected an object"),
     "a link to nothing": (
         lambda root: ((root / "model.onnx").unlink(), (root / "model.onnx").symlink_to("blobs/7")),
-        "files",
+        "config",
         "link to nothing",
     ),
     "no graph": (lambda root: (root / "model.onnx").unlink(), "config", "model.onnx: not found"),
@@ -111,7 +111,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a web page": (lambda root: (root / "model.onnx").write_bytes(b"<!DOCTYPE html>"), "model_load", "model.onnx"),
     "a large-file pointer": (
         lambda root: (root / "model.onnx").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        "files",
+        "config",
         "Git LFS",
     ),
 }
@@ -171,7 +171,7 @@ def test_t7_files_of_another_user(open_to_all: Path) -> None:
     if before == 0:  # whom nothing is forbidden
         os.seteuid(65534)
     try:
-        finding = failed(root, "files")
+        finding = failed(root, "config")
     finally:
         os.seteuid(before)
     assert "Permission denied" in finding.actual

@@ -1,8 +1,7 @@
 """Checks a policy before it meets a robot: for each check what was expected, what was found and what to do.
 
-Checks run in a fixed order; one that needs what another found broken is skipped and says so. A check returns what it
-found. It raises errors of the loader and of the policy, or `CheckWarning`, `CheckFailure` or `CheckSkipped`. `examine`
-never raises for what is wrong with the policy: that is what it reports.
+Checks run in the order of this file; one that needs a check which did not pass is skipped. A check returns what it
+found, or raises an error of the loader or the policy, or a `Finding`. `examine` reports faults and never raises them.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from reflex_runtime.robots.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.robots.serving.question import OPENPI, ObservationReader
 from reflex_runtime.robots.sources.export_directory import Export
-from reflex_runtime.robots.sources.export_files import CONFIG_FILE, EMBODIMENT_FILE, check_files
+from reflex_runtime.robots.sources.export_files import CONFIG_FILE, EMBODIMENT_FILE
 from reflex_runtime.robots.sources.load import (
     SHARE,
     Room,
     directory_of,
+    in_gb,
     is_export,
     load_policy,
     read_source,
@@ -43,13 +43,13 @@ from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
 from reflex_runtime.version import __version__
 
 SAMPLES: Final = 8
-"""Requests made up; batch parity is looked at for 2, 4 and 8 of them."""
+"""Made-up requests; batch parity compares 2, 4 and 8 of them."""
 
 PARITY: Final = 1e-4
 """Largest difference between an action of a batch and the same one alone, as a share of its joint's scale: its
-standard deviation, or its largest value. Kernels that add up in another order at other batch sizes give about 1e-6 in
-float32 (measured: 0 on the CPU, 2.8e-6 on CUDA); rows that influence each other give 0.01 and more. Well below the 1e-3
-at which a replay calls an answer different, so that a healthy export replays whatever batches it ran in."""
+standard deviation, or its largest value. Kernels that sum in another order at other batch sizes give about 1e-6 in
+float32 (measured: 0 on the CPU, 2.8e-6 on CUDA); rows that influence each other give 0.01 and more. A replay calls an
+answer different at 1e-3, so that a healthy export replays in any batches."""
 
 PARITY_HALF: Final = 2e-2
 """The same for models in 16 bits: their numbers are 1e-3 apart, and sums of them differ by some of those steps."""
@@ -63,25 +63,18 @@ RTC_HORIZON: Final = 10  # default of --rtc-horizon
 LEAST_WALL: Final = 1_735_689_600.0  # 2025-01-01: an earlier wall clock was never set
 DAY: Final = 86_400.0
 
+Status = Literal["pass", "fail", "warn", "skip"]
 
-class CheckWarning(Exception):
-    """The policy can be served, and something is probably wrong. remedy: "" for that of the check."""
 
-    def __init__(self, actual: str, remedy: str = "") -> None:
+class Finding(Exception):
+    """How a check ends that does not pass. A warning: the policy can be served, and something is probably wrong.
+
+    remedy: "" for that of the check. environment: the fault is in this machine, not in the policy.
+    """
+
+    def __init__(self, status: Status, actual: str, remedy: str = "", environment: bool = False) -> None:
         super().__init__(actual)
-        self.actual, self.remedy = actual, remedy
-
-
-class CheckFailure(CheckWarning):
-    """The check fails. environment: because of this machine."""
-
-    def __init__(self, actual: str, remedy: str = "", environment: bool = False) -> None:
-        super().__init__(actual, remedy)
-        self.environment = environment
-
-
-class CheckSkipped(Exception):
-    """There is nothing to check, or no way to."""
+        self.status, self.actual, self.remedy, self.environment = status, actual, remedy, environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +86,10 @@ class Clocks:
     resolution: float = field(default_factory=lambda: time.get_clock_info("monotonic").resolution)
 
 
-@dataclass(slots=True)
+@dataclass
 class CheckContext:
-    """The policy under examination, and the results of earlier checks."""
+    """The policy under examination, and the results of earlier checks: its description, the policy itself, what is
+    wrong with its graphs, its answers to samples, and the seconds of one answer."""
 
     source: str
     provider: str
@@ -105,26 +99,11 @@ class CheckContext:
     clocks: Clocks
     total_memory: Callable[[str], int]
     rows: int = 0
-    loaded: PolicySource | None = None
-    opened: Policy | None = None
+    spec: PolicySource = field(init=False)
+    policy: Policy = field(init=False)
     graph_error: ConfigError | None = None
     alone: list[ActionChunk] = field(default_factory=list)
     answer_time: float = 0.0
-
-    @property
-    def spec(self) -> PolicySource:
-        assert self.loaded is not None
-        return self.loaded
-
-    @property
-    def policy(self) -> Policy:
-        assert self.opened is not None
-        return self.opened
-
-    @property
-    def root(self) -> Path:
-        """The directory of the source."""
-        return directory_of(self.source)
 
     @property
     def device(self) -> DeviceOptions:
@@ -132,7 +111,7 @@ class CheckContext:
 
     @property
     def instructions(self) -> list[str]:
-        """Of the samples: the one named, else the first and the last words of the vocabulary."""
+        """Of the samples: the given one, else the first and the last words of the vocabulary."""
         spec = self.spec
         if not spec.takes_text:
             return [""]
@@ -140,14 +119,14 @@ class CheckContext:
             return [self.instruction]
         words = spec.config.get("tokenizer") if spec.tokenizer is not None else None
         if isinstance(words, str):
-            words = read_json(self.root / words).get("model", {}).get("vocab")
+            words = read_json(directory_of(self.source) / words).get("model", {}).get("vocab")
         if not isinstance(words, dict) or not words:
             return ["pick up the red block", "open the drawer"]
         known = [word for word in sorted(words, key=lambda word: int(words[word])) if word.isalnum()] or ["open"]
         return [" ".join(known[: spec.max_tokens]), " ".join(known[-spec.max_tokens :])]
 
     def sample(self, number: int, without: frozenset[str] = frozenset()) -> Request:
-        """A made-up request, in words that the policy knows."""
+        """A made-up request, in words of the policy's vocabulary."""
         texts = self.instructions
         return self.policy.sample(number, texts[number % len(texts)], without)
 
@@ -156,18 +135,44 @@ class CheckContext:
         return ", ".join(names[j] if names else str(j) for j in which.tolist())
 
 
+class CheckRule(NamedTuple):
+    """A check: its id, the checks whose results it needs, its expectation, and what to do where it fails.
+
+    environment: a failure is this machine's. exports: only for export directories; other readers check their own files.
+    """
+
+    id: str
+    look: Callable[[CheckContext], str]
+    needs: tuple[str, ...]
+    expected: str
+    remedy: str
+    environment: bool = False
+    exports: bool = False
+
+
+CHECKS: list[CheckRule] = []
+"""In their order. `deterministic` runs only where rows are given."""
+
+
+def check(
+    id: str, needs: str, expected: str, remedy: str, *, environment: bool = False, exports: bool = False
+) -> Callable[[Callable[[CheckContext], str]], Callable[[CheckContext], str]]:
+    """Add the function to CHECKS. needs: ids with spaces between them."""
+
+    def add(look: Callable[[CheckContext], str]) -> Callable[[CheckContext], str]:
+        CHECKS.append(CheckRule(id, look, tuple(needs.split()), expected, remedy, environment, exports))
+        return look
+
+    return add
+
+
 def some(problems: Sequence[str], most: int = 6) -> str:
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(problems[:most]) + more
 
 
-def size(count: float) -> str:
-    """A number of bytes with a unit."""
-    return f"{count / 2**20:.1f} MB" if count < 2**30 else f"{count / 2**30:.1f} GB"
-
-
 def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(the middle of the training's actions, how far from it they usually are), each [action_dim], in robot's units.
+    """(the middle of the training's actions, their usual distance from it), each [action_dim], in robot's units.
 
     The middle is at the middle of its states, where actions are added to the state.
     """
@@ -182,19 +187,41 @@ def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.fl
 # -- reading it --------------------------------------------------------------------------------------------------------
 
 
-def check_export_files(context: CheckContext) -> str:
-    files = check_files(context.root)
-    return f"{len(files)} files, {size(sum(file.stat().st_size for file in files))}"
-
-
+@check(
+    "config", "", "a configuration that names what there is, in whole and readable files (docs/exports.md)",
+    "copy the file that is named there into the directory again, so that it can be read here and by the server (chmod "
+    "a+r), or correct the key; docs/exports.md explains each, docs/policies.md a policy of your own",
+)  # fmt: skip
 def check_config(context: CheckContext) -> str:
     """Of any source: errors are its reader's."""
-    context.loaded = spec = read_source(context.source, context.device)
+    context.spec = spec = read_source(context.source, context.device)
     spec.check()
     kind = f"{spec.model_id}, {spec.model_type}, {spec.inference_mode}, {spec.num_denoising_steps} steps"
     return f"{kind}, chunk of {spec.chunk_size} x {spec.action_dim}, model {spec.model_hash}"
 
 
+@check(
+    "wires", "config", "names of an observation for all that the policy needs, each once",
+    f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}", exports=True,
+)  # fmt: skip
+def check_wires(context: CheckContext) -> str:
+    """The names in observations: those of openpi, and of each wire that has a block (docs/wires.md)."""
+    spec, shown = context.spec, []
+    for wire in spec.wires or (OPENPI,):
+        told = ObservationReader(spec, spec.wires.get(wire)).describe()
+        names = [*told["images"], *told.get("state", {}).get("names", ())]
+        names += [told["prompt"]] if "prompt" in told else []
+        if len(told["images"]) < len(spec.images) or len(set(names)) < len(names):
+            raise Finding("warn", f"{wire}: {', '.join(names)}")
+        shown.append(f"{wire}: {', '.join(names)}{'' if spec.wires else ' (no block: found by name)'}")
+    return "; ".join(shown)
+
+
+@check(
+    "normalisation", "config", "statistics of states and actions, none of them tiny",
+    "fine if the model normalises by itself, or trained with a dimension that never varied; else actions are in the "
+    f"wrong units: add the training data's mean and std to {CONFIG_FILE}", exports=True,
+)  # fmt: skip
 def check_normalisation(context: CheckContext) -> str:
     spec, norms = context.spec, {"state_norm": context.spec.state_norm, "action_norm": context.spec.action_norm}
     doubts, found = [], []
@@ -205,51 +232,18 @@ def check_normalisation(context: CheckContext) -> str:
         found.append(key)
         doubts += [f"{key}: dimension {i} varies by {norm.scale[i]:g}, tiny" for i in np.flatnonzero(norm.scale < TINY)]
     if doubts:
-        raise CheckWarning(some(doubts))
+        raise Finding("warn", some(doubts))
     return " and ".join(found) or "no state, and no norm"
-
-
-def check_wires(context: CheckContext) -> str:
-    """What observations have to hold: those of openpi, and of each wire that has a block; docs/wires.md."""
-    spec, shown = context.spec, []
-    for wire in spec.wires or (OPENPI,):
-        told = ObservationReader(spec, spec.wires.get(wire)).describe()
-        names = [*told["images"], *told.get("state", {}).get("names", ())]
-        names += [told["prompt"]] if "prompt" in told else []
-        if len(told["images"]) < len(spec.images) or len(set(names)) < len(names):
-            raise CheckWarning(f"{wire}: {', '.join(names)}")
-        shown.append(f"{wire}: {', '.join(names)}{'' if spec.wires else ' (no block: found by name)'}")
-    return "; ".join(shown)
 
 
 # -- text, robot, machine ----------------------------------------------------------------------------------------------
 
 
-def check_tokenizer(context: CheckContext) -> str:
-    spec, tokenizer = context.spec, context.spec.tokenizer
-    if tokenizer is None:
-        raise CheckSkipped("the model makes its own tokens" if spec.takes_text else "the policy reads no text")
-    nonsense = tokenizer.encode("zqxjkvbp", 1).tolist()
-    for text in filter(None, context.instructions):
-        words = text.split()
-        unknown = [word for word in words if word != "zqxjkvbp" and tokenizer.encode(word, 1).tolist() == nonsense]
-        if len(unknown) == len(words):
-            raise CheckFailure(f"{text!r}: not one word of it is known")
-        if unknown:
-            raise CheckWarning(
-                f"{text!r}: {', '.join(map(repr, unknown))} unknown",
-                "ask in the words of the training data, or add them to the tokenizer and train with them",
-            )
-        middle = np.zeros(spec.state_dim, np.float32)  # of a normalised state: for the length of a prompt that has it
-        whole = text if spec.prompt is None else spec.prompt.render(text, middle)
-        if len(tokenizer.ids(whole)) > spec.max_tokens:
-            raise CheckWarning(
-                f"{whole!r}: over max_tokens={spec.max_tokens}; what follows is cut off",
-                "ask in fewer words, or export again with a longer token row (max_tokens)",
-            )
-    return " and ".join(repr(text) for text in context.instructions)
-
-
+@check(
+    "embodiment", "config",
+    "a robot that is known: action space, ranges that hold the mean action, cameras of these names",
+    f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment), or give PolicySpec an Embodiment",
+)  # fmt: skip
 def check_embodiment(context: CheckContext) -> str:
     spec, robot = context.spec, context.spec.embodiment
     doubts = []
@@ -264,7 +258,8 @@ def check_embodiment(context: CheckContext) -> str:
                 f"{context.joints(outside[i : i + 1])}: mean {mean[j]:.3g}, range [{low[j]:.3g}, {high[j]:.3g}]"
                 for i, j in enumerate(outside)
             ]
-            raise CheckFailure(
+            raise Finding(
+                "fail",
                 f"the mean action of the training data is outside its range: {some(told)}",
                 "action_norm and action_ranges are of different robots, orders or units: compare them joint by joint",
             )
@@ -277,80 +272,101 @@ def check_embodiment(context: CheckContext) -> str:
     if unknown and len(spec.images) > 1:
         doubts.append(f"images that are no camera of the robot: {', '.join(unknown)}")
     if doubts:
-        raise CheckWarning(some(doubts))
+        raise Finding("warn", some(doubts))
     return f"{robot.name}, {robot.action_space}, {spec.action_dim} ranges"
 
 
+@check(
+    "tokenizer", "config", "known words, no longer than max_tokens",
+    f"the tokenizer is not that of the training: put the right one into {CONFIG_FILE} (tokenizer)", exports=True,
+)  # fmt: skip
+def check_tokenizer(context: CheckContext) -> str:
+    spec, tokenizer = context.spec, context.spec.tokenizer
+    if tokenizer is None:
+        raise Finding("skip", "the model makes its own tokens" if spec.takes_text else "the policy reads no text")
+    nonsense = tokenizer.encode("zqxjkvbp", 1).tolist()
+    for text in filter(None, context.instructions):
+        words = text.split()
+        unknown = [word for word in words if word != "zqxjkvbp" and tokenizer.encode(word, 1).tolist() == nonsense]
+        if len(unknown) == len(words):
+            raise Finding("fail", f"{text!r}: not one word of it is known")
+        if unknown:
+            told = f"{text!r}: {', '.join(map(repr, unknown))} unknown"
+            raise Finding("warn", told, "use words of the training data, or add these to the tokenizer and train")
+        middle = np.zeros(spec.state_dim, np.float32)  # a normalised state, for the length of a prompt with its bins
+        whole = text if spec.prompt is None else spec.prompt.render(text, middle)
+        if len(tokenizer.ids(whole)) > spec.max_tokens:
+            told = f"{whole!r}: over max_tokens={spec.max_tokens}; what follows is cut off"
+            raise Finding("warn", told, "use fewer words, or export again with a longer token row (max_tokens)")
+    return " and ".join(repr(text) for text in context.instructions)
+
+
+@check(
+    "memory", "config", f"two policies of its size within {SHARE:.0%} of the memory",
+    "free memory is not enough for this model: a larger machine, a smaller model, or its export in float16",
+)  # fmt: skip
 def check_memory(context: CheckContext) -> str:
     try:
         total = context.total_memory(context.provider)
     except ConfigError as error:
-        raise CheckSkipped(error.message) from None
+        raise Finding("skip", error.message) from None
     one, two = (Room(context.spec.model_bytes, total, n) for n in (1, 2))
-    actual = f"2 x {size(two.model_bytes)} of {size(two.available)} ({SHARE:.0%} of {size(total)})"
+    actual = f"2 x {in_gb(two.model_bytes)} of {in_gb(two.available)} ({SHARE:.0%} of {in_gb(total)})"
     if two.fits:
         return actual
     if one.fits:
-        raise CheckWarning(actual, f"served alone it is fine. {two.refusal(context.provider)}")
-    raise CheckFailure(f"{size(one.needed)} for one alone, of {size(one.available)}", environment=True)
+        raise Finding("warn", actual, f"served alone it is fine. {two.refusal(context.provider)}")
+    raise Finding("fail", f"{in_gb(one.needed)} for one alone, of {in_gb(one.available)}", environment=True)
 
 
+@check(
+    "provider", "", "a provider of this onnxruntime",
+    "install what is named there into this environment, or serve with --provider cpu", environment=True, exports=True,
+)  # fmt: skip
 def check_provider(context: CheckContext) -> str:
     onnx_session.check_provider(context.provider)
     return f"{context.provider} is in this onnxruntime"
 
 
-def check_clock(context: CheckContext) -> str:
-    clocks = context.clocks
-    reads = [clocks.monotonic() for _ in range(1000)]
-    back = sum(b < a for a, b in pairwise(reads))
-    if back or clocks.resolution > 1e-3:
-        actual = f"goes back {back} times in 1000" if back else f"resolution {clocks.resolution:g} s"
-        raise CheckFailure(f"the monotonic clock: {actual}")
-    wall = clocks.wall()
-    mine = () if context.source.startswith(PYTHON) else context.root.rglob("*")
-    newest = max((file.stat().st_mtime for file in mine if file.is_file()), default=0.0)
-    if wall < LEAST_WALL or wall < newest - DAY:
-        shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(max(0.0, wall)))
-        raise CheckWarning(
-            f"the wall clock says {shown} UTC, which is before the export's own files",
-            "timestamps of recordings will be wrong: set it (timedatectl set-ntp true), or replace the clock's battery",
-        )
-    return f"{clocks.resolution:.0e} s"
-
-
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
+@check(
+    "model_load", "config provider", "a model that loads on this provider",
+    "copy the files again if they may have been damaged, or export again, with an opset that this onnxruntime knows "
+    "(pip install -U onnxruntime) and operators of ONNX itself; of your own policy: docs/policies.md",
+)  # fmt: skip
 def check_model_load(context: CheckContext) -> str:
-    """What the graphs' inputs and batch axis make of the loading is left to the two checks after it."""
+    """Errors of the graphs' inputs and batch axis belong to the two checks after it."""
     began = context.clocks.monotonic()
     try:
-        context.opened = load_policy(context.spec, device=context.device)
+        context.policy = load_policy(context.spec, device=context.device)
     except (PortMismatch, BatchAxisError) as error:
         if not isinstance(context.spec, Export):
             raise
         context.graph_error = error
     except ConfigError as error:
-        if context.provider != CPU and _loads_on_cpu(context):
-            raise CheckFailure(
-                f"{error.message}; on the CPU it loads",
-                "the driver or its libraries do not fit this onnxruntime: compare nvidia-smi with onnxruntime.ai/docs/"
-                "execution-providers, or serve with --provider cpu",
-                environment=True,
-            ) from None
-        raise
-    return f"{size(context.spec.model_bytes)} in {context.clocks.monotonic() - began:.2f} s"
+        if context.provider == CPU:
+            raise
+        try:
+            load_policy(context.spec, device=DeviceOptions(threads=context.threads))
+        except ConfigError:
+            raise error from None
+        raise Finding(
+            "fail",
+            f"{error.message}; on the CPU it loads",
+            "the driver or its libraries do not fit this onnxruntime: compare nvidia-smi with onnxruntime.ai/docs/"
+            "execution-providers, or serve with --provider cpu",
+            environment=True,
+        ) from None
+    return f"{in_gb(context.spec.model_bytes)} in {context.clocks.monotonic() - began:.2f} s"
 
 
-def _loads_on_cpu(context: CheckContext) -> bool:
-    try:
-        load_policy(context.spec, device=DeviceOptions(threads=context.threads))
-    except ConfigError:
-        return False
-    return True
-
-
+@check(
+    "inputs", "model_load", "every role has a tensor of its type and size, and every input a role",
+    f"write the tensors' names and sizes into {CONFIG_FILE} (inputs, outputs, images, state_dim, action_dim, "
+    "chunk_size, max_tokens), or export again with these names and sizes", exports=True,
+)  # fmt: skip
 def check_inputs(context: CheckContext) -> str:
     if isinstance(context.graph_error, PortMismatch):
         raise context.graph_error
@@ -358,16 +374,25 @@ def check_inputs(context: CheckContext) -> str:
     return ", ".join(f"{role} {spec.name!r}" for graph in graphs for role, spec in graph.inputs.items())
 
 
+@check(
+    "dynamic_batch", "inputs", "a symbolic first axis on every input and output",
+    "export again with dynamic_axes={name: {0: 'batch'} for every input and output}", exports=True,
+)  # fmt: skip
 def check_dynamic_batch(context: CheckContext) -> str:
     if context.graph_error is not None:
         raise context.graph_error
     if not context.policy.model.batched:
-        raise CheckWarning("a graph's batch axis is fixed at 1, so requests of a batch run one after the other")
+        raise Finding("warn", "a graph's batch axis is fixed at 1, so requests of a batch run one after the other")
     return "symbolic in all graphs"
 
 
+@check(
+    "actions", "model_load dynamic_batch", "finite actions within the robot's ranges",
+    "the graph loads and cannot run: sizes inside it do not fit (a reshape with a fixed number of rows, ids beyond the "
+    "vocabulary, images of another size); run the model once in the tool that exported it",
+)  # fmt: skip
 def check_actions(context: CheckContext) -> str:
-    """Made-up observations, one at a time. The first is run twice: loading is no part of its time."""
+    """Made-up observations, one at a time. The first runs twice: loading is no part of its time."""
     times = []
     context.policy.answers([context.sample(0)])
     for i in range(SAMPLES):
@@ -378,9 +403,10 @@ def check_actions(context: CheckContext) -> str:
     actions = np.stack([chunk.actions for chunk in context.alone])
     bad = ~np.isfinite(actions)
     if bad.any():
-        raise CheckFailure(
-            f"{int(bad.sum())} of {actions.size} values are NaN or infinite, joints "
-            + context.joints(np.flatnonzero(bad.any((0, 1)))),
+        joints = context.joints(np.flatnonzero(bad.any((0, 1))))
+        raise Finding(
+            "fail",
+            f"{int(bad.sum())} of {actions.size} values are NaN or infinite, joints {joints}",
             "a division by zero or an overflow in the graph (float16 does that beyond 65504), or weights that hold "
             "NaN: run the checkpoint before its export on the same input",
         )
@@ -391,20 +417,25 @@ def check_actions(context: CheckContext) -> str:
     outside = (actions < ranges[:, 0]) | (actions > ranges[:, 1])
     share = float(outside.mean())
     if share > 0.5:
-        raise CheckFailure(
-            f"{share:.0%} of the values are outside, joints {context.joints(np.flatnonzero(outside.any((0, 1))))}; "
-            f"{told}",
+        joints = context.joints(np.flatnonzero(outside.any((0, 1))))
+        raise Finding(
+            "fail",
+            f"{share:.0%} of the values are outside, joints {joints}; {told}",
             "action_norm or action_ranges are of another robot or in other units (degrees, radians, metres): compare "
             f"{CONFIG_FILE} with the embodiment file",
         )
     told += f", {share:.0%} of the values outside their range (the guard clamps those)"
     if share > 0.2:
-        raise CheckWarning(told, f"compare action_norm in {CONFIG_FILE} with action_ranges: is it the same robot?")
+        raise Finding("warn", told, f"compare action_norm in {CONFIG_FILE} with action_ranges: is it the same robot?")
     return told
 
 
+@check(
+    "cameras", "actions", "finite actions without the optional cameras, and a mask that tells the model so",
+    "the graph cannot do with a mask that is false: look for a division by the number of pictures",
+)  # fmt: skip
 def check_cameras(context: CheckContext) -> str:
-    """What a request that leaves out every camera that it may leave out is answered."""
+    """A request without any camera that it may leave out."""
     spec = context.spec
     if not spec.optional_images:
         return "none is optional"
@@ -413,28 +444,141 @@ def check_cameras(context: CheckContext) -> str:
     without = f"without {', '.join(sorted(left_out))}"
     (chunk,) = context.policy.answers([context.sample(0, left_out)])
     if not np.isfinite(chunk.actions).all():
-        raise CheckFailure(
+        raise Finding(
+            "fail",
             f"{without}: some actions are NaN or infinite",
             "where all of a picture's tokens are masked, a softmax has nothing left: mask with a large negative number",
         )
     roles = {role for graph in spec.graphs.values() for role in graph.inputs} if isinstance(spec, Export) else None
     if roles is not None and not any("image_mask" in role for role in roles - spec.images.keys()):
-        raise CheckWarning(
+        raise Finding(
+            "warn",
             f"{without}: finite, and no input has the role image_masks or image_mask/NAME",
             "the model takes a missing camera for a black picture: fine if it was trained so, else export the masks",
         )
     return f"finite {without}"
 
 
+@check(
+    "determinism", "actions", "the same bits for the same observation and seed",
+    "the graph draws random numbers of its own (RandomNormal, a dropout left on): export in eval mode, with the noise "
+    "as an input (inputs.noise); on CUDA it may be a kernel that adds up in any order",
+)  # fmt: skip
 def check_determinism(context: CheckContext) -> str:
     again, first = context.policy.answers([context.sample(0)])[0].actions, context.alone[0].actions
     if again.tobytes() != first.tobytes():
-        raise CheckFailure(f"differs by up to {float(np.abs(again - first).max()):.3g}")
+        raise Finding("fail", f"differs by up to {float(np.abs(again - first).max()):.3g}")
     return "bit-equal"
 
 
+@check(
+    "batch_parity", "actions",
+    f"an action of a batch within {PARITY:g} of its joint's scale of it alone, in 16 bits {PARITY_HALF:g}",
+    "rows influence each other: batch statistics (export in eval mode), a mean or softmax over the batch axis, one "
+    "time for all rows, padding to the longest. Until it is exported again: --max-batch-size 1",
+)  # fmt: skip
+def check_batch_parity(context: CheckContext) -> str:
+    alone = np.stack([chunk.actions for chunk in context.alone])
+    scale = np.maximum(np.abs(alone).max(axis=(0, 1)), np.maximum(typical_action(context.spec)[1], LEAST_SCALE))
+    steps = context.spec.num_denoising_steps
+    worst, where = 0.0, ""
+    for n in (2, 4, 8):
+        ways = {"together": [0] * n}
+        if context.spec.staged and steps > 1:
+            ways["at different steps"] = [i % steps for i in range(n)]
+        for how, starts in ways.items():
+            try:
+                chunks = context.policy.answers([context.sample(i) for i in range(n)], starts)
+            except ReflexError as error:
+                raise Finding(
+                    "fail",
+                    f"{n} {how}: {error.message}",
+                    "the first axis is symbolic and the graph cannot do with it: a reshape or a constant inside is of "
+                    "one row. Export with a batch of 2 as the example; until then --max-batch-size 1",
+                ) from None
+            ratios = np.abs(np.stack([c.actions for c in chunks]) - alone[:n]) / scale
+            if not ratios.max() <= worst:  # NaN is never better
+                worst, where = float(ratios.max()), f" ({n} {how})"
+    if not worst <= PARITY_HALF:
+        raise Finding("fail", f"differs by {worst:.3g} of its joint's scale{where}")
+    if worst > PARITY and not context.policy.model.half:
+        raise Finding(
+            "warn",
+            f"differs by {worst:.3g} of its joint's scale{where}",
+            "rounding of weights in 16 bits, or rows that influence each other a little: compare with --max-batch-size "
+            "1 before a robot depends on it",
+        )
+    return f"{worst:.3g} at most{where}, for 2, 4 and 8"
+
+
+@check(
+    "rtc_boundary", "actions",
+    "decomposed, chunk_size >= the horizon, an answer before the horizon is reached", "see docs/chunks.md",
+)  # fmt: skip
+def check_rtc_boundary(context: CheckContext) -> str:
+    """The needs of a chunk that continues the last one: access between steps, a tail, and an answer in time."""
+    spec, rate = context.spec, context.spec.embodiment.control_rate_hz
+    horizon = context.rtc_horizon if context.rtc_horizon is not None else RTC_HORIZON
+    status: Status = "warn" if context.rtc_horizon is None else "fail"
+    if not spec.staged:
+        if context.rtc_horizon is None:
+            raise Finding("skip", "a monolithic export cannot do --rtc: its steps are inside the graph")
+        told = "monolithic: its steps are inside the graph"
+        raise Finding("fail", told, "export prefix and expert apart, or serve --no-rtc")
+    if spec.chunk_size < horizon:
+        told = f"chunk_size {spec.chunk_size} ends before a horizon of {horizon}"
+        shorter = f"serve with --rtc-horizon {max(1, spec.chunk_size // 2)} (at most {spec.chunk_size}), or --no-rtc"
+        raise Finding(status, told, shorter)
+    if rate is None:
+        raise Finding(
+            "warn",
+            "control_rate_hz is not known",
+            f"write the robot's control rate into {EMBODIMENT_FILE}: without it every request has to say how many "
+            "actions were `executed`, and those that run while it waits are not frozen",
+        )
+    late = math.ceil(context.answer_time * rate)
+    passing = "1 action passes" if late == 1 else f"{late} actions pass"
+    told = f"{passing} in {context.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {spec.chunk_size}"
+    if late <= horizon:
+        return told
+    if late < spec.chunk_size:
+        raise Finding(status, told, f"--rtc-horizon {late} or more (at most {spec.chunk_size}), or a faster device")
+    faster = "a faster device, fewer denoising steps or a longer chunk"
+    raise Finding(status, told, f"{faster}: the robot has none left when it is answered")
+
+
+@check(
+    "clock", "", "a monotonic clock of 1 ms or finer that never goes back, and a wall clock that is set",
+    "deadlines and batches are timed by it: choose another clock source (/sys/devices/system/clocksource/clocksource0/"
+    "current_clocksource), or another hypervisor", environment=True,
+)  # fmt: skip
+def check_clock(context: CheckContext) -> str:
+    clocks = context.clocks
+    reads = [clocks.monotonic() for _ in range(1000)]
+    back = sum(b < a for a, b in pairwise(reads))
+    if back or clocks.resolution > 1e-3:
+        actual = f"goes back {back} times in 1000" if back else f"resolution {clocks.resolution:g} s"
+        raise Finding("fail", f"the monotonic clock: {actual}")
+    wall = clocks.wall()
+    mine = () if context.source.startswith(PYTHON) else directory_of(context.source).rglob("*")
+    newest = max((file.stat().st_mtime for file in mine if file.is_file()), default=0.0)
+    if wall < LEAST_WALL or wall < newest - DAY:
+        shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(max(0.0, wall)))
+        raise Finding(
+            "warn",
+            f"the wall clock says {shown} UTC, which is before the export's own files",
+            "timestamps of recordings will be wrong: set it (timedatectl set-ntp true), or replace the clock's battery",
+        )
+    return f"{clocks.resolution:.0e} s"
+
+
+@check(
+    "deterministic", "determinism", "the same bits whatever shares the batch, and in whatever row",
+    "this runtime computes a row by its place in the call, or by what is in other rows: serve with --deterministic 1, "
+    "one row a call, or try --threads 1 or another provider",
+)  # fmt: skip
 def check_rows(context: CheckContext) -> str:
-    """With `--deterministic`: each sample alone, then all together until each was in each row. Tells the price."""
+    """Each sample alone, then all together until each was in each row; and the price of that."""
     n, steps, loose = context.rows, context.spec.num_denoising_steps, context.policy
     policy = type(loose)(loose.model, loose.slot, rows=n)
     samples, alone, times = [context.sample(i) for i in range(n)], [], []
@@ -456,188 +600,13 @@ def check_rows(context: CheckContext) -> str:
                 worst = max(worst, float(np.abs(chunk.actions - alone[order[row]]).max()))
     if wrong:
         told = some([str(row) for row in sorted(wrong)])
-        raise CheckFailure(f"an answer differs by up to {worst:.3g} from itself alone, in rows {told} of {n}")
+        raise Finding("fail", f"an answer differs by up to {worst:.3g} from itself alone, in rows {told} of {n}")
     without, spent = 1e3 * np.median(times, axis=0)
     price = f"an answer alone takes {spent:.1f} ms, {without:.1f} ms without"
     return f"bit-equal alone, beside others and in each of {n} rows; {price}"
 
 
-def check_batch_parity(context: CheckContext) -> str:
-    alone = np.stack([chunk.actions for chunk in context.alone])
-    scale = np.maximum(np.abs(alone).max(axis=(0, 1)), np.maximum(typical_action(context.spec)[1], LEAST_SCALE))
-    steps = context.spec.num_denoising_steps
-    worst, where = 0.0, ""
-    for n in (2, 4, 8):
-        ways = {"together": [0] * n}
-        if context.spec.staged and steps > 1:
-            ways["at different steps"] = [i % steps for i in range(n)]
-        for how, starts in ways.items():
-            try:
-                chunks = context.policy.answers([context.sample(i) for i in range(n)], starts)
-            except ReflexError as error:
-                raise CheckFailure(
-                    f"{n} {how}: {error.message}",
-                    "the first axis is symbolic and the graph cannot do with it: a reshape or a constant inside is of "
-                    "one row. Export with a batch of 2 as the example; until then --max-batch-size 1",
-                ) from None
-            ratios = np.abs(np.stack([c.actions for c in chunks]) - alone[:n]) / scale
-            if not ratios.max() <= worst:  # NaN is never better
-                worst, where = float(ratios.max()), f" ({n} {how})"
-    if not worst <= PARITY_HALF:
-        raise CheckFailure(f"differs by {worst:.3g} of its joint's scale{where}")
-    if worst > PARITY and not context.policy.model.half:
-        raise CheckWarning(
-            f"differs by {worst:.3g} of its joint's scale{where}",
-            "rounding of weights in 16 bits, or rows that influence each other a little: compare with --max-batch-size "
-            "1 before a robot depends on it",
-        )
-    return f"{worst:.3g} at most{where}, for 2, 4 and 8"
-
-
-def check_rtc_boundary(context: CheckContext) -> str:
-    """What anchoring a chunk to the last one needs of the export: access between steps, a tail, and a time to lose."""
-    spec, rate = context.spec, context.spec.embodiment.control_rate_hz
-    horizon = context.rtc_horizon if context.rtc_horizon is not None else RTC_HORIZON
-    problem = CheckWarning if context.rtc_horizon is None else CheckFailure
-    if not spec.staged:
-        if context.rtc_horizon is None:
-            raise CheckSkipped("a monolithic export cannot do --rtc: its steps are inside the graph")
-        raise problem("monolithic: its steps are inside the graph", "export prefix and expert apart, or serve --no-rtc")
-    if spec.chunk_size < horizon:
-        raise problem(
-            f"chunk_size {spec.chunk_size} ends before a horizon of {horizon}",
-            f"serve with --rtc-horizon {max(1, spec.chunk_size // 2)} (at most {spec.chunk_size}), or --no-rtc",
-        )
-    if rate is None:
-        raise CheckWarning(
-            "control_rate_hz is not known",
-            f"write the robot's control rate into {EMBODIMENT_FILE}: without it every request has to say how many "
-            "actions were `executed`, and those that run while it waits are not frozen",
-        )
-    late = math.ceil(context.answer_time * rate)
-    passing = "1 action passes" if late == 1 else f"{late} actions pass"
-    told = f"{passing} in {context.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {spec.chunk_size}"
-    if late <= horizon:
-        return told
-    if late < spec.chunk_size:
-        raise problem(told, f"--rtc-horizon {late} or more (at most {spec.chunk_size}), or a faster device")
-    raise problem(
-        told, "a faster device, fewer denoising steps or a longer chunk: the robot has none left when it is answered"
-    )
-
-
-class CheckRule(NamedTuple):
-    """A check: its id, the checks whose findings it needs, what it expects, and what to do where it fails.
-
-    environment: a failure is this machine's.
-    """
-
-    id: str
-    look: Callable[[CheckContext], str]
-    needs: tuple[str, ...]
-    expected: str
-    remedy: str
-    environment: bool = False
-
-
-CHECKS: Final = (
-    CheckRule(
-        "files", check_export_files, (), "readable files, whole",
-        "copy them again, where they can be read here and by the server (chmod a+r); is this the export directory?",
-    ),
-    CheckRule(
-        "config", check_config, ("files",), "a configuration that names what there is (docs/exports.md)",
-        "copy the file that is named there into the directory again, or correct the key; docs/exports.md explains each"
-        ", docs/policies.md a policy of your own",
-    ),
-    CheckRule(
-        "wires", check_wires, ("config",), "names of an observation for all that the policy needs, each once",
-        f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}",
-    ),
-    CheckRule(
-        "normalisation", check_normalisation, ("config",), "statistics of states and actions, none of them tiny",
-        "fine if the model normalises by itself, or trained with a dimension that never varied; else the robot gets "
-        f"actions in the wrong units: add the training data's mean and std to {CONFIG_FILE}",
-    ),
-    CheckRule(
-        "embodiment", check_embodiment, ("config",),
-        "a robot that is known: action space, ranges that hold the mean action, cameras of these names",
-        f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment), or give PolicySpec an Embodiment",
-    ),
-    CheckRule(
-        "tokenizer", check_tokenizer, ("config",), "known words, no longer than max_tokens",
-        f"the tokenizer is not that of the training: put the right one into {CONFIG_FILE} (tokenizer)",
-    ),
-    CheckRule(
-        "memory", check_memory, ("config",), f"two policies of its size within {SHARE:.0%} of the memory",
-        "free memory is not enough for this model: a larger machine, a smaller model, or its export in float16",
-    ),
-    CheckRule(
-        "provider", check_provider, (), "a provider of this onnxruntime",
-        "install what is named there into this environment, or serve with --provider cpu", environment=True,
-    ),
-    CheckRule(
-        "model_load", check_model_load, ("config", "provider"), "a model that loads on this provider",
-        "copy the files again if they may have been damaged, or export again, with an opset that this onnxruntime "
-        "knows (pip install -U onnxruntime) and operators of ONNX itself; of your own policy: docs/policies.md",
-    ),
-    CheckRule(
-        "inputs", check_inputs, ("model_load",), "every role has a tensor of its type and size, and every input a role",
-        f"write the tensors' names and sizes into {CONFIG_FILE} (inputs, outputs, images, state_dim, action_dim, "
-        "chunk_size, max_tokens), or export again with these names and sizes",
-    ),
-    CheckRule(
-        "dynamic_batch", check_dynamic_batch, ("inputs",), "a symbolic first axis on every input and output",
-        "export again with dynamic_axes={name: {0: 'batch'} for every input and output}",
-    ),
-    CheckRule(
-        "actions", check_actions, ("model_load", "dynamic_batch"), "finite actions within the robot's ranges",
-        "the graph loads and cannot run: sizes inside it do not fit (a reshape with a fixed number of rows, ids beyond "
-        "the vocabulary, images of another size); run the model once in the tool that exported it",
-    ),
-    CheckRule(
-        "cameras", check_cameras, ("actions",),
-        "finite actions without the optional cameras, and a mask that tells the model so",
-        "the graph cannot do with a mask that is false: look for a division by the number of pictures",
-    ),
-    CheckRule(
-        "determinism", check_determinism, ("actions",), "the same bits for the same observation and seed",
-        "the graph draws random numbers of its own (RandomNormal, a dropout left on): export in eval mode, with the "
-        "noise as an input (inputs.noise); on CUDA it may be a kernel that adds up in any order",
-    ),
-    CheckRule(
-        "batch_parity", check_batch_parity, ("actions",),
-        f"an action of a batch within {PARITY:g} of its joint's scale of it alone, in 16 bits {PARITY_HALF:g}",
-        "rows influence each other: batch statistics (export in eval mode), a mean or softmax over the batch axis, one "
-        "time for all rows, padding to the longest. Until it is exported again: --max-batch-size 1",
-    ),
-    CheckRule(
-        "rtc_boundary", check_rtc_boundary, ("actions",),
-        "decomposed, chunk_size >= the horizon, an answer before the horizon is reached", "see docs/chunks.md",
-    ),
-    CheckRule(
-        "clock", check_clock, (),
-        "a monotonic clock of 1 ms or finer that never goes back, and a wall clock that is set",
-        "deadlines and batches are timed by it: choose another clock source (/sys/devices/system/clocksource/"
-        "clocksource0/current_clocksource), or another hypervisor",
-        environment=True,
-    ),
-    CheckRule(
-        "deterministic", check_rows, ("determinism",), "the same bits whatever shares the batch, and in whatever row",
-        "this runtime computes a row by its place in the call, or by what is in other rows: serve with --deterministic "
-        "1, one row a call, or try --threads 1 or another provider",
-    ),
-)  # fmt: skip
-"""`deterministic` is made only where rows are given."""
-
-OF_EXPORTS: Final = {"files", "wires", "normalisation", "tokenizer", "provider", "inputs", "dynamic_batch"}
-"""Not made for what is no export: its own reader checks its files."""
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
-
-
-Status = Literal["pass", "fail", "warn", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,7 +629,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks of one policy, in the order they were made."""
+    """All checks of one policy, in order. spec: None where it could not be read."""
 
     source: str
     provider: str
@@ -670,14 +639,14 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing failed. 1: the policy failed a check. 3: all that failed is this machine's."""
+        """0: nothing failed. 1: the policy failed a check. 3: only checks of this machine failed."""
         failed = [check for check in self.checks if check.status == "fail"]
         if not failed:
             return 0
         return 3 if all(check.environment for check in failed) else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe; the keys stand in `reflex doctor --help`."""
+        """JSON-safe; `reflex doctor --help` lists the keys."""
         counts = Counter(check.status for check in self.checks)
         return {
             "schema_version": 1,
@@ -706,42 +675,45 @@ def examine(
 ) -> Diagnosis:
     """Make every check of a source, as in `read_source`.
 
-    provider, threads: as in `OnnxSession`, and as the policy would be served. instruction: one it has to understand;
-    default its own first words. rtc_horizon: actions of a chunk that anchor the next one; named, a policy that cannot
-    do it fails, else it is a warning for the default. rows: as in `Policy`; named, it is proven that they make answers
-    deterministic. clocks, total_memory: for tests.
+    provider, threads: as in `OnnxSession`. instruction: one that the policy must understand; default its own first
+    words. rtc_horizon: actions of a chunk that anchor the next one; where it is given, a policy that cannot do it
+    fails, else the default of 10 gives a warning. rows: as in `Policy`; where given, `deterministic` runs. clocks,
+    total_memory: for tests.
     """
     clocks = clocks or Clocks()
     context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory, rows)
-    checks: dict[str, Check] = {}
-    left_out = (set() if is_export(context.source) else OF_EXPORTS) | (set() if rows else {"deterministic"})
-    for rule in [rule for rule in CHECKS if rule.id not in left_out]:
+    export, checks = is_export(context.source), dict[str, Check]()
+    for rule in CHECKS:
+        if (rule.exports and not export) or (rule.id == "deterministic" and not rows):
+            continue
         broken = [checks[id] for id in rule.needs if id in checks and checks[id].status in ("fail", "skip")]
         if broken:
             told = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
             checks[rule.id] = Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(told)}")
         else:
             checks[rule.id] = _made(rule, context)
-    return Diagnosis(context.source, provider, threads, context.loaded, list(checks.values()))
+    spec = getattr(context, "spec", None)
+    return Diagnosis(context.source, provider, threads, spec, list(checks.values()))
 
 
 def _made(rule: CheckRule, context: CheckContext) -> Check:
     began = context.clocks.monotonic()
-
-    def check(status: Status, actual: str, remedy: str = "", environment: bool = False) -> Check:
-        expected = "" if status == "skip" else rule.expected
-        return Check(rule.id, status, expected, actual, remedy, environment, context.clocks.monotonic() - began)
-
     try:
-        return check("pass", rule.look(context))
-    except CheckSkipped as skip:
-        return check("skip", str(skip))
-    except CheckFailure as fault:
-        return check("fail", fault.actual, fault.remedy or rule.remedy, fault.environment or rule.environment)
-    except CheckWarning as doubt:
-        return check("warn", doubt.actual, doubt.remedy or rule.remedy)
+        found = Finding("pass", rule.look(context))
+    except Finding as finding:
+        found = finding
     except ReflexError as error:
-        return check("fail", error.message, rule.remedy, rule.environment)
-    except Exception as error:  # whatever a policy makes a check do, the other checks are made
+        found = Finding("fail", error.message)
+    except Exception as error:  # a policy may raise anything, and the other checks are still made
         met = "this check met something that it does not know; please report it with this text"
-        return check("fail", f"{type(error).__name__}: {error}", met)
+        found = Finding("fail", f"{type(error).__name__}: {error}", met)
+    fails = found.status in ("fail", "warn")
+    return Check(
+        rule.id,
+        found.status,
+        "" if found.status == "skip" else rule.expected,
+        found.actual,
+        (found.remedy or rule.remedy) if fails else "",
+        found.status == "fail" and (found.environment or rule.environment),
+        context.clocks.monotonic() - began,
+    )
