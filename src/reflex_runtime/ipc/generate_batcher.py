@@ -29,6 +29,7 @@ from reflex_runtime.core.flush import Affine, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
 from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.ipc.frames import MAX_FRAME
 from reflex_runtime.ipc.generate_calls import (
     UNSENT,
     BatchDispatched,
@@ -45,6 +46,7 @@ from reflex_runtime.run.batcher import Dispatcher
 from reflex_runtime.settings.declare import option, validate
 
 GROUP = "generate"
+UNIT_BYTES = 16  # of a frame, at most, for a token or character of a prompt and its part of the other fields
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # of a request
 
@@ -289,7 +291,8 @@ class GenerateBatcher:
         if limit is not None and not (limit >= 0.0 and isfinite(limit)):
             raise ConfigError(f"timeout_ms={limit!r}: must be finite and >= 0")
         urgent = limit is not None and limit <= self.config.max_hold_ms
-        why = self._off or self._why_alone(params, "timeout_ms" if timeout_ms is not None else "")
+        units = _prompt_units(params)
+        why = self._off or self._why_alone(params, units, "timeout_ms" if timeout_ms is not None else "")
         guidance = params.guidance or {}
         key = (params.model_id, params.draft_model or "", str(guidance.get("mode", "")))
         handle.partition = self._behind(params.follows, key) or ((*key, why) if why else key)
@@ -300,7 +303,7 @@ class GenerateBatcher:
             partition=handle.partition,
             priority=Priority.URGENT if urgent else PRIORITIES[params.priority],
             time_limit=None if limit is None else limit / 1000.0,
-            wants=_prompt_units(params),
+            wants=units,
         )
         try:
             if not self._client.ready:
@@ -318,10 +321,12 @@ class GenerateBatcher:
         same = first is not None and isinstance(first.partition, tuple) and first.partition[:3] == key
         return first.partition if first is not None and same else None
 
-    def _why_alone(self, params: GenerateParams, also: str) -> str:
+    def _why_alone(self, params: GenerateParams, units: float, also: str) -> str:
         """Why a request cannot share a message; "" when it can. also: an option in use beside those of the params."""
         if BATCH_GENERATE not in self._client.capabilities:
             return "capability"
+        if units * self.config.max_batch_size > MAX_FRAME / UNIT_BYTES:
+            return "oversize"
         for name in self.config.ungroupable_options:
             if name == also or getattr(params, name) != OPTIONS[name]:
                 return "options"
@@ -416,7 +421,7 @@ class GenerateBatcher:
         try:
             return await message.read(self.config.call_timeout_ms / 1000.0)
         finally:
-            self._errors += message.errors
+            self._errors += message.lost
 
     # -- the registry's ------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from reflex_runtime.core.events import (
 from reflex_runtime.core.request import PRIORITIES, Ticket
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.ipc.client import RuntimeClient
-from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
+from reflex_runtime.ipc.frames import INTERNAL_ERROR, ProtocolError, Reader, RpcError, raised
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.streams import StreamHandle
@@ -38,7 +38,6 @@ MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 RECENT = 512  # requests of a partition whose waits are shown
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
 UNSENT: Final = "unsent"  # notes of a batch: the runtime was gone when it was formed
-FALLBACK: Final = "fallback"  # why each of its requests went by itself although they were to share a message
 _RESULT, _STARTED = Reader(BatchResult), Reader(Started)
 _UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start it, and gave no reason")
 
@@ -63,63 +62,48 @@ class Call:
 
 
 class SentBatch:
-    """A batch that was sent, and its answers. alone: each of its requests is a call of its own. errors: 1 where the
-    message failed as a whole, and for each request by itself that never got an answer."""
+    """A batch that was sent as one message, and its answer. lost: whether the message as a whole failed."""
 
-    __slots__ = ("_client", "_sent", "alone", "batch", "calls", "errors")
+    __slots__ = ("_alone", "_answer", "_client", "calls", "lost")
 
     def __init__(self, client: RuntimeClient, batch: Batch) -> None:
-        self._client, self.batch, self.alone = client, batch, bool(alone(batch.partition))
+        self._client, self._alone, self.lost = client, bool(alone(batch.partition)), False
         self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
-        self.errors = 0
-        self._sent: list[asyncio.Future[Raw]] = []
-        if not self.alone and BATCH_GENERATE not in client.capabilities:  # it was ready when they were queued
-            self._fall_back("capability")
-        self._write()
+        params = [call.params for call in self.calls]  # one, where requests go alone: see `StepHold.policy`
+        method, message = (GENERATE, params[0]) if self._alone else (BATCH_GENERATE, {"requests": params})
+        self._answer: asyncio.Future[Raw] | None = client.call(method, message)
 
     async def read(self, limit: float) -> list[Outcome]:
-        """The outcome of each of its requests. limit: seconds for the answers."""
+        """The outcome of each of its requests. limit: seconds for the answer."""
+        assert self._answer is not None
         error: ReflexError
         try:
             async with asyncio.timeout(limit):
-                return await (self._each() if self.alone else self._all())
+                answer = await self._answer
         except TimeoutError:
             error = ProcessorHung(f"the runtime did not answer within {1000.0 * limit:g} ms")
-        except ConnectionLost as lost:
-            error = copy.copy(self._unheard(lost))  # without traceback, which would hold the message: a cycle
+        except ConnectionLost as lost:  # a retry is safe where nothing was written
+            error = copy.copy(lost) if lost.written else self._client.unavailable()
         except ReflexError as failed:
-            error = copy.copy(failed)
-        self.errors += 1
+            error = copy.copy(failed)  # its traceback would hold the message: a cycle
+            self.calls[0].refused = self._alone
+        else:
+            try:
+                return self._outcomes(answer)
+            except ProtocolError as wrong:
+                error = copy.copy(wrong)
+        self.lost = not self.calls[0].refused
         return [Failed(error)] * len(self.calls)
 
     def forget(self, _: object = None) -> None:
-        """Drop its answers."""
-        for call in self._sent:
-            if not call.cancel() and not call.cancelled():
-                call.exception()  # retrieved: asyncio would log it
-        self._sent = []  # their errors have this message in their tracebacks: break the reference cycle
+        """Drop the answer, whose error has this message in its traceback: break the reference cycle."""
+        answer, self._answer = self._answer, None
+        if answer is not None and not answer.cancel() and not answer.cancelled():
+            answer.exception()  # retrieved: asyncio would log it
 
-    def _fall_back(self, reason: str) -> None:
-        """Send each of its requests as a call of its own, although they should share a message."""
-        self.batch.notes[FALLBACK] = reason
-        self.alone = True
-
-    def _write(self) -> None:
-        params = [call.params for call in self.calls]
-        if self.alone:
-            self._sent = [self._client.call(GENERATE, one) for one in params]
-        else:
-            self._sent = [self._client.call(BATCH_GENERATE, {"requests": params})]
-
-    async def _all(self) -> list[Outcome]:
-        try:
-            answer = await self._sent[0]
-        except OversizeFrame:  # nothing was written; each by itself may fit
-            if len(self.calls) == 1:
-                raise
-            self._fall_back("oversize")
-            self._write()
-            return await self._each()
+    def _outcomes(self, answer: Raw) -> list[Outcome]:
+        if self._alone:
+            return [_outcome(self.calls[0], _STARTED.read(answer))]
         results = _RESULT.read(answer).results
         if len(results) != len(self.calls):
             raise ProtocolError(f"the runtime answered {len(results)} requests of {len(self.calls)}", INTERNAL_ERROR)
@@ -127,27 +111,6 @@ class SentBatch:
             _outcome(call, item.result if item.success else item.error or _UNEXPLAINED)
             for call, item in zip(self.calls, results, strict=True)
         ]
-
-    async def _each(self) -> list[Outcome]:
-        answers = await asyncio.gather(*self._sent, return_exceptions=True)
-        return [self._one(call, answer) for call, answer in zip(self.calls, answers, strict=True)]
-
-    def _one(self, call: Call, answer: Raw | BaseException) -> Outcome:
-        """The outcome of a request that went by itself."""
-        if isinstance(answer, ConnectionLost):
-            self.errors += 1
-            return Failed(self._unheard(answer))
-        if isinstance(answer, BaseException):
-            call.refused = True
-            return Failed(answer)
-        try:
-            return _outcome(call, _STARTED.read(answer))
-        except ProtocolError as error:
-            return Failed(copy.copy(error))
-
-    def _unheard(self, lost: ConnectionLost) -> ReflexError:
-        """The error for its callers: a retry is safe where nothing was written."""
-        return lost if lost.written else self._client.unavailable()
 
 
 def _outcome(call: Call, said: Started | RpcError | None) -> Outcome:
@@ -213,9 +176,12 @@ class BatcherStats:
         if isinstance(event, RequestQueued):
             request = event.ticket.request
             self.enqueued[request.payload.priority] += 1
-            self._lane(request.partition).pending[request.payload.priority] += 1
+            lane = self._lane(request.partition)
+            lane.pending[request.payload.priority] += 1
             if reason := alone(request.partition):
-                self._fell_back(request.partition, reason, 1)
+                self.fallbacks[reason] += 1
+                lane.fallbacks[reason] += 1
+                self._series.counter("reflex_generate_batcher_fallback_total", reason).inc()
         elif isinstance(event, RequestSettled):
             if event.ticket.started is None:
                 request = event.ticket.request
@@ -248,19 +214,12 @@ class BatcherStats:
 
     def _finished(self, event: BatchFinished) -> None:
         batch = event.batch
-        if reason := batch.notes.get(FALLBACK):
-            self._fell_back(batch.partition, reason, len(batch))
         rejections = sum(isinstance(ticket.outcome, Failed) for ticket in batch.grants)
         self.rejections += rejections
         if self._told is not None and not batch.notes.get(UNSENT):
             hold = 1000.0 * (batch.scheduled_at - min(ticket.arrived for ticket in batch.grants))
             mix = dict(Counter[str](ticket.request.payload.priority for ticket in batch.grants))
             self._told(BatchDispatched(len(batch), hold, mix, 1000.0 * event.elapsed, rejections))
-
-    def _fell_back(self, partition: Hashable, reason: str, requests: int) -> None:
-        self.fallbacks[reason] += requests
-        self._lane(partition).fallbacks[reason] += requests
-        self._series.counter("reflex_generate_batcher_fallback_total", reason).inc(requests)
 
     def lanes(self) -> list[dict[str, Any]]:
         """Every partition."""

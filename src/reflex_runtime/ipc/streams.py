@@ -1,14 +1,14 @@
 """Streams of tokens between a runtime process and its front: one credit scheme, both its ends.
 
-The front (`StreamRegistry`) registers a stream before its request is queued, so that no early notification is lost. It
-takes one of `limit` places when its request is put into a message: requests that wait hold none, and an urgent one gets
-the next free place. The place is held until the terminal event of the stream, also when its reader left before: only
-the runtime knows when the place is free. A reader that takes tokens grants as many more.
+The front (`StreamRegistry`) registers a stream before its request is queued, so that no early notification is lost. A
+request takes one of `limit` places when it is put into a message: requests that wait hold none, and an urgent one gets
+the next free place. The stream holds its place until its terminal event, also after its reader has closed it: only the
+runtime can free it. A reader that takes tokens grants as many more.
 
-The runtime process (`Outlets`) sends each stream's tokens within its credits. An engine sets the bell of a stream that
-has new tokens; at the end of that turn of the loop the tokens of all such streams are sent together, so that a step is
-one write. Tokens of a stream without credits stay with its engine, which holds that stream alone. What a model says of
-a prompt is sent before, a part in each turn of the loop, so that it delays no other stream's tokens.
+The runtime process (`Outlets`) sends the tokens of each stream within its credits. The engine sets the bell of a stream
+that has new tokens; at the end of that turn of the loop the tokens of all such streams are sent together: one write for
+a step. Tokens without credits stay in the engine, which holds that stream alone. Scores of a prompt are sent first,
+a bounded number in each turn of the loop, so that they delay no other stream.
 """
 
 from __future__ import annotations
@@ -39,28 +39,24 @@ log = logging.getLogger("reflex.ipc")
 
 WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays within one
 MOST_STREAMS = 10_000  # live at a time in a runtime process
-SCORES_A_TURN = 4096  # numbers that are told of prompts in one turn of the loop: some 60 KB
-
-
+SCORES_A_TURN = 4096  # scores of prompts that are sent in one turn of the loop: some 60 KB
 _CLOSED = "closed before all of it was read"
 
 
 class OutputStream:
-    """One request's tokens, made in this process or in another: an async iterator for one reader. Producers push on the
-    event loop and never wait. A subclass bounds the memory: its hooks are called when outputs were pushed and when they
-    were taken, and it holds the producer of this stream alone.
+    """The tokens of one request, from this process or another: an async iterator for one reader.
 
-    One that ends with an error raises it here, after what had come until then. A reader that stops before the end calls
-    `close`. bell: set whenever there is something to read, for a reader of several streams. ended: whether no more will
-    come; what came may still be unread.
+    Producers push on the event loop and never wait. A subclass bounds the memory with the hooks `_pushed` and `_taken`.
+    An error is raised after the outputs before it. A reader that stops before the end calls `close`.
 
-    prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
-    prompt_scores: what the model says of the prompt's tokens from the second on, where that was asked for; complete
-    before there is output. completion_tokens: so far. held: whether its engine makes no more until some are taken.
+    bell: set whenever there is something to read; several streams may share one. ended: no more outputs will come; some
+    may be unread. closed: by its reader. held: its engine computes nothing until outputs are taken. prompt_tokens, and
+    cached_tokens among them: known from the first output on. prompt_scores: of the prompt's tokens from the second on,
+    if requested; complete before the first output.
     """
 
     __slots__ = (
-        "_bell", "_closed", "_error", "_outputs", "cached_tokens", "completion_tokens", "ended", "held",
+        "_bell", "_error", "_outputs", "cached_tokens", "closed", "completion_tokens", "ended", "held",
         "prompt_scores", "prompt_tokens",
     )  # fmt: skip
 
@@ -68,7 +64,7 @@ class OutputStream:
         self._bell = bell or asyncio.Event()
         self._outputs: deque[wire.TokenOutput] = deque()
         self._error: ReflexError | None = None
-        self._closed = self.ended = False
+        self.closed = self.ended = False
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
         self.prompt_scores: list[wire.ScoredToken] = []
         self.held = False
@@ -91,12 +87,11 @@ class OutputStream:
         return output
 
     async def read(self) -> list[wire.TokenOutput]:
-        """Everything that has come, at least one output; empty at the end."""
+        """All unread outputs, at least one; empty at the end."""
         return self.take() if self._outputs or await self._more() else []
 
     def take(self, most: int | None = None) -> list[wire.TokenOutput]:
-        """What has come, at most so many, without waiting. Raises the error of a stream that ended with one and is
-        read."""
+        """Unread outputs, at most so many, without waiting. Raises the stream's error once all are read."""
         if not self._outputs and self._error is not None:
             raise copy.copy(self._error)  # the traceback of a raised error holds this stream: avoid a reference cycle
         if most is None or most >= len(self._outputs):
@@ -109,11 +104,11 @@ class OutputStream:
         return outputs
 
     def close(self) -> None:
-        """Take the request back unless it has ended. Reading afterwards raises `Cancelled`, so a truncated answer does
-        not pass for a complete one."""
-        if self._closed:
+        """Cancel the request unless it has ended. Reading then raises `Cancelled`, so that a part does not pass for the
+        whole answer."""
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self._error is None and (self._outputs or not self.ended):
             self._error = Cancelled(_CLOSED)
         self._outputs.clear()
@@ -135,14 +130,14 @@ class OutputStream:
     # -- for the producer ----------------------------------------------------------------------------------------------
 
     def push(self, outputs: list[wire.TokenOutput]) -> None:
-        """Outputs came. Dropped after `close`."""
-        if not self._closed:
+        """Add outputs; dropped after `close`."""
+        if not self.closed:
             self._outputs += outputs
             self._bell.set()
             self._pushed(len(outputs))
 
     def end(self, error: ReflexError | None = None) -> None:
-        """It has ended; called exactly once."""
+        """End the stream; called once."""
         assert not self.ended
         self.ended = True
         if error is not None and self._error is None:
@@ -152,10 +147,10 @@ class OutputStream:
     # -- hooks of a subclass that bounds it ----------------------------------------------------------------------------
 
     def _pushed(self, n: int) -> None:
-        """So many outputs came."""
+        """n outputs were pushed."""
 
     def _taken(self, n: int) -> None:
-        """So many outputs were read."""
+        """n outputs were read."""
 
     def _left(self) -> None:
         """The reader closed it before its end."""
@@ -164,15 +159,12 @@ class OutputStream:
 async def merged(
     streams: Sequence[OutputStream], bell: asyncio.Event
 ) -> AsyncIterator[tuple[int, list[wire.TokenOutput]]]:
-    """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
-
-    Raises the first error that one of them ends with.
-    """
+    """(number of the stream, its new outputs), as they come. bell: of all the streams. Raises the first error."""
     still = dict(enumerate(streams))
     while still:
         bell.clear()
         for number, stream in list(still.items()):
-            ended = stream.ended  # asked first: what comes later rings again
+            ended = stream.ended  # read first: later outputs ring again
             outputs = stream.take()
             if outputs:
                 yield number, outputs
@@ -184,13 +176,12 @@ async def merged(
 
 
 class StreamHandle(OutputStream):
-    """One stream, for its one reader. See `OutputStream`; made by `StreamRegistry.register`.
+    """A stream from a runtime process. Made by `StreamRegistry.register`.
 
-    ttft_ms: final, as what `OutputStream` has, once it has ended. scores_left: numbers that may still come of
-    `prompt_scores`, 0 where nothing was asked for. reserved: whether
-    it holds a place. window: tokens that the runtime may be ahead of the reader. token_s: seconds from one token to the
-    next, once it has ended. For the batcher: partition; on_left: called when its reader leaves before it ended; on_end:
-    called once, when it ends.
+    ttft_ms, token_s: time to the first token, and seconds between two; known at the end. scores_left: scores of the
+    prompt that may still come. reserved: it holds a place. window: tokens that the runtime may be ahead of the reader.
+    For the batcher: partition; on_left: called when its reader closes it before its end; on_end: called once, at its
+    end.
     """
 
     __slots__ = (
@@ -209,11 +200,6 @@ class StreamHandle(OutputStream):
         self._registry = registry
         self._owed = 0  # read, and not granted again
 
-    @property
-    def closed(self) -> bool:
-        """Whether its reader has left."""
-        return self._closed
-
     def _taken(self, n: int) -> None:
         self._owed += n
         if 2 * self._owed >= self.window and self.reserved and not self.ended:
@@ -225,13 +211,12 @@ class StreamHandle(OutputStream):
 
 
 class StreamRegistry:
-    """The streams towards one runtime process. Only on the loop.
+    """The streams of one runtime process. Only on the loop.
 
-    limit: streams that may hold a place at a time. window: see `StreamHandle.window`.
-    say: sends the runtime a notification. on_room: called when the number of free places may have changed.
-    on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place. on_tokens: called
-    when tokens of a stream come. on_completed: called with every stream that completes while it is read.
-    stray: notifications that were dropped, by reason: unknown or ended streams, unknown methods, malformed ones.
+    limit: places. window: see `StreamHandle.window`. The batcher sets the hooks. say: sends a notification to the
+    runtime. on_room: the number of free places may have changed. on_event: `backpressure` or `slowConsumer` of a
+    stream. on_tokens: tokens of any stream came. on_completed: a stream completed while it was read. stray: dropped
+    notifications, by reason.
     """
 
     def __init__(self, limit: int = 64, window: int = wire.WINDOW) -> None:
@@ -247,8 +232,8 @@ class StreamRegistry:
         self.say: Callable[[str, Any], object] = _dropped
         self.stray: Counter[str] = Counter()
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
-        self._holders: dict[StreamHandle, None] = {}  # of a place
-        self._idle = Idle(lambda: not self._holders)
+        self._active = 0  # streams with a place
+        self._idle = Idle(lambda: not self._active)
         self._prefix, self._number = secrets.token_hex(4), 0
         self._notes: dict[str, tuple[Reader, Callable[[StreamHandle, Any], None]]] = {
             wire.CHUNK: (Reader(wire.StreamChunk), self._chunk), wire.PROMPT: (Reader(wire.StreamPrompt), self._prompt),
@@ -260,9 +245,9 @@ class StreamRegistry:
     def register(
         self, stream_id: str | None = None, partition: Hashable = None, bell: asyncio.Event | None = None
     ) -> StreamHandle:
-        """A stream that holds no place yet. Close it, or read it to its end.
+        """A stream without a place. Close it, or read it to its end.
 
-        stream_id: 1 to 200 printable characters; None makes one up. Raises ConfigError.
+        stream_id: 1 to 200 printable characters; None: a new one. Raises ConfigError.
         """
         if stream_id is None:
             self._number += 1
@@ -280,43 +265,43 @@ class StreamRegistry:
 
     def active_count(self) -> int:
         """Streams that hold a place."""
-        return len(self._holders)
+        return self._active
 
     def capacity(self) -> tuple[int, int]:
         """(places taken, places)."""
-        return len(self._holders), self.limit
+        return self._active, self.limit
 
     @property
     def unfinished(self) -> int:
-        """Streams that are registered and have not ended."""
+        """Registered streams that have not ended."""
         return len(self._streams)
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Until no stream holds a place, `timeout` seconds at most; whether none does."""
+        """Wait until no stream holds a place, at most `timeout` seconds. Returns whether none does."""
         return await self._idle.wait(timeout)
 
     def reserve(self, handle: StreamHandle) -> None:
-        """Its request is put into a message: it holds a place until its terminal event, or `release`."""
+        """Its request is put into a message: it takes a place."""
         assert not handle.reserved, handle.id
         assert self._streams.get(handle.id) is handle, handle.id
         handle.reserved = True
-        self._holders[handle] = None
+        self._active += 1
         self.on_room()
 
     def release(self, handle: StreamHandle, error: ReflexError | None = None) -> None:
-        """The runtime does not have it: its place is free, and it ends with `error`. Nothing when it has ended."""
+        """The runtime does not have the stream: free its place, and end it. Nothing if it has ended."""
         if self._streams.get(handle.id) is handle:
             self._end(handle, error)
 
     def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
-        """It is not known whether the runtime has it: it is cancelled there, and its place is free at once."""
+        """The runtime may have the stream: cancel it there, free its place at once, and end it."""
         if handle.reserved:
             self.say(wire.CANCEL, wire.StreamId(handle.id))
         self.release(handle, error)
 
     def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
-        """It ends with `error` for its reader and is cancelled at the runtime, which frees its place. Nothing when it
-        has ended."""
+        """End the stream for its reader, and cancel it at the runtime, which frees its place. Nothing if it has
+        ended."""
         if handle.ended or self._streams.get(handle.id) is not handle:
             return
         if not handle.closed:
@@ -343,14 +328,13 @@ class StreamRegistry:
         take(handle, said)
 
     def lost(self, error: ReflexError) -> None:
-        """The runtime process was lost: streams that hold a place end with `error`. Requests that wait go to the next
-        process."""
+        """The runtime process was lost: end the streams with a place. Requests that wait go to the next process."""
         for handle in [handle for handle in self._streams.values() if handle.reserved]:
             self._end(handle, error)
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "active": len(self._holders),
+            "active": self._active,
             "limit": self.limit,
             "registered": len(self._streams),
             "unread_tokens": sum(handle.unread for handle in self._streams.values()),
@@ -396,12 +380,12 @@ class StreamRegistry:
         elif said.event == "cancelled":
             self._end(handle, Cancelled("it was cancelled"))
         elif said.error is None:
-            self._end(handle, ProcessorError("the runtime ended it and did not say why"))
+            self._end(handle, ProcessorError("the runtime ended the stream without a reason"))
         else:
             self._end(handle, raised(said.error))
 
     def _malformed(self, note: Notification, error: ProtocolError) -> None:
-        """Tokens are missing now: the stream ends with an error, so that a part does not pass for a whole answer."""
+        """Tokens are missing: end the stream with an error, so that a part does not pass for the whole answer."""
         self.stray["malformed"] += 1
         log.warning("%s: %s", note.method, error.message)
         try:
@@ -413,7 +397,7 @@ class StreamRegistry:
             self.give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
 
     def _left(self, handle: StreamHandle) -> None:
-        """Its reader closed it before it ended."""
+        """Its reader closed it before its end."""
         if handle.reserved:
             self.say(wire.CANCEL, wire.StreamId(handle.id))
         if handle.on_left is not None:
@@ -422,20 +406,20 @@ class StreamRegistry:
             self._end(handle, None)
 
     def _end(self, handle: StreamHandle, error: ReflexError | None) -> None:
-        """The runtime does not have the stream (any more): end it, and free its place."""
+        """The runtime does not have the stream: end it, and free its place."""
         del self._streams[handle.id]
         if not handle.ended:
             handle.end(error)
             self._ended(handle)
         if handle.reserved:
             handle.reserved = False
-            del self._holders[handle]
+            self._active -= 1
             self._idle.look()
             self.on_room()
 
     @staticmethod
     def _ended(handle: StreamHandle) -> None:
-        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # they may hold it: break the reference cycle
+        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # they may refer to it: break the cycle
         if on_end is not None:
             on_end()
 
@@ -444,23 +428,23 @@ _ID = Reader(wire.StreamId)
 
 
 def _dropped(*told: object) -> None:
-    """A hook before there is a batcher."""
+    """The hooks without a batcher."""
 
 
 # -- in the runtime process --------------------------------------------------------------------------------------------
 
 
 class Outlet:
-    """A stream from its request to its terminal event.
+    """A stream of this process from its request to its terminal event.
 
-    leader: a stream asked for before it, with the same prompt. stream: None until the engine has taken it. gone: why it
-    will not begin. begun: set when that is decided. told: tokens of its prompt that were told of, None where that is
-    not asked for. first_told: a leader that is not told of yet; behind: the streams that wait for this one so.
+    leader: an earlier stream with the same prompt. stream: None until the engine has it. gone: why it will not begin.
+    begun: set when the engine has it, or it will not begin. told: scores of its prompt that were sent; None: not
+    requested, or all sent. first_told: a leader whose scores are sent before its tokens.
     """
 
     __slots__ = (
-        "arrived", "begun", "behind", "bell", "credits", "final", "first", "first_told", "gone", "id",
-        "leader", "stalled", "stream", "told",
+        "arrived", "begun", "bell", "credits", "final", "first", "first_told", "gone", "id", "leader", "stalled",
+        "stream", "told",
     )  # fmt: skip
 
     def __init__(
@@ -474,14 +458,11 @@ class Outlet:
         self.first: float | None = None  # when its first token was sent
         self.stalled = self.final = False
         self.told: int | None = None if params.prompt_logprobs is None else 0
-        self.behind: list[Outlet] = []
         self.first_told = leader if leader is not None and leader.told is not None else None
-        if self.first_told is not None:
-            self.first_told.behind.append(self)
 
 
 class _Bell(asyncio.Event):
-    """Calls `rang` with its outlet in place of waking a waiter."""
+    """Calls `rang` instead of waking a waiter."""
 
     def __init__(self, outlet: Outlet, rang: Callable[[Outlet], None]) -> None:
         super().__init__()
@@ -492,22 +473,22 @@ class _Bell(asyncio.Event):
 
 
 class Outlets:
-    """The live streams of a process, by id. Everything happens on the loop; nothing waits but `emptied`."""
+    """The live streams of a process, by id. Only on the loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.live: dict[str, Outlet] = {}
         self.peer: Peer | None = None
         self._clock = clock
         self._news: dict[Outlet, None] = {}
-        self._asked = False
-        self._scores = 0  # numbers of prompts that may still be told in this turn
+        self._due = False  # whether `forward` is scheduled
+        self._scores = 0  # of prompts, that may still be sent in this turn
         self._empty = asyncio.Event()
         self._empty.set()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def add(self, params: wire.GenerateParams) -> Outlet:
-        """A stream was asked for. Raises ProtocolError (−32602) for an id that cannot be or is live, QueueFull."""
+        """A stream for this request. Raises ProtocolError (−32602) for a wrong id or one that is live; QueueFull."""
         id = params.stream_id
         if not wire.is_id(id):
             rule = f"must be 1 to {wire.LONGEST_ID} printable characters"
@@ -522,7 +503,7 @@ class Outlets:
         return outlet
 
     def begin(self, outlet: Outlet, stream: OutputStream) -> None:
-        """Its engine has started it: from now on its tokens are sent. Raises the error if it was taken back before."""
+        """The engine has it: send its tokens from now on. Raises the error of an outlet that was cancelled before."""
         if outlet.gone is not None:
             _close(stream)
             raise outlet.gone
@@ -531,14 +512,14 @@ class Outlets:
         self._rang(outlet)
 
     def drop(self, outlet: Outlet) -> None:
-        """The stream does not begin: its request is answered with an error, and no notification is sent."""
+        """The stream does not begin: no notification is sent."""
         outlet.begun.set()
         self._forget(outlet)
 
     # -- the reader's --------------------------------------------------------------------------------------------------
 
     def credit(self, given: wire.Credit) -> None:
-        """So many more tokens may be sent. Ignored for a stream that has ended."""
+        """Grant a stream credits; nothing if it has ended."""
         if not 1 <= given.tokens <= wire.MOST_CREDITS:
             raise ProtocolError(f"tokens={given.tokens}: must be in [1, {wire.MOST_CREDITS}]", INVALID_PARAMS)
         outlet = self.live.get(given.stream_id)
@@ -547,8 +528,8 @@ class Outlets:
             self._rang(outlet)
 
     def cancel(self, id: str) -> bool:
-        """Take a stream back: it ends with the event `cancelled`, or its request with that error if it has not begun.
-        Whether there was such a stream."""
+        """Cancel a stream: it ends with the event `cancelled`; one that has not begun, with that error of its request.
+        Returns whether there was such a stream."""
         outlet = self.live.get(id)
         if outlet is None:
             return False
@@ -562,7 +543,7 @@ class Outlets:
 
     def forward(self) -> None:
         """Send the new tokens of all streams."""
-        self._asked = False
+        self._due = False
         peer = self.peer
         if peer is None or peer.congested:
             return  # `on_relief` calls it again
@@ -579,7 +560,7 @@ class Outlets:
         peer.flush()
 
     def end(self, error: ReflexError) -> None:
-        """End every stream with an error. Those that have not begun never will."""
+        """End every stream with an error, also those that have not begun."""
         for outlet in list(self.live.values()):
             if outlet.stream is None:
                 outlet.gone = outlet.gone or error
@@ -596,8 +577,8 @@ class Outlets:
         if outlet.stream is None:
             return
         self._news[outlet] = None
-        if not self._asked:
-            self._asked = True
+        if not self._due:
+            self._due = True
             asyncio.get_running_loop().call_soon(self.forward)
 
     def _send(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> None:
@@ -621,13 +602,13 @@ class Outlets:
                 self._end(outlet, "completed")
         elif not stream.held:
             outlet.stalled = False
-        elif not outlet.stalled:  # it has no credits; one event for each time that its engine holds it
+        elif not outlet.stalled:  # no credits; one event each time that its engine holds it
             outlet.stalled = True
             peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, "backpressure"))
 
     def _told(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> bool:
-        """Tell of its prompt, as much as this turn has room for. Whether its tokens may be sent: all was told, also by
-        the stream that it follows."""
+        """Send scores of its prompt, as many as this turn has room for. Returns whether its tokens may be sent: all
+        scores were, also those of its leader."""
         if outlet.told is not None:
             begin = end = outlet.told
             scores = stream.prompt_scores
@@ -640,19 +621,18 @@ class Outlets:
             if end < len(scores):
                 self._rang(outlet)  # the rest in the next turn
                 return False
-            outlet.told = None
-            self._go_on(outlet)
+            self._all_told(outlet)
         return outlet.first_told is None
 
-    def _go_on(self, outlet: Outlet) -> None:
-        """Those that follow it wait no longer."""
-        behind, outlet.behind = outlet.behind, []
-        for follower in behind:
+    def _all_told(self, outlet: Outlet) -> None:
+        """Its scores are sent: the tokens of its followers may be."""
+        outlet.told = None
+        for follower in [one for one in self.live.values() if one.first_told is outlet]:
             follower.first_told = None
             self._rang(follower)
 
     def _failed(self, peer: Peer, outlet: Outlet, error: ReflexError) -> None:
-        if isinstance(error, Cancelled):  # by its engine, which has held it too long
+        if isinstance(error, Cancelled):  # by its engine, which held it too long
             peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, "slowConsumer"))
         self._end(outlet, "error", error)
 
@@ -675,7 +655,8 @@ class Outlets:
     def _forget(self, outlet: Outlet) -> None:
         self.live.pop(outlet.id, None)
         self._news.pop(outlet, None)
-        self._go_on(outlet)
+        if outlet.told is not None:
+            self._all_told(outlet)
         if not self.live:
             self._empty.set()
 
