@@ -1,12 +1,11 @@
-"""Puts concurrent `generate` calls into few `batch_generate` messages. Each caller gets its own answer.
+"""Puts concurrent `generate` calls into few `batch_generate` messages; each caller gets its own answer.
 
-The scheduler decides which requests leave when, the dispatcher drives it, the registry knows the free places. Here is
-what is particular to generation: which requests may share a message, when a message cannot be used, and how a request
-is taken back.
+The scheduler decides which requests leave when; the dispatcher drives it; the registry counts the free places. This
+module has what is particular to generation: which requests may share a message, and how a request is cancelled.
 
     enqueue ──▶ waits ──▶ out, in a message ──▶ answered: its stream has begun
                   │           │
-                  └───────────┴──▶ taken back, expired, failed: its stream has ended, its place is free or will be
+                  └───────────┴──▶ cancelled, expired, failed: its stream has ended, its place is free or will be
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import MAX_FRAME
-from reflex_runtime.ipc.generate_calls import (
-    UNSENT,
-    BatchDispatched,
-    BatcherStats,
-    Call,
-    SentBatch,
-    alone,
-)
+from reflex_runtime.ipc.generate_calls import UNSENT, BatchDispatched, BatcherStats, Call, SentBatch, alone
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
 from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.observe.metrics import SeriesSet
@@ -48,7 +40,7 @@ from reflex_runtime.settings.declare import option, validate
 GROUP = "generate"
 UNIT_BYTES = 16  # of a frame, at most, for a token or character of a prompt and its part of the other fields
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
-OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # of a request
+OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # and their defaults
 
 _SPENT = GenerateParams()
 _NONE = (0.0, 0.0, 0.0)
@@ -58,12 +50,11 @@ _NONE = (0.0, 0.0, 0.0)
 class GenerateBatcherConfig:
     """The section `generate_batcher` of the configuration file.
 
-    enabled: False sends every request by itself. max_batch_size: most requests in a message. min_hold_ms, max_hold_ms:
-    the shortest wait for others that is worth it, and the longest. background_extra_ms: how much longer a background
-    request may wait. pause_on_backpressure_ms: pause of a model's messages when a reader is slow. max_pending,
-    max_pending_tokens: requests that may wait, and their prompt tokens (characters of text). stream_limit: streams that
-    may be active. call_timeout_ms: time for the answer to a message. ungroupable_options: fields of a request that make
-    it go by itself.
+    enabled: False sends every request alone. max_batch_size: most requests in a message. min_hold_ms, max_hold_ms:
+    shorter holds do not pay; longer ones are cut. background_extra_ms: added to the longest hold of background
+    requests. pause_on_backpressure_ms: pause of a partition with a slow reader. max_pending, max_pending_tokens:
+    requests that may wait, and their prompt tokens (characters of text). stream_limit: active streams.
+    call_timeout_ms: for the answer to a message. ungroupable_options: a request with one of these fields goes alone.
     """
 
     enabled: bool = True
@@ -93,12 +84,12 @@ _PLAIN = GenerateBatcherConfig()
 
 
 class StepHold:
-    """Until when requests wait: until half of the step that the runtime computes is over.
+    """Holds requests until half of the runtime's current step is over.
 
-    None of them could begin before that step has ended, so no first token comes later. Callers whose streams ended with
-    the step before are back by then, and leave in one message. The other half of the step is for the way there, a late
-    timer, and steps that are shorter than usual: of a step of less than SHORT it is too short, and nothing waits.
-    Neither does anything between steps, nor for less than `least` seconds.
+    No request can begin before that step has ended, so the hold delays no first token. Callers whose streams ended with
+    the last step are back by then and share a message. The other half of the step covers the way to the runtime, late
+    timers and shorter steps. Nothing is held in steps shorter than SHORT, between steps, or for less than `least`
+    seconds.
 
     computes: whether the runtime has streams.
     """
@@ -109,16 +100,17 @@ class StepHold:
     def __init__(self, computes: Callable[[], bool], least: float) -> None:
         self._computes, self._least = computes, least
         self._began, self._step = -inf, 0.0
-        self._made: tuple[FlushPolicy, FlushPolicy, FlushPolicy] | None = None  # of a base: of no hold, of one request
+        self._made: tuple[FlushPolicy, FlushPolicy, FlushPolicy] | None = None  # base, without a hold, of one request
 
     def begins(self, now: float) -> None:
-        """A step begins: tokens of the one before came, one after the other, or a request left for an idle runtime."""
+        """A step begins: tokens of the last one came, or a request left for an idle runtime."""
         if now - self._began >= self.PART * self._step:
             self._began = now
 
     def took(self, seconds: float) -> None:
-        """So long was a step of a stream that has ended, in the mean."""
-        self._step += (self.GAIN if self._step else 1.0) * (seconds - self._step)
+        """The mean step of a stream that has ended; 0 if it had one token."""
+        if seconds:
+            self._step += (self.GAIN if self._step else 1.0) * (seconds - self._step)
 
     def arrived(self, ticket: Ticket, now: float) -> None:
         """See `Controller`."""
@@ -136,11 +128,10 @@ class StepHold:
 
 
 class GenerateBatcher:
-    """See the module. Only on one loop, that of its first `enqueue`.
+    """See the module. Only on one loop, that of the first `enqueue`.
 
-    registry: of the streams towards the same runtime process; the batcher sets its hooks. sinks: see `Audience`.
-    on_batch_dispatched: called with a `BatchDispatched` for every message. series: of `GENERATE_BATCHER`; batchers that
-    share them add up.
+    registry: of the same runtime process; the batcher sets its hooks. on_batch_dispatched: called for every message.
+    series: of `GENERATE_BATCHER`; several batchers may share them.
     """
 
     def __init__(
@@ -157,7 +148,7 @@ class GenerateBatcher:
         self.config = config
         self._client, self._registry, self._clock = client, registry, clock
         self._stats = BatcherStats(series, on_batch_dispatched)
-        self._refused = self._aborted = self._expired = self._errors = 0  # not admitted; cancelled; timed out; lost
+        self._refused = self._aborted = self._expired = 0
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
         self._steps = StepHold(lambda: registry.active_count() > 0, config.min_hold_ms / 1000.0)
         sinks = [self._stats, *sinks]
@@ -168,7 +159,7 @@ class GenerateBatcher:
         registry.on_room = self._room_changed
         registry.on_event = self._stream_event
         registry.on_tokens = lambda: self._steps.begins(clock())
-        registry.on_completed = self._stream_completed
+        registry.on_completed = lambda handle: self._steps.took(handle.token_s)
 
     # -- for callers ---------------------------------------------------------------------------------------------------
 
@@ -180,23 +171,22 @@ class GenerateBatcher:
         timeout_ms: float | None = None,
         telemetry: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Start one stream: its own response, a `Started` as a dict.
+        """Start one stream; returns its response, a `Started` as a dict.
 
-        params: `stream_id` is that of a stream of the registry; `credits` are the registry's window unless they are
-        set. priority: tier it is served in, here and at the runtime. cancel: set, at any time before the stream ends,
-        takes it back, as does cancelling this task or closing the stream's handle. timeout_ms: for this response; by
-        default that of params, which is until the first token. telemetry: its `request_id` goes along.
+        params: `stream_id` is that of a registered stream; `credits` are the registry's window unless set. priority: of
+        the request here and in the runtime. cancel: when set before the stream ends, cancels it; so does cancelling
+        this task or closing the handle. timeout_ms: for this response; by default that of params, which is until the
+        first token. telemetry: its `request_id` is sent along.
 
-        Raises ConfigError for wrong params, `Rejected` for what was not admitted (a retry is safe), `Dropped` for what
-        never reached the runtime or was taken back, and the error of the message or of this request at the runtime.
-        Its stream has ended then.
+        Raises ConfigError for wrong params, `Rejected` if not admitted (a retry is safe), `Dropped` if it was cancelled
+        or never sent, else the error of the message or of the request. Its stream has ended then.
         """
         loop = self._started()
         handle = self._handle(params.stream_id)
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
         try:
             if cancel is not None and cancel.is_set():
-                raise Cancelled("it was cancelled before it came")
+                raise Cancelled("cancelled before it was queued")
             call = Call(self._completed(params, handle, priority, telemetry), handle, answer)
             self._submit(call, timeout_ms)
         except ReflexError as error:
@@ -213,17 +203,17 @@ class GenerateBatcher:
             del answer  # its error has this frame in its traceback: break the reference cycle
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of its messages from now on."""
+        """Call it with the events of messages."""
         self._dispatcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events."""
+        """Stop calling it."""
         self._dispatcher.remove_sink(sink)
 
     def queue(self) -> dict[str, Any]:
-        """What waits here, as the scheduler's snapshot tells it."""
-        told: dict[str, Any] = self._dispatcher.scheduler.snapshot()["groups"][GROUP]
-        return told
+        """The scheduler's snapshot of the waiting requests."""
+        group: dict[str, Any] = self._dispatcher.scheduler.snapshot()["groups"][GROUP]
+        return group
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and waiting requests; JSON-safe."""
@@ -244,15 +234,15 @@ class GenerateBatcher:
             "refused": self._refused,
             "rejections": stats.rejections,
             "fallbacks": dict(stats.fallbacks),
-            "transport_errors": self._errors,
+            "transport_errors": stats.errors,
             "backpressure_pauses": stats.pauses,
             "partitions": stats.lanes(),
         }
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
-        """Admit nothing more; with `drain` requests that wait are sent and answered within `timeout` seconds. Every
+        """Admit nothing more. drain: send the waiting requests, and wait `timeout` seconds for the answers. Every
         caller has its answer when this returns. Streams that have begun go on."""
-        self._started()  # also a batcher without any request must refuse from now on
+        self._started()  # a batcher without requests must refuse, too
         await self._dispatcher.close(drain, timeout)
 
     # -- admission -----------------------------------------------------------------------------------------------------
@@ -265,7 +255,7 @@ class GenerateBatcher:
         return self._loop
 
     def _handle(self, stream_id: str) -> StreamHandle:
-        """The stream of that name, which no other request has."""
+        """The registered stream of a new request."""
         handle = self._registry.find(stream_id)
         if handle is None:
             raise ConfigError(f"stream_id={stream_id!r}: not registered, or it has ended")
@@ -315,14 +305,14 @@ class GenerateBatcher:
         handle.on_left = lambda: self._abort(call, Cancelled("its stream was closed"))
 
     def _behind(self, follows: str | None, key: tuple[str, str, str]) -> Hashable:
-        """The partition of the stream that a request follows, where they could share a message: partitions are sent in
-        any order, and the runtime must know that stream first. None where it follows none."""
+        """The partition of the stream that a request follows, if they could share a message; else None. The runtime
+        must get that stream first, and partitions have no order among them."""
         first = self._registry.find(follows) if follows else None
         same = first is not None and isinstance(first.partition, tuple) and first.partition[:3] == key
         return first.partition if first is not None and same else None
 
     def _why_alone(self, params: GenerateParams, units: float, also: str) -> str:
-        """Why a request cannot share a message; "" when it can. also: an option in use beside those of the params."""
+        """Why a request cannot share a message; "" if it can. also: an option in use beside those of params."""
         if BATCH_GENERATE not in self._client.capabilities:
             return "capability"
         if units * self.config.max_batch_size > MAX_FRAME / UNIT_BYTES:
@@ -333,14 +323,14 @@ class GenerateBatcher:
         return ""
 
     async def _watch(self, cancel: asyncio.Event, call: Call) -> None:
-        """Take the request back when the event is set, until its stream has ended."""
+        """Cancel the request when the event is set."""
         await cancel.wait()
         self._abort(call, Cancelled("its caller cancelled it"))
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _abort(self, call: Call, error: ReflexError) -> None:
-        """Take a request back: out of the queue, or with a message to the runtime to stop it."""
+        """End a request: take it out of the queue, or cancel it at the runtime."""
         answer, call.answer = call.answer, None
         if answer is not None and not answer.done():
             answer.set_exception(error)
@@ -356,7 +346,7 @@ class GenerateBatcher:
             handle.close()
 
     def _settled(self, ticket: Ticket) -> None:
-        """Its ticket has settled: answered, failed, or never sent."""
+        """Its ticket has settled: answered, failed, or not sent."""
         call: Call = ticket.request.payload
         call.ticket = call.handle.on_left = None  # they hold the call: break the reference cycles
         call.params = _SPENT  # the scheduler may remember the ticket for a while, and prompts are large
@@ -384,7 +374,6 @@ class GenerateBatcher:
     def _send(self, batch: Batch) -> Awaitable[Sequence[Outcome]]:
         if not self._client.ready:
             batch.notes[UNSENT] = True
-            self._errors += 1
             self._room_changed()  # none of the places that the scheduler counted is taken
             raise self._client.unavailable()
         if not self._registry.active_count():
@@ -395,7 +384,7 @@ class GenerateBatcher:
         assert self._loop is not None
         if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
             self._client.flush()
-        answers = self._loop.create_task(self._answered(message))
+        answers = self._loop.create_task(message.read(self.config.call_timeout_ms / 1000.0))
         answers.add_done_callback(message.forget)
         return answers
 
@@ -408,34 +397,21 @@ class GenerateBatcher:
         self._reserving = False
         if ticket.deadline < inf:
             assert self._loop is not None
-            call.timer = self._loop.call_later(max(0.0, ticket.deadline - now), self._overdue, call)
+            late = Expired("its time was over before the runtime answered")
+            call.timer = self._loop.call_later(max(0.0, ticket.deadline - now), self._abort, call, late)
         if call.params.timeout_ms is not None:
             left = max(1.0, call.params.timeout_ms - 1000.0 * (now - ticket.arrived))
             call.params = msgspec.structs.replace(call.params, timeout_ms=left)
 
-    def _overdue(self, call: Call) -> None:
-        self._abort(call, Expired("its time was over before the runtime answered"))
-
-    async def _answered(self, message: SentBatch) -> list[Outcome]:
-        """The outcome of each request of a message."""
-        try:
-            return await message.read(self.config.call_timeout_ms / 1000.0)
-        finally:
-            self._errors += message.lost
-
-    # -- the registry's ------------------------------------------------------------------------------------------------
+    # -- hooks of the registry -----------------------------------------------------------------------------------------
 
     def _room_changed(self) -> None:
         if self._loop is not None and not self._reserving:
             active, limit = self._registry.capacity()
             self._dispatcher.input(lambda scheduler, now: scheduler.set_room(GROUP, max(0, limit - active), now))
 
-    def _stream_completed(self, handle: StreamHandle) -> None:
-        if handle.token_s > 0.0:
-            self._steps.took(handle.token_s)
-
     def _stream_event(self, handle: StreamHandle, event: str) -> None:
-        """Its reader is slow: pause the stream's partition."""
+        """A slow reader pauses the partition of its stream."""
         pause, key = self.config.pause_on_backpressure_ms / 1000.0, handle.partition
         if self._loop is not None and isinstance(key, tuple) and pause > 0.0:
             self._dispatcher.input(lambda scheduler, now: scheduler.pause(GROUP, now + pause, now, key))
@@ -457,6 +433,6 @@ def _group(config: GenerateBatcherConfig, steps: StepHold) -> GroupConfig:
 
 
 def _prompt_units(params: GenerateParams) -> float:
-    """Tokens of a prompt, or characters of a text: at least as many."""
+    """The prompt's tokens, or the characters of its text: at least as many."""
     characters = sum(len(str(message.get("content", ""))) for message in params.messages or ())
     return float(max(1, len(params.prompt_token_ids or ()) + len(params.prompt or "") + characters))

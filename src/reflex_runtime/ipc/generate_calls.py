@@ -1,6 +1,6 @@
-"""The messages of a batch of requests to the runtime, the outcome of each request by its answer, and both in numbers.
+"""The requests of a batch as one message to the runtime, the outcome of each, and the batcher's statistics.
 
-Nothing is sent twice once it was written: a runtime that has read a request may be computing it.
+Nothing is sent twice once it was written: the runtime may have started it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from reflex_runtime.observe.metrics import GENERATE_BATCHER, SeriesSet
 MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 RECENT = 512  # requests of a partition whose waits are shown
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
-UNSENT: Final = "unsent"  # notes of a batch: the runtime was gone when it was formed
+UNSENT: Final = "unsent"  # note of a batch: there was no runtime when it was formed
+LOST: Final = "lost"  # note of a batch: its message failed as a whole
 _RESULT, _STARTED = Reader(BatchResult), Reader(Started)
 _UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start it, and gave no reason")
 
@@ -45,9 +46,8 @@ _UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start it, and gave 
 class Call:
     """One request from `enqueue` to the answer of its message.
 
-    params: until it has settled. answer: for the caller; None once it has settled or was taken back. out: whether it
-    was put into a message. refused: whether the runtime answered that it did not start. timer: of its time limit, when
-    out.
+    params: until it has settled. answer: the caller's; None once it has settled or was cancelled. out: it is in a
+    message. refused: the runtime answered that it did not start. timer: of its time limit, when out.
     """
 
     __slots__ = ("answer", "handle", "out", "params", "priority", "refused", "ticket", "timer")
@@ -62,14 +62,14 @@ class Call:
 
 
 class SentBatch:
-    """A batch that was sent as one message, and its answer. lost: whether the message as a whole failed."""
+    """A batch that was sent as one message, and its answer."""
 
-    __slots__ = ("_alone", "_answer", "_client", "calls", "lost")
+    __slots__ = ("_alone", "_answer", "_batch", "_calls", "_client")
 
     def __init__(self, client: RuntimeClient, batch: Batch) -> None:
-        self._client, self._alone, self.lost = client, bool(alone(batch.partition)), False
-        self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
-        params = [call.params for call in self.calls]  # one, where requests go alone: see `StepHold.policy`
+        self._client, self._batch, self._alone = client, batch, bool(alone(batch.partition))
+        self._calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
+        params = [call.params for call in self._calls]  # one, where requests go alone: see `StepHold.policy`
         method, message = (GENERATE, params[0]) if self._alone else (BATCH_GENERATE, {"requests": params})
         self._answer: asyncio.Future[Raw] | None = client.call(method, message)
 
@@ -86,14 +86,14 @@ class SentBatch:
             error = copy.copy(lost) if lost.written else self._client.unavailable()
         except ReflexError as failed:
             error = copy.copy(failed)  # its traceback would hold the message: a cycle
-            self.calls[0].refused = self._alone
+            self._calls[0].refused = self._alone
         else:
             try:
                 return self._outcomes(answer)
             except ProtocolError as wrong:
                 error = copy.copy(wrong)
-        self.lost = not self.calls[0].refused
-        return [Failed(error)] * len(self.calls)
+        self._batch.notes[LOST] = not self._calls[0].refused
+        return [Failed(error)] * len(self._calls)
 
     def forget(self, _: object = None) -> None:
         """Drop the answer, whose error has this message in its traceback: break the reference cycle."""
@@ -103,13 +103,13 @@ class SentBatch:
 
     def _outcomes(self, answer: Raw) -> list[Outcome]:
         if self._alone:
-            return [_outcome(self.calls[0], _STARTED.read(answer))]
+            return [_outcome(self._calls[0], _STARTED.read(answer))]
         results = _RESULT.read(answer).results
-        if len(results) != len(self.calls):
-            raise ProtocolError(f"the runtime answered {len(results)} requests of {len(self.calls)}", INTERNAL_ERROR)
+        if len(results) != len(self._calls):
+            raise ProtocolError(f"the runtime answered {len(results)} requests of {len(self._calls)}", INTERNAL_ERROR)
         return [
             _outcome(call, item.result if item.success else item.error or _UNEXPLAINED)
-            for call, item in zip(self.calls, results, strict=True)
+            for call, item in zip(self._calls, results, strict=True)
         ]
 
 
@@ -126,10 +126,10 @@ def _outcome(call: Call, said: Started | RpcError | None) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class BatchDispatched:
-    """One message and its answer, or the failure of both.
+    """A message that was answered or failed.
 
-    hold_ms: from the oldest request's arrival to the message. priority_mix: requests by priority. duration_ms: from
-    the message to its answer. rejections: requests that did not start.
+    hold_ms: from the arrival of its oldest request until it was sent. priority_mix: requests by priority. duration_ms:
+    until its answer. rejections: requests that did not start.
     """
 
     size: int
@@ -151,17 +151,14 @@ class _PartitionStats:
 
 
 class BatcherStats:
-    """A sink: counters of one batcher, by partition and in all. The payload of a request has its `priority` by name.
-
-    told: called with a `BatchDispatched` for every message.
-    """
+    """A sink: counters of one batcher, in all and by partition. told: called for every message."""
 
     events = frozenset({RequestQueued, RequestSettled, BatchScheduled, BatchFinished, SchedulerPaused})
 
     def __init__(self, series: SeriesSet | None, told: Callable[[BatchDispatched], None] | None) -> None:
         self.enqueued = dict.fromkeys(PRIORITIES, 0)
         self.fallbacks: Counter[str] = Counter()
-        self.batches = self.urgent_flushes = self.pauses = self.rejections = 0
+        self.batches = self.urgent_flushes = self.pauses = self.rejections = self.errors = 0
         self._told = told
         self._series = of = series or SeriesSet(GENERATE_BATCHER, CollectorRegistry())
         self._size = of.histogram("reflex_generate_batcher_batch_size")
@@ -214,6 +211,7 @@ class BatcherStats:
 
     def _finished(self, event: BatchFinished) -> None:
         batch = event.batch
+        self.errors += bool(batch.notes.get(UNSENT) or batch.notes.get(LOST))
         rejections = sum(isinstance(ticket.outcome, Failed) for ticket in batch.grants)
         self.rejections += rejections
         if self._told is not None and not batch.notes.get(UNSENT):
@@ -222,27 +220,8 @@ class BatcherStats:
             self._told(BatchDispatched(len(batch), hold, mix, 1000.0 * event.elapsed, rejections))
 
     def lanes(self) -> list[dict[str, Any]]:
-        """Every partition."""
-        return [self._shown(key, lane) for key, lane in self._lanes.items()]
-
-    @staticmethod
-    def _shown(key: Any, lane: _PartitionStats) -> dict[str, Any]:
-        model, draft, guidance, *single = key
-        waits = sorted(lane.waits)
-        return {
-            "model_id": model,
-            "draft_model": draft,
-            "guidance": guidance,
-            "single": bool(single),
-            "pending": dict(lane.pending),
-            "batches": lane.batches,
-            "last_batch": lane.last,
-            "mean_batch": round(lane.requests / lane.batches, 3) if lane.batches else 0.0,
-            "queue_wait_p50_ms": round(1000.0 * percentile(waits, 0.5), 3) if waits else None,
-            "queue_wait_p95_ms": round(1000.0 * percentile(waits, 0.95), 3) if waits else None,
-            "priority_mix": dict(lane.mix),
-            "fallbacks": dict(lane.fallbacks),
-        }
+        """The statistics of every partition."""
+        return [_shown(key, lane) for key, lane in self._lanes.items()]
 
     def _lane(self, key: Hashable) -> _PartitionStats:
         lane = self._lanes.get(key)
@@ -257,6 +236,25 @@ class BatcherStats:
         return lane
 
 
+def _shown(key: Any, lane: _PartitionStats) -> dict[str, Any]:
+    model, draft, guidance, *single = key
+    waits = sorted(lane.waits)
+    return {
+        "model_id": model,
+        "draft_model": draft,
+        "guidance": guidance,
+        "single": bool(single),
+        "pending": dict(lane.pending),
+        "batches": lane.batches,
+        "last_batch": lane.last,
+        "mean_batch": round(lane.requests / lane.batches, 3) if lane.batches else 0.0,
+        "queue_wait_p50_ms": round(1000.0 * percentile(waits, 0.5), 3) if waits else None,
+        "queue_wait_p95_ms": round(1000.0 * percentile(waits, 0.95), 3) if waits else None,
+        "priority_mix": dict(lane.mix),
+        "fallbacks": dict(lane.fallbacks),
+    }
+
+
 def alone(partition: Hashable) -> str:
-    """Why each request of a partition is sent alone; "" if they share messages."""
+    """Why the requests of a partition are sent alone; "" if they share messages."""
     return str(partition[3]) if isinstance(partition, tuple) and len(partition) == 4 else ""
