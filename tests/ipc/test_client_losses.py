@@ -114,17 +114,13 @@ def test_g14_a_process_that_stands_still_is_given_up_and_killed(loop: str) -> No
     run(test(), loop)
 
 
-def test_g14_heartbeats_that_are_answered_keep_it_and_what_is_known_of_it_fresh() -> None:
+def test_g14_heartbeats_that_are_answered_keep_the_process() -> None:
     async def test() -> None:
         watch, script = Watch(), Script("well")
         client = watch.client(script, limits(heartbeat_s=0.02, hung_after_s=PATIENCE))
         await client.start()
-        first = client.info
-        assert first is not None
         while client.stats()["sent"]["runtime/info"] < 5:
             await client.request("echo", {})  # time goes by
-        assert client.info == first
-        assert client.info is not first
         assert client.restarts == 0
         await client.close()
 

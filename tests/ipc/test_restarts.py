@@ -97,7 +97,7 @@ class Silence:
             asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
             monkeypatch.setattr(asyncio, "sleep", self.sleep)
             with contextlib.suppress(asyncio.CancelledError):
-                await beat(self, every, limit, lambda info: None)  # type: ignore[arg-type]
+                await beat(self, every, limit)  # type: ignore[arg-type]
 
         asyncio.run(main())
         return self.waits, self.given_up

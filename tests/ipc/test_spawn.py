@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from ipc.watching import LOOPS, PATIENCE, Watch, alive, child, children, failure
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import INFO
 from reflex_runtime.ipc.peer import Peer
-from reflex_runtime.ipc.spawn import Process, StartFailed, from_socket, spawned
+from reflex_runtime.ipc.spawn import Process, StartFailed, spawned
 
 
 @pytest.fixture(autouse=True)
@@ -173,21 +172,6 @@ def test_g14_a_command_that_cannot_be_run_is_a_failed_start() -> None:
 def test_a_wrong_command_is_refused_at_once(command: Any) -> None:
     with pytest.raises(ConfigError, match="command="):
         spawned(command)
-
-
-def test_a_connected_socket_is_used_once() -> None:
-    async def test() -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            opener = from_socket(ours)
-            link = await opener(Nobody())
-            assert link.process is None
-            assert isinstance(await failure(opener(Nobody())), StartFailed)
-            await link.kill()
-            theirs.settimeout(PATIENCE)
-            assert await asyncio.to_thread(theirs.recv, 1) == b""
-
-    run(test())
 
 
 def test_a_process_has_the_environment_that_was_given(tmp_path: Path) -> None:

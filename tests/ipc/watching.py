@@ -20,7 +20,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.frames import Notification
 from reflex_runtime.ipc.peer import Handler, Peer
-from reflex_runtime.ipc.spawn import Link, Opener, from_socket, spawned
+from reflex_runtime.ipc.spawn import Link, Opener, _peer_on, spawned
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Script:
             raise step
         if step == "wait":
             await asyncio.Event().wait()
-        self.links.append(await from_socket(await socketpair()(step))(handler))
+        self.links.append(Link(await _peer_on(await socketpair()(step), handler)))
         return self.links[-1]
 
 

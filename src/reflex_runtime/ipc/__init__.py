@@ -1,11 +1,11 @@
-"""Runtime processes: models in another process, and the way to it.
+"""Runtime processes: models in another process, so that a step never delays the server.
 
     client = RuntimeClient(spawned(command), on_note=registry.note, on_lost=registry.lost)   a process, and calls to it
     batcher = GenerateBatcher(client, registry)                                    many generate calls, few messages
-    stream = registry.register()                                                   where its tokens will come
-    response = await batcher.enqueue(GenerateParams(stream_id=stream.id, …))       one's own response
+    stream = registry.register()                                                   its tokens
+    response = await batcher.enqueue(GenerateParams(stream_id=stream.id, …))       the response to this request
 
-`Worker` and `serve` are the other side. The page docs/workers.md has the protocol.
+`Worker` and `serve` are the other side. docs/workers.md has the protocol.
 """
 
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
@@ -13,11 +13,11 @@ from reflex_runtime.ipc.frames import ProtocolError
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost
-from reflex_runtime.ipc.spawn import from_socket, spawned
+from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.ipc.worker import Worker, serve
 
 __all__ = [
     "ClientConfig", "ConnectionLost", "GenerateBatcher", "GenerateBatcherConfig", "GenerateParams", "ProtocolError",
-    "RuntimeClient", "StreamHandle", "StreamRegistry", "Worker", "WorkerUnavailable", "from_socket", "serve", "spawned",
+    "RuntimeClient", "StreamHandle", "StreamRegistry", "Worker", "WorkerUnavailable", "serve", "spawned",
 ]  # fmt: skip

@@ -1,18 +1,17 @@
-"""The front's end of one runtime process: starts it, sends it calls, notices when it is lost, and starts it again.
+"""The front's end of one runtime process: starts it, calls it, and starts it again when it is lost.
 
-Calls that wait when a process is lost fail at once and are not repeated: the process may have executed them. Calls made
-while there is none fail with `WorkerUnavailable`, after which a retry is safe.
+Calls that wait when a process is lost fail and are not repeated: the process may have executed them. Calls without a
+process fail with `WorkerUnavailable`; a retry of those is safe.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,9 +30,9 @@ log = logging.getLogger("reflex.ipc")
 
 State = Literal["starting", "ready", "restarting", "open", "stopped"]
 
-GRACE = 1.0  # seconds for a process to exit after its connection has ended, so that its exit status is known
+GRACE = 1.0  # seconds for a process to exit after its connection ended: its status says why
 SOON = 1.0  # seconds until a retry while a start is under way
-_COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names come from outside and may be many
+_COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names are the runtime's and may be many
 _DAY = 86400.0
 
 
@@ -41,11 +40,10 @@ _DAY = 86400.0
 class ClientConfig:
     """Limits of one runtime process, in seconds.
 
-    call_timeout_s: of a `request` without a timeout of its own. start_timeout_s: from the start of the process until it
-    is prepared. heartbeat_s: between heartbeats; 0: none. hung_after_s: that a heartbeat may stay unanswered.
-    backoff_s, backoff_max_s: before the first restart, and at most. steady_s: after a life of this length the back-off
-    starts anew. most_failures: failed starts and shorter lives in a row that open the breaker; then one trial start
-    every cooldown_s.
+    call_timeout_s: of a `request` without its own. start_timeout_s: from the start of the process until it is prepared.
+    heartbeat_s: between heartbeats; 0: none. hung_after_s: longest silence. backoff_s, backoff_max_s: before the first
+    restart, and at most; it starts anew after a life of steady_s. most_failures: failed starts and shorter lives in a
+    row that open the breaker; then one start every cooldown_s.
     """
 
     call_timeout_s: float = option(30.0, low=0, above=True, high=_DAY, unit="seconds")
@@ -68,7 +66,7 @@ class ClientConfig:
 
 
 class WorkerUnavailable(Rejected):
-    """There is no runtime process right now. retry_after: seconds until the next start."""
+    """There is no runtime process at the moment. retry_after: seconds until the next start."""
 
     code = "worker_unavailable"
 
@@ -77,17 +75,16 @@ _PREPARES: ContextVar[RuntimeClient | None] = ContextVar("prepares", default=Non
 
 
 class RuntimeClient:
-    """See the module; everything is called on one event loop. It is the `Handler` of its connection.
+    """See the module. Only on one event loop. It is the `Handler` of its connection.
 
         client = RuntimeClient(spawned(command), prepare=load, on_note=registry.note, on_lost=registry.lost)
         await client.start()
 
-    prepare: called after every start, to make the process ready, as by `load_model`; before it has returned only its
-    own calls, and those of tasks that it makes, are sent, within start_timeout_s. on_note: every notification.
-    on_lost: called once for each process that had been ready, before `on_state`, which is called with each change of
-    `state`. What these raise is logged.
+    prepare: called after every start, to load the model; until it returns, within start_timeout_s, only its own calls
+    and those of its tasks are sent. on_note: gets every notification. on_lost: called once for each process that was
+    ready. on_state: called after it, with each new `state`. What these raise is logged.
 
-    capabilities, info: of the process that was ready last. restarts: starts after the first. last_error: why the last
+    capabilities, info: of the last process that was ready. restarts: starts after the first. last_error: why the last
     process was lost or did not start.
     """
 
@@ -127,8 +124,8 @@ class RuntimeClient:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the process and return when it is ready. Raises StartFailed, ProtocolError, ConnectionLost, Closed, or
-        what `prepare` raised, and leaves nothing behind then."""
+        """Start the process; returns when it is ready. Raises StartFailed, ProtocolError, ConnectionLost, Closed, or
+        the error of `prepare`; no process is left then."""
         if self._life is not None or self._closing is not None:
             raise ConfigError(f"{self.name}: a client is started once, and not after it was closed")
         self._first = asyncio.get_running_loop().create_future()
@@ -147,8 +144,8 @@ class RuntimeClient:
         raise error
 
     async def close(self, timeout: float = 10.0, drain: bool = True) -> None:
-        """Let the process finish its streams (`drain`; else they end with an error) and exit within `timeout` seconds;
-        then kill it. Calls that wait fail. Idempotent; the closing goes on when its caller is cancelled."""
+        """End the process: it may finish its streams (`drain`; else they end with an error) and exit within `timeout`
+        seconds, or is killed. Calls that wait fail. Idempotent; goes on when its caller is cancelled."""
         if self._closing is None:
             served = self._link if self.ready else None
             self._become("stopped")
@@ -158,7 +155,7 @@ class RuntimeClient:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, params: Any) -> asyncio.Future[Raw]:
-        """A future of the answer, which raises the runtime's error, ConnectionLost, or WorkerUnavailable if nothing was
+        """A future of the answer. It raises the runtime's error, ConnectionLost, or WorkerUnavailable if nothing was
         sent. Cancelling it drops the answer; the runtime goes on."""
         if self._link is not None and (self.ready or _PREPARES.get() is self):
             return self._link.peer.call(method, params)
@@ -166,10 +163,9 @@ class RuntimeClient:
         refused.set_exception(self.unavailable())
         return refused
 
-    async def request(self, method: str, params: Any, kind: Any = None, timeout: float | None = None) -> Any:
-        """The result of a call as a `kind`, or as plain objects. timeout: seconds, 0 < timeout; None is that of the
-        configuration, and none of its own inside of `prepare`. Raises also WaitTimeout, and ProtocolError for a result
-        of another kind."""
+    async def request(self, method: str, params: Any, kind: Any = Any, timeout: float | None = None) -> Any:
+        """The result of a call as a `kind`. timeout: seconds; None: call_timeout_s, or none inside of `prepare`. Raises
+        also WaitTimeout, and ProtocolError for a result of another kind."""
         limit = timeout
         if limit is None and _PREPARES.get() is not self:
             limit = self.config.call_timeout_s
@@ -178,10 +174,10 @@ class RuntimeClient:
                 answer = await self.call(method, params)
         except TimeoutError:
             raise WaitTimeout(f"{self.name} did not answer {method} within {limit:g} s") from None
-        return _reader(Any if kind is None else kind).read(answer)
+        return Reader(kind).read(answer)
 
     def notify(self, method: str, params: Any) -> None:
-        """Send a notification, also while the process is closed and its streams go on; without a process, nothing."""
+        """Send a notification, also in a drain; nothing without a process."""
         if self._link is not None and (not math.isnan(self._since) or _PREPARES.get() is self):
             self._link.peer.notify(method, params)
 
@@ -194,12 +190,12 @@ class RuntimeClient:
 
     @property
     def ready(self) -> bool:
-        """Whether requests may be sent."""
+        """Whether requests can be sent."""
         return self.state == "ready"
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The process id, if there is a process."""
         if self._link is None:
             return None
         if self._link.process is not None:
@@ -212,8 +208,8 @@ class RuntimeClient:
         return WorkerUnavailable(f"{self.name} is {_WORDS[self.state]}{why}", retry_after=self._retry_after())
 
     def stats(self) -> dict[str, Any]:
-        """JSON-safe, counted over all processes. sent: messages by method. received: notifications by method.
-        frames: written. buffered: bytes that are not sent yet. up_s: since it became ready."""
+        """JSON-safe, counted over all processes. sent, received: messages by method. frames: written. buffered: bytes
+        to send. up_s: since it became ready."""
         sent, frames, buffered = Counter(self._sent), self._frames, 0
         if self._link is not None:
             sent += self._link.peer.calls + self._link.peer.notes
@@ -246,7 +242,7 @@ class RuntimeClient:
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
-            return  # it was never ready: `_ready_link` raises
+            return  # it was not ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
         if self.state == "stopped":
             self._tell(self.on_lost, CutShort(f"{self.name} was shut down"))
@@ -260,7 +256,7 @@ class RuntimeClient:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _live(self, first: asyncio.Future[None]) -> None:
-        """Run one process after another until `close`; the first must become ready."""
+        """Run one process after another until `close`. first: done when the first is ready; raises if it fails."""
         try:
             while True:
                 try:
@@ -288,12 +284,16 @@ class RuntimeClient:
                 await self._drop(self._link)
 
     async def _ready_link(self) -> Link:
-        """Start a process, read its `runtime/info`, and prepare it. Leaves nothing behind when that fails."""
+        """Start a process, read its `runtime/info`, and prepare it; on failure no process is left."""
         limit = asyncio.timeout(self.config.start_timeout_s)
         try:
             async with limit:
                 link = self._link = await self._open(self)
-                await self._greet(link.peer)
+                info: Info = Reader(Info).read(await link.peer.call(INFO, {}))
+                if info.protocol != PROTOCOL:
+                    what = f"{self.name} speaks protocol {info.protocol}, and this end protocol {PROTOCOL}"
+                    raise ProtocolError(what)
+                self.info, self.capabilities = info, frozenset(info.capabilities)
                 if self._prepare is not None:
                     mark = _PREPARES.set(self)
                     try:
@@ -315,15 +315,8 @@ class RuntimeClient:
             raise
         return link
 
-    async def _greet(self, peer: Peer) -> None:
-        answer = await peer.call(INFO, {})
-        info: Info = _reader(Info).read(answer)
-        if info.protocol != PROTOCOL:
-            raise ProtocolError(f"{self.name} speaks protocol {info.protocol}, and this end protocol {PROTOCOL}")
-        self.info, self.capabilities = info, frozenset(info.capabilities)
-
     async def _until_lost(self, link: Link) -> bool:
-        """Ready until the connection has ended. Returns whether it was ended here because the process hangs."""
+        """Ready until the connection ends. Returns whether a hang of the process was the reason."""
         self._since = asyncio.get_running_loop().time()
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
@@ -331,15 +324,12 @@ class RuntimeClient:
         if not every:
             await asyncio.wait(ended)
             return False
-        beating = asyncio.create_task(beat(link.peer, every, self.config.hung_after_s, self._informed))
+        beating = asyncio.create_task(beat(link.peer, every, self.config.hung_after_s))
         try:
             await asyncio.wait(ended)
             return beating.done()
         finally:
             beating.cancel()
-
-    def _informed(self, info: Info) -> None:
-        self.info = info
 
     async def _rest(self) -> None:
         wait = self._restarts.wait()
@@ -366,7 +356,7 @@ class RuntimeClient:
                 await self._drop(self._link)
 
     async def _shut_down(self, link: Link, timeout: float, drain: bool) -> None:
-        """Eight tenths of the time for streams to finish, one for the process to exit, one for SIGTERM."""
+        """0.8 of the time is for the streams, 0.1 for the exit, 0.1 for SIGTERM."""
         unheard(link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout)))
         if link.process is None:
             await asyncio.wait({link.peer.ended}, timeout=0.9 * timeout)
@@ -413,21 +403,3 @@ _WORDS: dict[State, str] = {
     "open": "not started again for a while, because it ended too often",
     "stopped": "shut down",
 }
-
-
-async def start_all(clients: Iterable[RuntimeClient]) -> None:
-    """Start all of them. Raises the error of the first that cannot be started; then nothing is being started any more,
-    and the caller stops those that were."""
-    starting = [asyncio.create_task(client.start()) for client in clients]
-    try:
-        await asyncio.gather(*starting)
-    except BaseException:
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
-        raise
-
-
-@functools.lru_cache(maxsize=64)
-def _reader(kind: Any) -> Reader:
-    return Reader(kind)

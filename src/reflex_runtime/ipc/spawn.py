@@ -1,8 +1,7 @@
-"""Starts a runtime process with one end of a socket pair, notices when it hangs, and ends it: killed with all that it
-started, and reaped.
+"""Runtime processes: started on one end of a socket pair, watched for hangs, killed with their children, and reaped.
 
-The process is watched by a descriptor of it (`pidfd`), which every kind of event loop can wait for, and not by SIGCHLD,
-which belongs to the owner of the main thread.
+A descriptor (`pidfd`) tells the end of a process, which every event loop can wait for; SIGCHLD belongs to the owner of
+the main thread.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError, ProcessorHung, ReflexError
-from reflex_runtime.ipc.frames import Reader
-from reflex_runtime.ipc.messages import INFO, Info
+from reflex_runtime.ipc.messages import INFO
 from reflex_runtime.ipc.peer import ConnectionLost, Handler, Peer
 
 log = logging.getLogger("reflex.ipc")
-_INFO = Reader(Info)
 
 LAST_WORDS = 0.05  # seconds to read what a process wrote before it ended
 KILL_LIMIT = 10.0  # seconds that killing may take: a process inside a driver that hangs cannot be killed
@@ -37,10 +34,10 @@ class StartFailed(ReflexError):
 
 
 class Process:
-    """A child process in a process group of its own: a Ctrl-C in a terminal does not reach it. Raises OSError.
+    """A child process in its own process group, which a Ctrl-C in a terminal does not reach. Raises OSError.
 
-    stdin: the descriptor that becomes its standard input. What it prints goes to this process's stderr.
-    ended: its status as `subprocess` reports it, set once the process is reaped; nothing has to wait for that.
+    stdin: a descriptor. Its stdout and stderr go to this process's stderr. ended: its status, as of `subprocess`, set
+    when it is reaped.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: int = subprocess.DEVNULL) -> None:
@@ -68,7 +65,7 @@ class Process:
         self._popen.terminate()
 
     async def kill(self) -> None:
-        """Kill it and the rest of its group, and wait until it is reaped, also when the caller is cancelled."""
+        """Kill its group and wait until it is reaped, also when the caller is cancelled."""
         if self.ended.done():
             return
         self._kill_group()
@@ -111,8 +108,8 @@ class Process:
 
 
 class Link:
-    """A connection to a runtime, and its process where this end started one. A process that ends takes the connection
-    with it, also when another process still holds its end."""
+    """A connection to a runtime, and its process if this end started one. When the process ends the connection does,
+    even if another process has the socket."""
 
     def __init__(self, peer: Peer, process: Process | None = None) -> None:
         self.peer, self.process = peer, process
@@ -120,7 +117,7 @@ class Link:
             process.ended.add_done_callback(self._without_process)
 
     async def kill(self, grace: float = 0.0) -> None:
-        """End the connection at once, and the process unless it ends by itself within `grace` seconds."""
+        """End the connection at once, and the process unless it exits within `grace` seconds."""
         self.peer.abort()
         if self.process is None:
             return
@@ -139,23 +136,10 @@ class Link:
 Opener = Callable[[Handler], Awaitable[Link]]
 
 
-def from_socket(sock: socket.socket) -> Opener:
-    """A runtime at the other end of a connected stream socket. Works once: there is no process to start again."""
-    sockets = [sock]
-
-    async def opened(handler: Handler) -> Link:
-        if not sockets:
-            raise StartFailed("a connected socket can be used only once")
-        return Link(await _peer_on(sockets.pop(), handler))
-
-    return opened
-
-
 def spawned(command: Sequence[str], env: Mapping[str, str] | None = None) -> Opener:
-    """Runs the command with one end of a socket pair as its standard input: the process reads and writes frames there.
+    """Runs a command with one end of a socket pair as its standard input, where it reads and writes frames.
 
-    env: added to the environment of this process. Its stdout and stderr go to the stderr of this process.
-    The opener raises StartFailed, and leaves nothing behind, also when it is cancelled.
+    env: added to this process's environment. The opener raises StartFailed; on failure no process is left.
     """
     if isinstance(command, str) or not command:
         raise ConfigError(f"command={command!r}: must be a list of at least one word")
@@ -184,26 +168,23 @@ async def _peer_on(sock: socket.socket, handler: Handler) -> Peer:
 
 
 def unheard(answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
-    """An answer that nobody may wait for: asyncio says nothing of its error."""
+    """The answer; asyncio does not log its error if nobody waits for it."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
     return answer
 
 
-async def beat(peer: Peer, every: float, limit: float, told: Callable[[Info], None]) -> None:
-    """Ask a process every `every` seconds what it is, and end its connection when it is silent for `limit` seconds.
+async def beat(peer: Peer, every: float, limit: float) -> None:
+    """Call a process every `every` seconds, and end its connection when it is silent for `limit` seconds.
 
-    told: gets what it says. A wait that takes longer by more than `every` shows that this process stood still, not the
-    other: it is not counted.
+    A wait that is late by more than `every` means that this process stood still: it is not counted.
     """
     loop, silent = asyncio.get_running_loop(), 0.0
     answer = unheard(peer.call(INFO, {}))
     while silent < limit:
         wait, begun = min(every, limit - silent), loop.time()
         await asyncio.sleep(wait)
-        if not answer.done():
-            silent += wait if loop.time() - begun <= wait + every else 0.0
-            continue
-        with contextlib.suppress(ReflexError):  # any answer shows that it is alive
-            told(_INFO.read(await answer))
-        answer, silent = unheard(peer.call(INFO, {})), 0.0
+        if answer.done():  # an error is an answer, too
+            answer, silent = unheard(peer.call(INFO, {})), 0.0
+        elif loop.time() - begun <= wait + every:
+            silent += wait
     peer.abort(ProcessorHung(f"nothing was answered for {limit:g} s"))

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.ipc import messages as wire
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.spawn import Opener
@@ -101,7 +101,7 @@ class Line:
 
     # -- what is asked of it -------------------------------------------------------------------------------------------
 
-    async def ask(self, method: str, kind: Any = None) -> Any:
+    async def ask(self, method: str, kind: Any = Any) -> Any:
         """The result of a call without params, as a `kind`; None when the process does not answer."""
         try:
             return await self.client.request(method, {}, kind, ASKED_WITHIN) if self.client.ready else None
@@ -138,7 +138,7 @@ class Workers:
         fails."""
         self._opening.reached("loading")
         try:
-            await start_all(line.client for line in self.lines)
+            await asyncio.gather(*(line.client.start() for line in self.lines))
         except BaseException:
             await self.close(False, 0.0)
             raise
