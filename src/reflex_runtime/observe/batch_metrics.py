@@ -1,11 +1,11 @@
-"""What a coordinator did, in figures: a fold over its events, and the snapshot that callers get.
+"""Figures of a coordinator: a fold over its events, and the snapshot for callers.
 
-Every submission is counted once, as it was refused or as it ended, so that in every snapshot, per feed and summed,
+Every submission is counted once, by its refusal or its end, so that in every snapshot, per feed and summed,
 
     submitted == rejected + in_flight_exceeded + closed + processed + failed + dropped + pending
 
-The meter is called for every item: an event costs a dictionary look-up and a few additions. Percentiles are over the
-last 512 values; counts, means and buckets are over all of them.
+An event costs a dictionary look-up and a few additions. Percentiles are over the last 512 values; counts, means and
+buckets over all of them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long something took, in seconds; None where nothing was measured.
+    """Durations in seconds; None if nothing was measured.
 
     mean: over all `count` values. p50, p95, p99: nearest rank over the last 512. total: their sum. buckets: how many
-    values fell into each of `BOUNDS` (upper bounds, inclusive; not cumulative).
+    values are in each of `BOUNDS` (upper bounds, inclusive; not cumulative).
     """
 
     count: int = 0
@@ -59,7 +59,7 @@ class Durations:
 
 
 class Times:
-    """Collects durations. Not thread-safe: its owner calls it under a lock, or on one thread."""
+    """Collects durations. Not thread-safe."""
 
     __slots__ = ("buckets", "count", "total", "window")
 
@@ -76,7 +76,7 @@ class Times:
         self.window.append(seconds)
 
     def take(self) -> Callable[[], Durations]:
-        """What is known now, copied. The result sorts and divides, and needs no lock."""
+        """Copy the values. The result computes the figures, and needs no lock."""
         count, total, buckets, window = self.count, self.total, tuple(self.buckets), list(self.window)
 
         def durations() -> Durations:
@@ -91,12 +91,12 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counters:
-    """What became of submissions.
+    """Submissions by their end.
 
-    submitted: all of them. rejected: refused, the queue was full (or the request could not run here). closed: refused,
-    nothing is admitted any more. in_flight_exceeded: refused, the feed had as many in flight as it may. processed:
-    answered. failed: ran and failed. dropped: left without having run, such as after `timed_out` or at the stop.
-    pending: neither refused nor ended yet. timed_out: callers that stopped waiting; their items end like any other.
+    submitted: all of them. rejected: the queue was full, or the request cannot run here. closed: the coordinator admits
+    nothing any more. in_flight_exceeded: the feed had its most items in flight. processed: answered. failed: ran and
+    failed. dropped: never ran, such as after `timed_out` or at the stop. pending: neither refused nor ended yet.
+    timed_out: callers that stopped waiting; their items end like any other.
     """
 
     submitted: int = 0
@@ -141,7 +141,7 @@ class BatchMetrics(_Counters):
     batches_dispatched: batches formed. batch_sizes: how many of them had each size. fill_ratio: their items over what
     they could have held; None before the first. formation: from the arrival of a batch's oldest item until it was
     formed. processing: of the calls that came back, or were given up. consecutive_errors: batches in a row without any
-    result; one whose frames were all too old is none of them, and ends no row. feeds: by feed; those idle for longest
+    result; a batch whose frames were all too old does not count. feeds: by feed; those idle for longest
     are left out beyond 4096, and stay in the sums.
     """
 
@@ -156,7 +156,7 @@ class BatchMetrics(_Counters):
 
 @dataclass(slots=True)
 class _FeedCounters:
-    """Counters of one feed. seen: when it last submitted something that was admitted, or was first seen."""
+    """Counters of one feed. seen: when an item of it was last admitted."""
 
     seen: float
     queued: int = 0
@@ -184,10 +184,8 @@ class _FeedCounters:
 class BatchMeter:
     """A sink that keeps the figures of one coordinator. A feed is the `client` of a request.
 
-    It is called with one event at a time. `snapshot` and `take` need the lock under which it is called: then every
-    figure is of the same moment.
-    max_batch_size: what a batch can hold, for the fill ratio. errors_in_a_row: batches without any
-    result, up to now.
+    It is called with one event at a time. Call `snapshot` and `take` under the same lock: then every figure is of the
+    same moment. max_batch_size: for the fill ratio. errors_in_a_row: the last batches without any result.
     """
 
     events = frozenset(
@@ -223,7 +221,7 @@ class BatchMeter:
             if event.crashed:
                 self.errors_in_a_row += 1
             elif not event.apart and not all(_left(ticket) for ticket in event.batch.grants):
-                self.errors_in_a_row = 0  # apart: what becomes of its members is not known yet
+                self.errors_in_a_row = 0  # apart: its members have not ended yet
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):
@@ -233,7 +231,7 @@ class BatchMeter:
         return self.take()()
 
     def take(self) -> Callable[[], BatchMetrics]:
-        """The figures now, copied in a few microseconds a feed; the result works them out and needs no lock."""
+        """Copy the counters, in a few microseconds a feed. The result computes the figures, and needs no lock."""
         feeds = [(str(name), feed.counters(), feed.latency.take()) for name, feed in self._feeds.items()]
         forgotten, sizes = dict(self._forgotten), dict(self._sizes)
         batches, errors, places = self._batches, self.errors_in_a_row, self._batches * self._max_batch_size
@@ -288,15 +286,15 @@ class BatchMeter:
         return feed
 
     def _forget(self) -> None:
-        """Forget the feeds idle for longest, a quarter of the limit at a time so that this is rare."""
+        """Forget the feeds that were idle for longest, a quarter of the limit at a time, so that this is rare."""
         idle = [name for name, feed in self._feeds.items() if not feed.pending]
         idle.sort(key=lambda name: self._feeds[name].seen)
         for name in idle[: FEEDS // 4]:
             for counter, count in self._feeds.pop(name).counters().items():
                 self._forgotten[counter] += count
-        self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)  # what is pending is never forgotten
+        self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)  # a feed with pending items is never forgotten
 
 
 def _left(ticket: Ticket) -> bool:
-    """Whether it was in no call, as a frame that is too old when its batch begins: it says nothing of the processor."""
+    """Whether it left without a call, such as a frame that was too old when its batch began."""
     return isinstance(ticket.outcome, Failed) and isinstance(ticket.outcome.error, Dropped)

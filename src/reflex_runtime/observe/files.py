@@ -1,4 +1,4 @@
-"""Output files: links are refused, an earlier file is kept, and a file has one writer.
+"""Output files: links are refused, an existing file is kept, and a file has one writer.
 
 Functions raise OSError with a readable `strerror`. A device or a pipe is written as it is.
 """
@@ -18,10 +18,10 @@ from reflex_runtime.core.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # not on this system: a second writer is not noticed
+except ImportError:  # not on this system: a second writer is not detected
     fcntl = None  # type: ignore[assignment]
 
-KEPT = ".1"  # appended to the name of the file that a new one takes the place of
+KEPT = ".1"  # suffix of a file that a new one replaces
 
 _PRIVATE, _SHARED = 0o600, 0o666
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -62,8 +62,8 @@ def replace(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all of it: a disk that fills up takes a part first. Raises OSError, also for a pipe that does not wait and
-    is full."""
+    """Write all bytes; a disk that fills up takes only a part at first. Raises OSError, also for a full pipe that does
+    not wait."""
     left = memoryview(data)
     while left:
         if (written := file.write(left)) is None:
@@ -73,7 +73,7 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
 
 @contextmanager
 def refused(setting: str, cannot: str = "be written") -> Iterator[None]:
-    """An OSError from within, or a ValueError for a name that is none, is a ConfigError of that setting."""
+    """Turns an OSError from within, or the ValueError of an invalid name, into a ConfigError of that setting."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def refused(setting: str, cannot: str = "be written") -> Iterator[None]:
 
 
 def _make_way(path: Path) -> bool:
-    """Move the regular file that is there to PATH.1. Returns False for a device or a pipe, which stays."""
+    """Move an existing regular file to PATH.1. Returns False for a device or a pipe, which stays."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

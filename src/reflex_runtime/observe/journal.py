@@ -2,13 +2,13 @@
 
 One JSON object a line: `header`, `warm`, `request`, `batch`, `ended`, `footer`, and notes of any other kind (`outcome`,
 `decision`, `shadow`, …). With payloads (`--record`) request lines carry what was asked and answered; without
-(`--trace`) they carry ids, times and outcomes. Readers pass over kinds and keys they do not know.
+(`--trace`) they carry ids, times and outcomes. Readers skip unknown kinds and keys.
 
-Clocks: `timestamp` is UTC. `arrival` counts seconds from the header's `origin`. What the scheduler saw (`schedule`,
-batches, `ended`) is in seconds of its own monotonic clock, unrounded: a schedule replayed with them is the same to the
-last bit.
+Clocks: `timestamp` is UTC. `arrival` counts seconds from the header's `origin`. Times of the scheduler (`schedule`,
+batches, `ended`) are seconds of its monotonic clock, unrounded: a schedule replayed with them is the same to the last
+bit.
 
-Reading: a missing footer, blank lines and a torn last line are what a crash leaves, and are accepted. Anything else (a
+Reading: a missing footer, blank lines and a torn last line are accepted, because a crash leaves them. Anything else (a
 torn line with others after it, an empty file, a later version) raises JournalError, which names file and line.
 """
 
@@ -37,7 +37,7 @@ IMAGE_MODES: tuple[ImageMode, ...] = ("full", "hash_only", "none")
 
 
 class JournalError(ReflexError):
-    """A journal cannot be read. The message names the file and, where there is one, the line."""
+    """A journal cannot be read. The message names the file and, if known, the line."""
 
     code, http_status = "journal_unreadable", 422
 
@@ -49,12 +49,12 @@ class PolicyInfo(msgspec.Struct, frozen=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """What the numbers of a group mean, and how it is scheduled.
+    """The units and settings of a group.
 
     unit: of cost and budget (`seconds`, `tokens`, `requests`). budget: ceiling on a batch's cost, None without one.
     max_size: most members. flush, cost: fields of the `FlushPolicy` and of the `TimeCost`, None for inf; a cost of None
     is another cost model, which cannot be replayed. max_queued_seconds: None without a bound. planned: a controller
-    changes the budget. tenant: written where groups take turns as one.
+    changes the budget. tenant: set if groups take turns as one.
     """
 
     unit: str
@@ -73,13 +73,13 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     @property
     def or_times_fixed(self) -> str:
-        """The rest of its budget in words, where a batch with a large fixed part may take longer."""
+        """The rest of its budget in words, if a batch with a large fixed part may take longer."""
         times = self.flush.get("times_fixed")
         return f" or {times:g} × the fixed part" if isinstance(times, int | float) and times else ""
 
 
 class PolicyHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What the header of one of several policies' journals would say of it; see `Header`."""
+    """The header fields of one of several policies; see `Header`."""
 
     model_hash: str = ""
     config_hash: str = ""
@@ -98,10 +98,10 @@ class PolicyHead(msgspec.Struct, frozen=True, kw_only=True):
 class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_only=True):
     """First line. started_at: UTC wall clock at `origin`, the monotonic second from which `arrival` counts.
 
-    payloads: whether request lines carry what was asked and answered. split: a's percent at the beginning. part: of its
+    payloads: whether request lines carry observations and actions. split: a's percent at the beginning. part: of its
     session, from 1; later parts continue with the same origin, ids and numbers. control_rate_hz, state_names,
-    action_names: of the embodiment, where its file has them. What only a policy server knows is empty in other
-    journals. served: by name, where there are several policies; the rest is then the first's, and slots are NAME.SLOT.
+    action_names: of the embodiment, if its file has them. Fields of policy servers are empty in other journals. served:
+    by name, if there are several policies; the other fields are then the first's, and slots are NAME.SLOT.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -136,7 +136,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
 
 
 class WarmUpLine(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
-    """What a slot's cost model learned before the first request; in every part of a session.
+    """The warm-up of a slot's cost model; in every part of a session.
 
     batches: (stage, size, seconds). shares: each request's part of them, in seconds.
     """
@@ -185,10 +185,8 @@ class JournalRequest(msgspec.Struct):
 
 
 def episode_key(robot_id: str | None, episode_id: str | None) -> str:
-    """What is kept of an episode is kept under this: an episode is of one robot, where that is known. "" for none.
-
-    No id has a line break in it.
-    """
+    """The key of an episode: its id, with the robot's if that is known. "" without an episode. No id has a line
+    break."""
     return f"{robot_id}\n{episode_id}" if robot_id and episode_id else episode_id or ""
 
 
@@ -197,7 +195,7 @@ def _by_name(kept: str | dict[str, str] | None) -> dict[str, str]:
 
 
 class JournalAnswer(msgspec.Struct):
-    """What was answered. actions: None without payloads; what is not finite stands as text: `NaN`, `Infinity`,
+    """An answer. actions: None without payloads; values that are not finite are text: `NaN`, `Infinity`,
     `-Infinity`."""
 
     actions: list[list[float | str]] | None
@@ -228,14 +226,14 @@ class AdmissionGroup(msgspec.Struct):
 
 
 class Cost(msgspec.Struct):
-    """Milliseconds: what its admission group was predicted to cost, and its own share of what was measured."""
+    """Milliseconds: the predicted cost of its admission group, and its own share of the measured time."""
 
     estimate_ms: float | None = None
     measured_ms: float = 0.0
 
 
 class SchedulerRequest(msgspec.Struct):
-    """What the scheduler was asked. ticket: its order of arrival there, unique in the file; None when it was refused.
+    """A request as the scheduler got it. ticket: its order of arrival, unique in the file; None if it was refused.
 
     arrived: when it could first run (its pictures were decoded), on the scheduler's clock; admitted: when it came, if
     that was earlier. ready: False if it ended before it could run; then it came at `arrived`. The rest is the
@@ -265,9 +263,9 @@ class Failure(msgspec.Struct):
 class RequestLine(msgspec.Struct, tag_field="kind", tag="request"):
     """One request and its answer, written by a server. seq: order of the answers, from 0 by 1.
 
-    arrival: seconds from the header's origin. denoise: steps. mode: inference mode. deadline: milliseconds it was
-    given. schedule: None when it never came to the scheduler. model_hash: of the policy it was asked of, which another
-    may replace while the server runs. wire: the protocol it came on.
+    arrival: seconds from the header's origin. denoise: steps. mode: inference mode. deadline: its limit in
+    milliseconds. schedule: None if it never reached the scheduler. model_hash: of the policy that it asked, which may
+    be replaced while the server runs. wire: its protocol.
     """
 
     seq: int
@@ -297,8 +295,8 @@ class RequestLine(msgspec.Struct, tag_field="kind", tag="request"):
 class EndedLine(msgspec.Struct, tag_field="kind", tag="ended", omit_defaults=True):
     """A request that ended at the scheduler without a result (`cancelled`, `shed`, `failed`, …).
 
-    at: on the scheduler's clock. ticket: None when the scheduler refused it; then `schedule` says what it was asked,
-    and the request's own line may stand before or after.
+    at: on the scheduler's clock. ticket: None if the scheduler refused it; then `schedule` has the request, and the
+    request's own line may stand before or after.
     """
 
     ticket: int | None
@@ -312,18 +310,18 @@ class EndedLine(msgspec.Struct, tag_field="kind", tag="ended", omit_defaults=Tru
 
 
 class Member(msgspec.Struct, omit_defaults=True):
-    """One request in one batch. What is None is not written.
+    """One request in one batch. None is not written.
 
     seq: order of arrival at the scheduler, unique in the file; id and client are the caller's words and need not be.
-    units: what this batch granted it. asked: what it wanted when it arrived.
+    units: granted by this batch. asked: units that it wanted when it arrived.
     state: `waiting` when it entered from the queue with this batch, `resident` when it stayed from an earlier one.
     age: seconds from its arrival until the batch was scheduled; for one that entered, the time it waited.
-    limit: seconds it was given to be answered in, from its arrival; None without a deadline.
+    limit: seconds from its arrival to its deadline; None without one.
     outcome: `done`, `more` (it stays for another step), `apart` (the call failed as a whole, and it runs again with
         fewer), or how it ended: `failed`, `cancelled`, …; None if unknown.
-    computed, known, cached: of tokens only, before this batch: how many were in the cache, how many there were (prompt
-        and outputs), and how many the prefix cache had on entering with it.
-    guessed, outputs: of tokens only, where it had guesses: how many of `units` they were, and the tokens that came.
+    computed, known, cached: of tokens only, before this batch: tokens in the cache, all tokens (prompt and
+        outputs), and tokens found in the prefix cache when it entered with this batch.
+    guessed, outputs: of tokens only, if it had guesses: how many of `units` they were, and the tokens that came out.
     """
 
     seq: int
@@ -343,14 +341,14 @@ class Member(msgspec.Struct, omit_defaults=True):
 
 
 class BatchLine(msgspec.Struct, tag_field="kind", tag="batch", kw_only=True):
-    """One call of the processor; one step of those that take several. Written when it finished. Seconds throughout.
+    """One call of the processor, or one step of several. Written when it finished. All times are seconds.
 
-    at, finished: on the scheduler's clock. cost, unit: the estimate the budget is compared with, None when it was not
-    finite. expected: predicted seconds of this call, None when unknown. queued: how many still waited when it left,
+    at, finished: on the scheduler's clock. cost, unit: the estimate that is compared with the budget, None if not
+    finite. expected: predicted seconds of this call, None if unknown. queued: requests still waiting when it left,
     None if unknown. crashed, apart: see `BatchFinished`. left: seqs of residents gone since the group's last batch
-    (preempted, cancelled, expired). short_of: what kept the others out: `budget`, `places`, `memory`, `share`, `room`,
-    `apart`, or empty. looked: when it was decided since the last batch, for a free device, to send nothing yet, or only
-    to refuse what waited.
+    (preempted, cancelled, expired). short_of: the limit that kept others out: `budget`, `places`, `memory`, `share`,
+    `room`, `apart`, or empty. looked: times since the last batch at which the scheduler held a free device, or only
+    refused waiting requests.
     """
 
     id: int
@@ -382,12 +380,12 @@ class BatchLine(msgspec.Struct, tag_field="kind", tag="batch", kw_only=True):
 
     @property
     def seqs(self) -> list[int]:
-        """Which tickets were in it."""
+        """The tickets in it."""
         return [m.seq for m in self.members]
 
 
 class Footer(msgspec.Struct, frozen=True, tag_field="kind", tag="footer"):
-    """Last line of a file that was closed. Requests and batches in it; dropped: lines that are not."""
+    """Last line of a closed file: requests and batches in it, and lines that were dropped."""
 
     ended_at: str
     total_requests: int
@@ -403,7 +401,7 @@ class Note(msgspec.Struct):
 
     @property
     def at(self) -> str:
-        """When, UTC."""
+        """Its time, UTC."""
         return str(self.fields.get("timestamp", ""))
 
 
@@ -413,17 +411,17 @@ _CONNECTION = re.compile(r"""[(\[](['"])([^'"]+)\1, (\d+)[)\]]""")
 
 
 def client_label(client: str, width: int = 18) -> str:
-    """The client; one known only by its connection is `host #number`, which a server writes as the repr of a pair.
+    """The client; a server writes one known only by its connection as the repr of a pair, shown as `host #number`.
     width: characters of a name."""
     connection = _CONNECTION.fullmatch(client)
     if connection is None:
         return plain(client or "no client", width)
     name = plain(" #".join(connection.group(2, 3)), 99)
-    return name if len(name) <= 21 else "…" + name[-20:]  # two of them differ in the number
+    return name if len(name) <= 21 else "…" + name[-20:]  # the number tells two of them apart
 
 
 def plain(text: str, width: int = 18) -> str:
-    """A caller's text on one line: unprintable characters become dots, and a long text is cut with an ellipsis."""
+    """Text on one line: unprintable characters become dots, and a long text is cut."""
     shown = "".join(c if c.isprintable() else "·" for c in text)
     return shown if len(shown) <= width else shown[: width - 1] + "…"
 
@@ -457,7 +455,7 @@ class Journal:
 
     @property
     def groups(self) -> Mapping[str, GroupInfo]:
-        """What each group's numbers mean; empty when the writer did not know."""
+        """Units and settings of each group; empty if the writer had none."""
         return self.header.groups
 
     @property
@@ -466,7 +464,7 @@ class Journal:
         return sorted({r.slot for r in self.requests} | {b.group for b in self.batches})
 
     def seconds(self, batch: BatchLine) -> float:
-        """When the batch was formed, in seconds from the beginning of the journal."""
+        """The time at which the batch was formed, in seconds from the beginning of the journal."""
         return batch.at - self.header.origin
 
     def noted(self, kind: str) -> list[Note]:
@@ -475,8 +473,8 @@ class Journal:
 
 
 def read_journal(path: str | Path, images: bool = True) -> Journal:
-    """Read a whole journal; `.gz` is decompressed. images: False leaves recorded images out, which is most of what a
-    large one holds."""
+    """Read a whole journal; `.gz` is decompressed. images: False leaves recorded images out, most of a large
+    journal."""
     reader = JournalReader(path)
     kinds: dict[type[Any], list[Any]] = {RequestLine: [], BatchLine: [], EndedLine: [], Note: [], WarmUpLine: []}
     for line in reader:
@@ -510,8 +508,7 @@ class JournalReader:
         for line in reader: …
         reader.footer, reader.torn            # once the lines are read
 
-    policy: of several, only requests, batches and notes of this one, as if it had been alone. ConfigError where it is
-    not in the journal.
+    policy: keep only requests, batches and notes of this one of several. ConfigError if it is not in the journal.
     """
 
     def __init__(self, path: str | Path, policy: str | None = None) -> None:
@@ -558,7 +555,7 @@ class JournalReader:
             yield line, ended
 
     def _first(self) -> Header:
-        """The header, its version first: another version has other keys."""
+        """The header; checks the version first, because other versions have other keys."""
         for line, ended in self._whole():
             try:
                 found = msgspec.json.decode(line, type=_AnyHeader)
@@ -580,7 +577,7 @@ class JournalReader:
         raise self._bad(f"empty, not even a header; {_WRITES}", 1)
 
     def _lines(self) -> Iterator[tuple[bytes, bool]]:
-        """Each line, and whether it ended in a newline; counts them."""
+        """Each line, and whether it ended in a newline; counts lines."""
         rest = b""
         try:
             for part in _parts(self.path):
@@ -618,7 +615,7 @@ def _header_of(header: Header, policy: str, path: Path) -> Header:
 
 
 def _belongs(line: Line, policy: str) -> bool:
-    """Whether a line is of this policy; what it says of a slot is then said as with one policy."""
+    """Whether a line is of this policy; removes the policy from the names of its slots."""
     if isinstance(line, Note):
         return bool(line.fields.pop("policy", None) == policy)
     prefix = f"{policy}."
@@ -665,14 +662,14 @@ def _decode(line: bytes, old: Schema1 | None) -> Any:
 
 
 def _cause(word: Any) -> Any:
-    """Older journals have the reason where there was no finer cause."""
+    """Journals of earlier versions may have the reason in place of the cause."""
     older = {"timeout": "held", "budget_reached": "full", "single_request_over_budget": "over_budget"}
     return older.get(str(word), word)
 
 
 def _parts(path: Path) -> Iterator[bytes]:
-    """The file's bytes, decompressed, some at a time. A compressed file that was cut off ends after the last byte that
-    can be had: `gzip` reads ahead and would lose what it had."""
+    """The file's bytes, decompressed, in chunks. A compressed file that was cut off ends after the last readable byte:
+    `gzip` reads ahead and would lose bytes."""
     with path.open("rb") as file:
         compressed = path.suffix == ".gz"
         inflate = zlib.decompressobj(31)
@@ -691,9 +688,9 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 # -- schema_version 1 --------------------------------------------------------------------------------------------------
 
-# Read as what version 2 would say. `--trace` and `--record` had formats of their own: a trace counted times from its
-# origin and had no requests; a recording had the warm-up in its header and only tickets as members of its batches. What
-# neither had keeps its default, and so does all but `seq` of a request.
+# Translated to version 2. In version 1 `--trace` and `--record` have different formats: a trace counts times from its
+# origin and has no requests; a recording has the warm-up in its header and only tickets as members of its batches.
+# Other fields keep their defaults, of a request all but `seq`.
 
 _Time = Annotated[datetime, msgspec.Meta(tz=True)]
 
@@ -760,7 +757,7 @@ class _Refused(msgspec.Struct):
 
 
 class Schema1:
-    """Translates the lines of one file. header: what its first line is in version 2; warm: lines that follow it."""
+    """Translates the lines of one file. header: its first line in version 2; warm: lines that follow it."""
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         known = msgspec.convert(header, _Header)
@@ -773,7 +770,7 @@ class Schema1:
         self.warm = msgspec.convert(warm, list[WarmUpLine])
 
     def line(self, found: dict[str, Any]) -> Any:
-        """What a line is in version 2: an object, or the fields of one. ValidationError if it is none of version 1."""
+        """A line in version 2: an object, or the fields of one. ValidationError if it is not of version 1."""
         kind = found.get("kind")
         if kind == "batch" and self._is_trace:
             times = msgspec.convert(found, _TracedBatch)
@@ -810,7 +807,7 @@ class Schema1:
 
 
 def _group(told: dict[str, Any]) -> dict[str, Any]:
-    """A recording's said nothing of units: costs were seconds where a model of times learned them."""
+    """Adds the unit, which a recording lacks: seconds if a cost model learned times, else requests."""
     if "unit" in told:
         return told
     flush = msgspec.convert(told.get("flush", {}), dict[str, Any])
@@ -819,7 +816,7 @@ def _group(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete(requests: Sequence[RequestLine], batches: Sequence[BatchLine]) -> None:
-    """Tell of a recording's members what only the lines of their requests say."""
+    """Fill in fields of a recording's members that only the lines of their requests have."""
     asked = {line.schedule.ticket: (line, line.schedule) for line in requests if line.schedule is not None}
     last = {seq: batch for batch in batches for seq in batch.seqs}
     for batch in batches:

@@ -1,10 +1,9 @@
 """Writes journals: a sink that copies values and references, and a thread that does everything else.
 
-`--trace FILE` is one file without payloads, opened at once; so is what GET /diagnostics/journal sends. `--record DIR`
-is a `Recording`: files with payloads, opened at the first request. For a line serving only appends to a bounded queue;
-the thread gathers what came in a fraction of a second and writes it at once, so that an idle process sleeps and a busy
-one is woken a few times a second. A killed process loses little. A disk error ends the journal, is kept in `error`, and
-never touches serving.
+`--trace FILE` is one file without payloads, opened at once; so is the answer of GET /diagnostics/journal. `--record
+DIR` is a `Recording`: files with payloads, opened at the first request. The sink only appends to a bounded queue; the
+thread writes the lines of a fraction of a second at once, so that it wakes a few times a second at most. A killed
+process loses little. A disk error ends the journal, is kept in `error`, and never affects serving.
 """
 
 from __future__ import annotations
@@ -75,18 +74,18 @@ log = logging.getLogger("reflex.observe")
 CAPACITY = 4096  # lines that wait to be written; a batch of 256 members takes some 30 kB
 EARLY = 1000  # notes kept until the first request
 KEPT = 4096  # batches whose newcomers are remembered until their requests are answered
-IMAGE_BYTES = 256 << 20  # of images that may wait to be written; beyond it requests are dropped
+IMAGE_BYTES = 256 << 20  # most bytes of images that wait; further requests are dropped
 GATHER = 0.2  # seconds the thread waits for more lines after the first
-FLUSH = 0.5  # seconds of work between flushes; what a killed process loses is this old at most
+FLUSH = 0.5  # seconds of work between flushes; a killed process loses at most this much
 PLENTY = 256  # lines that end the wait
 _LEVEL = 1  # of compression: half the size of level 6 is not worth three times its time
 _CHUNK = 1 << 18  # bytes handed to the file at a time
-_TURN = 0.0005  # seconds of work after which the thread releases the interpreter: what it adds to other threads' p99
+_TURN = 0.0005  # seconds of work until the thread releases the interpreter; it adds this to other threads' p99
 _BREATH = 0.0001  # seconds that it pauses then
 
 
 class LineTarget(Protocol):
-    """Where a `JournalWriter` writes: a `LineFile`, or what stands for one. Called on the writer's thread."""
+    """Where a `JournalWriter` writes: a `LineFile`, or a stream to a client. Called on the writer's thread."""
 
     path: Path
     size: int
@@ -127,14 +126,14 @@ class LineFile:
         self.size += len(data)
 
     def abandon(self) -> None:
-        """Close it after an error; ignore a further one."""
+        """Close it after an error; ignores further errors."""
         with suppress(OSError, ValueError):
             self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Where a journal with payloads goes: DIRECTORY/<YYYYMMDD>-<HHMMSS>-<model_hash>-<session>.jsonl.gz, in UTC.
+    """The files of a journal with payloads: DIRECTORY/<YYYYMMDD>-<HHMMSS>-<model_hash>-<session>.jsonl.gz, in UTC.
 
     images: `full` keeps them, so that actions can be replayed, `hash_only` their SHA-256, `none` neither. A file with
     images is for its owner alone. max_bytes: of a file, after which another part is begun; 0 is no bound.
@@ -150,7 +149,7 @@ class Recording:
             raise ConfigError(f"Recording.images={self.images!r}: must be one of {', '.join(IMAGE_MODES)}")
 
     def make(self) -> None:
-        """Make the directory. ConfigError when it cannot be made."""
+        """Make the directory. ConfigError if that fails."""
         with refused(f"Recording.directory={str(self.directory)!r}", "be made"):
             Path(self.directory).mkdir(parents=True, exist_ok=True)
 
@@ -169,15 +168,14 @@ SentImage = bytes | str | NDArray[Any]
 
 
 class RequestRecord(msgspec.Struct):
-    """The `detail` of a `RequestAnswered`: what was asked and answered, as references. The event has the rest.
+    """The `detail` of a `RequestAnswered`: request and answer, as references. The event has the rest.
 
     images: as sent, by name: PNG or JPEG bytes, base64 text (a data URL will do), or uint8 [h, w, 3].
     state: as sent, [state_dim]. seed: of the noise, as used.
-    executed: how many actions of the last chunk the caller has executed, where it said so.
+    executed: how many actions of the last chunk the caller has executed, None if unknown.
     past: request ids of the earlier observations that the policy saw with it, oldest first.
     actions: [num_actions, action_dim] as answered, None without an answer. cache: `hit`, `hit_stale`, `miss`, `off`.
-    routing: {slot, routing_key, degraded, cached} where two policies are served. model_hash: of the policy it was asked
-    of.
+    routing: {slot, routing_key, degraded, cached} if two policies are served. model_hash: of the policy that it asked.
     """
 
     request_id: str
@@ -209,7 +207,7 @@ class RequestRecord(msgspec.Struct):
 
 
 def scheduled(request: Request, ticket: Ticket | None, at: float) -> SchedulerRequest:
-    """The request as the scheduler got it, without the payload. at: when it was refused, where there is no ticket."""
+    """The request as the scheduler got it, without the payload. at: time of the refusal, if there is no ticket."""
     made = SchedulerRequest(
         None, at, str(request.client), int(request.priority), request.time_limit, str(request.partition),
         str(request.shape), str(request.cost_class), request.stage, request.weight, request.wants,
@@ -278,13 +276,13 @@ _Item = BatchLine | EndedLine | _Asked | bytes
 
 
 class JournalWriter:
-    """A sink that writes what one scheduler did, and what its server answered.
+    """A sink that writes the batches of one scheduler and the answers of its server.
 
-    to: a file, without payloads (`.gz` compresses; a file that is there is kept as PATH.1), or a `Recording`.
-        ConfigError at once when it cannot be written. Or a `LineTarget`, for one journal without payloads.
-    groups: the scheduler's, so that the file says what its numbers mean. header: further fields of `Header`.
+    to: a file, without payloads (`.gz` compresses; an existing file is kept as PATH.1), or a `Recording`.
+        ConfigError at once if it cannot be written. Or a `LineTarget`, for one journal without payloads.
+    groups: the scheduler's, for the header: units and settings. header: further fields of `Header`.
     capacity: most lines waiting; beyond it, and beyond `IMAGE_BYTES` of images, they are dropped and counted.
-    clock: the scheduler's. wall: seconds since the epoch. notes: asked for further notes about a batch that finished.
+    clock: the scheduler's. wall: seconds since the epoch. notes: gives further notes on a finished batch.
 
     path: of the file, None before a recording's first request. recorded: requests written. error: of the disk, which
     ended the journal. cpu: processor seconds the thread has used, as of its last write.
@@ -336,7 +334,7 @@ class JournalWriter:
             with refused(f"JournalWriter.to={str(to)!r}"):
                 self._opened = LineFile(self.path, self.path.suffix == ".gz")
         self._capacity, self._limit = capacity, 0 if self._recording is None else self._recording.max_bytes
-        self._full = self._odd = 0  # dropped by callers, without room or file; here, with the file or as unwritable
+        self._full = self._odd = 0  # lines dropped: no room or no file; lost with the file, or not encodable
         self._file: LineTarget | None = None
         self._queue: deque[_Item] = deque()
         self._some, self._hurry = threading.Event(), threading.Event()
@@ -349,17 +347,17 @@ class JournalWriter:
 
     @property
     def dropped(self) -> int:
-        """Lines that are not in the file: the disk could not keep up or failed, or they could not be encoded.
+        """Lines that are not in the file: the disk was too slow or failed, or they could not be encoded.
 
-        What stood in the file's buffer when it failed is not among them.
+        Lines in the file's buffer at a disk error are not counted.
         """
         return self._full + self._odd + self._too_large
 
     def note(self, kind: str, /, **fields: Any) -> None:
         """Write a line of another kind: `outcome` {episode_id, slot, success, reward?}, `decision` {…}, …
 
-        fields: what JSON can carry; anything else becomes its text. `timestamp` is added. Before its first request a
-        recording has no file, and notes wait for it.
+        fields: values that JSON can carry; others become text. `timestamp` is added. A recording has no file before its
+        first request; notes wait for it.
         """
         if kind in KINDS:
             raise ValueError(f"JournalWriter.note: kind {kind!r} is written by the journal itself")
@@ -372,14 +370,14 @@ class JournalWriter:
             self._early.append(line)
 
     def warmed(self, warm: WarmUpLine) -> None:
-        """What warm-up taught a slot's cost model. Called before the first request."""
+        """Write a slot's warm-up. Called before the first request."""
         line = _encode(warm) + b"\n"
         self._warm.append(line)  # for the head of later parts
         if self._recording is None:
             self._enqueue(line)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Write what is queued and the footer. Returns whether all of it reached the file within `timeout` seconds."""
+        """Write the queued lines and the footer. Returns whether all reached the file within `timeout` seconds."""
         self._flush()
         self._closed = True
         self._hurry.set()
@@ -465,8 +463,8 @@ class JournalWriter:
             self._flush()
 
     def _outcome(self, open_batch: BatchLine, event: RequestSettled | RequestProgressed) -> None:
-        """A member's outcome. They follow a finished batch in the order of its grants; what stands between them (a
-        request that leaves at the boundary after its step) is not the outcome of a batch."""
+        """A member's outcome. Outcomes follow a finished batch in the order of its grants; an event between them (a
+        request that leaves after its step) is not an outcome of this batch."""
         members, last = open_batch.members, self._next - 1
         if last >= 0 and members[last].guessed and members[last].seq == event.ticket.seq:
             self._next = last  # of a step with guesses several answers come
@@ -511,7 +509,7 @@ class JournalWriter:
         return self._enqueue(item)
 
     def _enqueue(self, item: _Item) -> bool:
-        """Queue an item; False when it is not written: the queue is full, or the writing has ended. Never waits."""
+        """Queue an item. False if the queue is full, or writing has ended. Never waits."""
         if not self._takes():
             return False
         self._queue.append(item)
@@ -523,7 +521,7 @@ class JournalWriter:
         return True
 
     def _takes(self) -> bool:
-        """Whether an item would be queued now; one without room, or without a file any more, is counted here."""
+        """Whether an item can be queued now; counts one that cannot."""
         if self._closed:
             return False
         if self.error is not None or len(self._queue) >= self._capacity:
@@ -602,8 +600,8 @@ class JournalWriter:
                 self._end()
 
     def _empty(self) -> None:
-        """Write what is queued in short slices, so that other threads get the interpreter. A queue that never
-        becomes empty is flushed, too."""
+        """Write the queue in short slices, so that other threads get the interpreter. Flushes also if the queue never
+        becomes empty."""
         queue, lines, size = self._queue, list[bytes](), 0
         most = min(self._limit or _CHUNK, _CHUNK)
         breath = time.monotonic() + _TURN
@@ -650,7 +648,7 @@ class JournalWriter:
             return item
         if isinstance(item, BatchLine):
             self._batches += 1
-            item.expected, item.cost = _micro(item.expected), _micro(item.cost)  # enough where no replay needs more
+            item.expected, item.cost = _micro(item.expected), _micro(item.cost)  # precise enough: no replay reads them
             for member in item.members:
                 member.age, member.limit = round(member.age, 6), _micro(member.limit)
             return _safe(item)
@@ -670,7 +668,7 @@ _writers: WeakSet[JournalWriter] = WeakSet()
 
 
 def turn_all() -> None:
-    """Every file of this process continues in a new one, as a server does at SIGHUP."""
+    """Continue every journal of this process in a new file, as a server does at SIGHUP."""
     for writer in list(_writers):
         writer.turn()
 
@@ -699,7 +697,7 @@ def _ending(ticket: Ticket) -> str:
     return error.outcome if isinstance(error, ReflexError) else "failed"
 
 
-# -- lines, whatever callers and processors wrote into them: text that is not Unicode is escaped ----------------------
+# -- lines; texts of callers and processors that are not Unicode are escaped ------------------------------------------
 
 
 def _as_text(value: Any) -> str:
@@ -730,7 +728,7 @@ def _plain(value: Any) -> Any:
 
 
 def info_of(group: GroupConfig) -> GroupInfo:
-    """The units of a group's numbers, and the settings from which a replay builds it again."""
+    """The units of a group's numbers, and the settings for a replay."""
     model, budget = group.cost(), group.flush.max_batch_cost
     return GroupInfo(
         unit=model.unit,
@@ -767,7 +765,7 @@ def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable
 
 
 def hardware() -> dict[str, Any]:
-    """The facts of this machine that decide a model's speed; a server adds its accelerator."""
+    """The hardware of this machine; a server adds its accelerator."""
     model = ""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -786,7 +784,8 @@ class ProgressFold:
         self._guessed: dict[int, bool] = {}  # seq, where the last batch had guesses → whether its first token has come
 
     def ran(self, batch: Batch, members: Sequence[Member], failed: bool) -> None:
-        """Fill in what the members of a finished batch had before it. failed: the call failed, and they run again."""
+        """Fill in the counts of a finished batch's members from before it. failed: the call failed, and they run
+        again."""
         entered, counts = set(batch.admitted), self._counts
         self._guessed = dict.fromkeys([ticket.seq for ticket in batch.extra], False)
         for (ticket, units), member in zip(batch.grants.items(), members, strict=True):
@@ -794,13 +793,13 @@ class ProgressFold:
             if ticket in entered:
                 member.cached = batch.cached.get(ticket)
                 counts[seq] = (member.cached or 0.0, counts[seq][1] if seq in counts else ticket.request.wants)
-            if seq in counts:  # else its beginning was not seen
+            if seq in counts:  # else the journal began later
                 member.computed, member.known = computed, known = counts[seq]
                 if not failed:
                     counts[seq] = (computed + units - batch.extra.get(ticket, 0.0), known)
 
     def answered(self, seq: int) -> None:
-        """Count one more known token. The one before it was computed with it, if it is not the first of its batch."""
+        """Count one more known token. Unless it is the first of its batch, the one before it counts as computed."""
         if seq in self._counts:
             computed, known = self._counts[seq]
             self._counts[seq] = (computed + self._guessed.get(seq, False), known + 1.0)
@@ -833,7 +832,7 @@ def short(array: NDArray[Any]) -> list[list[float | str]]:
 def _few_digits(array: NDArray[np.float32]) -> NDArray[np.float64]:
     """Each value rounded to as few decimals as give the same float32 again: half the text of the usual digits."""
     wide = array.astype(np.float64)
-    with np.errstate(all="ignore"):  # values that are not finite stay
+    with np.errstate(all="ignore"):  # not finite values stay
         found = wide * 1e9
         np.rint(found, out=found)
         found /= 1e9
@@ -847,7 +846,7 @@ def _few_digits(array: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def _sent_bytes(image: SentImage) -> bytes | None:
-    """An image as sent; None when it is none. An array gives its pixels in C order."""
+    """The bytes of an image as sent; None if it is not base64. An array gives its pixels in C order."""
     if isinstance(image, str):
         data = image.partition(",")[2] if image.startswith("data:") else image
         try:
@@ -880,5 +879,5 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 
 
 def _packed(found: dict[str, str]) -> str | dict[str, str] | None:
-    """What there is of each image, as a line has it."""
+    """Values by image, in the form of a line."""
     return found["image"] if list(found) == ["image"] else found or None

@@ -1,7 +1,7 @@
-"""What happens now, for those who look: a fold over the events of a server, taken as one snapshot a moment.
+"""Figures for the dashboard and `reflex top`: a fold over the events of a server, read as snapshots.
 
-It is a sink only while somebody looks, so it costs nothing else; its figures begin when the first watcher comes. Every
-list in a snapshot is bounded, and what was left out is counted.
+It is a sink only while somebody watches, so it costs nothing otherwise; its figures begin with the first watcher. Every
+list in a snapshot is bounded, and the rest is counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAME = 48  # characters of a client's name: names often differ at their end
 REMEMBERED = 1024  # clients whose figures are kept
 WINDOW = 512  # latencies of a group, and
 OWN = 64  # of a client, that percentiles are taken from
-UNSEEN: Final = 2.0  # seconds until a fold without a question ends
+UNSEEN: Final = 2.0  # seconds after the last snapshot until the fold ends
 APART: Final = 1024  # between the numbers of two batches of one of several processes
 RATE_S = 5.0  # seconds over which rates are taken
 
@@ -58,12 +58,12 @@ class LiveMember(msgspec.Struct, array_like=True):
 
 
 class LiveBatch(msgspec.Struct):
-    """A batch that has ended, or that runs now: then without `took`.
+    """A batch that has ended, or that runs now, without `took`.
 
     at: when it was formed, in seconds of the snapshot's clock. took, expected: seconds; expected 0.0 if unknown. cost:
-    in the unit of its group. queued: requests of its group left waiting when it was formed; short_of: what kept them
-    out. cause: why it left when it did. failed: its members that got no result. members: at most 64 of `size`.
-    process: that ran it, where there are several.
+    in the unit of its group. queued: requests of its group left waiting when it was formed; short_of: the limit that
+    kept them out. cause: why it left when it did. failed: the call failed. members: at most 64 of `size`. process: its
+    name, if there are several.
     """
 
     id: int
@@ -83,9 +83,9 @@ class LiveBatch(msgspec.Struct):
 
 
 class LiveClient(msgspec.Struct):
-    """A robot, feed or caller. rate: answers a second now. age: seconds since its last answer, or refusal before the
-    first. p95: seconds, of its last 64. lost: requests without a result, why: the last one's error. wire: the protocol
-    it speaks, where the server knows."""
+    """A robot, feed or caller. rate: answers a second now. age: seconds since its last answer, or since a refusal
+    before the first. p95: seconds, of its last 64. lost: requests without a result; why: the last one's error. wire:
+    its protocol, "" if unknown."""
 
     name: str
     group: str
@@ -122,9 +122,10 @@ class LiveGroup(msgspec.Struct):
 
 
 class LiveSnapshot(msgspec.Struct):
-    """One moment. at: seconds on the clock of its batches. left_out: batches since the last one that are not in it.
+    """One moment. at: seconds on the clock of its batches. left_out: batches since the last snapshot that are not in
+    it.
 
-    server: what the server itself tells; see the page.
+    server: figures of the server itself; see the page.
     """
 
     at: float
@@ -171,7 +172,7 @@ class _GroupFigures:
 class Live:
     """The fold. Called with one event at a time, on the thread that takes snapshots.
 
-    busy, batches and ratios of a group are since the last snapshot, everything else since the first event.
+    `busy`, `batches` and `ratios` of a group count from the last snapshot, all else from the first event.
     """
 
     events = frozenset(
@@ -280,7 +281,7 @@ class Live:
             group.ratios.append(batch.expected / elapsed)
 
     def _client(self, client: Hashable, group: str) -> _ClientFigures:
-        if client == "":  # a request of nobody's, as a shadow's, counts for its group only
+        if client == "":  # a request without a client, such as a shadow's, counts for its group only
             return _ClientFigures(group)
         found = self._clients.get(client)
         if found is None:
@@ -322,7 +323,7 @@ def _group(name: str, found: _GroupFigures, passed: float, now: float) -> LiveGr
 
 
 def _percentiles(values: Iterable[float], *shares: float) -> list[Any]:
-    """None for each where there are no values."""
+    """The percentiles; each None without values."""
     ranked = sorted(values)
     return [percentile(ranked, share) if ranked else None for share in shares]
 
@@ -346,7 +347,7 @@ def _us(seconds: float) -> float:
 
 
 class ServerLives(Protocol):
-    """restarts: of the server. last_exit: how the one before ended."""
+    """restarts: of the server. last_exit: how the previous process ended."""
 
     @property
     def restarts(self) -> int: ...
@@ -357,9 +358,9 @@ class ServerLives(Protocol):
 class LiveProcess(msgspec.Struct):
     """A process of a server.
 
-    state: ready, or what keeps it from answering. restarts: how often it was started again. memory: resident bytes,
-    None if the system does not tell. running, waiting: requests that it computes, and that wait for it; None where
-    other processes compute. why: how its predecessor ended, or why it is not ready.
+    state: ready, or why it cannot answer. restarts: how often it was restarted. memory: resident bytes, None if
+    unknown. running, waiting: requests that it computes, and that wait for it; None if other processes compute. why:
+    how the previous process ended, or why it is not ready.
     """
 
     name: str
@@ -375,10 +376,10 @@ class LiveProcess(msgspec.Struct):
 def live_process(
     name: str, pid: int | None, state: str, restarts: int, running: int | None, waiting: int | None, why: str = ""
 ) -> LiveProcess:
-    """A process with its memory now. why: at most 200 characters of it are kept."""
+    """A process with its memory now. why: cut to 200 characters."""
     memory = None
     if pid is not None:
-        with suppress(OSError, ValueError, IndexError):  # where the system does not tell
+        with suppress(OSError, ValueError, IndexError):  # no /proc
             memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return LiveProcess(name, pid, state, restarts, memory, running, waiting, why[:200])
 
@@ -386,17 +387,17 @@ def live_process(
 def own_process(
     state: str, lives: ServerLives | None, running: int | None, waiting: int | None, why: str = ""
 ) -> LiveProcess:
-    """This process, the server. lives: what its supervisor knows, where there is one."""
+    """This process, the server. lives: from its supervisor, if there is one."""
     restarts, last_exit = (lives.restarts, lives.last_exit) if lives is not None else (0, None)
     return live_process("server", os.getpid(), state, restarts, running, waiting, why or last_exit or "")
 
 
 class OnDemandLive:
-    """The live fold of a process that another one shows. add, remove: it as a sink of the process's events; it is one
-    from the first question until nobody has asked for `UNSEEN` seconds.
+    """The fold of a process whose snapshots another process asks for. It is a sink from the first snapshot until none
+    was taken for `UNSEEN` seconds.
 
-    server: what the process itself tells; called before each snapshot, so that it may have events delivered. Everything
-    happens on the loop."""
+    add, remove: make it a sink of the process's events, and end that. server: figures of the process itself, called
+    before each snapshot, when it may deliver events. Everything happens on the loop."""
 
     def __init__(
         self, add: Callable[[Live], None], remove: Callable[[Live], None], server: Callable[[], Mapping[str, Any]]
@@ -406,7 +407,7 @@ class OnDemandLive:
         self._lapse: asyncio.TimerHandle | None = None
 
     def snapshot(self) -> LiveSnapshot:
-        """What has happened since the last one."""
+        """Everything since the last one."""
         self.close()
         if self._live is None:
             self._live = Live(time.monotonic())
@@ -416,7 +417,7 @@ class OnDemandLive:
         return self._live.snapshot(time.monotonic(), told)
 
     def close(self) -> None:
-        """The process ends."""
+        """Stop the timer."""
         if self._lapse is not None:
             self._lapse.cancel()
 
@@ -429,7 +430,7 @@ class OnDemandLive:
 
 
 class LiveParts:
-    """What is known of each process, by its name."""
+    """The snapshots of several processes, merged into one."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # of processes, in order of appearance
@@ -438,20 +439,20 @@ class LiveParts:
         self._number = 0
 
     def take(self, name: str, snapshot: LiveSnapshot) -> None:
-        """One has come."""
+        """Take a snapshot of that process."""
         self._numbers.setdefault(name, len(self._numbers))
         before = self._new.get(name)
-        if before is not None:  # two came between two of ours
+        if before is not None:  # two snapshots since the last merge
             snapshot.batches = [*before.batches, *snapshot.batches][-BATCHES:]
             snapshot.left_out += before.left_out
         self._new[name] = self.newest[name] = snapshot
 
     def forget(self, name: str) -> None:
-        """The process has ended, or shows nothing now."""
+        """The process has ended, or sends no snapshots now."""
         self.newest.pop(name, None)
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
-        """What has come since the last one. server: what is told of all of them."""
+        """Everything since the last one. server: figures of the server as a whole."""
         self._number += 1
         new, self._new = self._new, {}
         all_of = list(self.newest.values())
@@ -477,14 +478,14 @@ class LiveParts:
         )
 
     def _own(self, name: str, batches: list[LiveBatch]) -> Iterator[LiveBatch]:
-        """Batches of a process, with numbers that no other process's have."""
+        """Batches of a process, with ids that are unique over all processes."""
         for batch in batches:
             number = batch.id * APART + self._numbers[name]
             yield msgspec.structs.replace(batch, id=number, process=name)
 
 
 def added(one: Any, other: Any) -> Any:
-    """Two queues, as a scheduler tells them, as one: numbers are added, all else is that of the first that has it."""
+    """Two figures of queues as one: numbers are added, everything else is that of the first one."""
     if isinstance(one, dict) and isinstance(other, dict):
         return other | {key: added(value, other[key]) if key in other else value for key, value in one.items()}
     number = isinstance(one, int | float) and isinstance(other, int | float) and not isinstance(one, bool)
@@ -492,8 +493,8 @@ def added(one: Any, other: Any) -> Any:
 
 
 def _merged_clients(found: Iterable[LiveClient]) -> list[LiveClient]:
-    """One of each name, whose requests may be spread over processes: rates and counts are added, p95 is the worst, and
-    the rest is as where it was answered last."""
+    """One client for each name; its requests may be spread over processes. Rates and counts are added, p95 is the
+    worst, and the rest is from the process that answered last."""
     by_name: dict[str, LiveClient] = {}
     for client in found:
         before = by_name.get(client.name)
@@ -508,7 +509,7 @@ def _merged_clients(found: Iterable[LiveClient]) -> list[LiveClient]:
 
 def _merged_group(groups: list[LiveGroup], replicas: int) -> LiveGroup:
     """One group of several replicas. Rates and counts are added, busy is the mean over the devices, p50 the mean of the
-    replicas' by their answers, and p95 and p99 those of the slowest replica."""
+    replicas weighted by their answers, p95 and p99 those of the slowest replica."""
     outcomes: Counter[str] = Counter()
     for group in groups:
         outcomes.update(group.outcomes)
@@ -529,5 +530,5 @@ _SUMMED = ("batches", "requests", "rate", "tokens")
 
 
 def worst(figures: Iterable[Any], name: str) -> float | None:
-    """The largest of the figures of this name that are known."""
+    """The largest known figure of this name."""
     return max((value for one in figures if (value := getattr(one, name)) is not None), default=None)

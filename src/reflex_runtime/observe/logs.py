@@ -1,7 +1,7 @@
 """The log of a server on standard error: lines for people, or JSON for a collector (`--log-format json`).
 
-A reader that stops reading must not stop the server: `LogStream` never waits for it, and drops what does not fit. What
-others wrote (messages, exceptions) cannot forge a line or command a terminal: `escaped`.
+A reader that stops reading must not stop the server: `LogStream` never waits for it, and drops lines that do not fit.
+Text from outside (messages, exceptions) can neither forge a line nor command a terminal: `escaped`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from reflex_runtime.observe.tracing import current_span
 from reflex_runtime.pacing import Throttle
 
 PLAIN: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
-WAITING: Final = 1 << 20  # the most bytes that wait for a slow reader
+WAITING: Final = 1 << 20  # most bytes that wait for a slow reader
 LONGEST: Final = 1 << 14  # characters of a text in the log: a model may raise one of any length
 EXIT_STUCK: Final = 1  # status of a server whose event loop hangs in a model
-LAST_WORDS_S: Final = 1.0  # seconds that a process which ends gives its reader
+LAST_WORDS_S: Final = 1.0  # longest wait for the reader at the end of the process
 
 
 def begin(form: str = PLAIN) -> None:
-    """Log lines for people, until `use` says otherwise. From now on neither a log line nor a `print` can wait."""
+    """Log lines for people, until `use` sets another format. From now on neither a log line nor a `print` waits."""
     guard(stdout=True)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     _format(TextLog(form))
 
 
 def use(log_format: str) -> None:
-    """From now on log in this format: text or json."""
+    """Set the format of the log: text or json."""
     if log_format == "json":
         _format(JsonLog())
 
@@ -58,7 +58,7 @@ def _format(formatter: logging.Formatter) -> None:
 
 
 def guard(stdout: bool) -> None:
-    """Let writes to standard error, and to standard output where it carries no results, never wait for a reader."""
+    """Make writes to standard error never wait for a reader; with `stdout` also those to standard output."""
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr = LogStream(sys.stderr)
     if stdout and sys.stdout is sys.__stdout__ and sys.stdout is not None:
@@ -67,14 +67,14 @@ def guard(stdout: bool) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process now, without waiting for threads that may never end. The log gets a second for its last lines."""
+    """End the process now, without waiting for threads that may never end. The last log lines get a second."""
     logging.shutdown()
     finish()
     os._exit(status)
 
 
 def leave_stuck() -> NoReturn:
-    """The event loop hangs in a model: nothing can be answered any more, and a supervisor starts the server again."""
+    """End the process, because the event loop hangs in a model; a supervisor restarts the server."""
     logging.getLogger("reflex.server").error(
         "leaving: a batch on the event loop does not come back, and no request can be answered"
     )
@@ -82,7 +82,7 @@ def leave_stuck() -> NoReturn:
 
 
 def finish() -> None:
-    """Write what waits for a slow reader of the log, for a second at most."""
+    """Write the lines that wait for a slow reader, for a second at most."""
     until = time.monotonic() + LAST_WORDS_S
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, LogStream):
@@ -100,8 +100,8 @@ def cut(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text with its control characters as escapes. Line ends stay, and what follows one is indented, so that no
-    text of others begins a line of the log."""
+    """The text with control characters as escapes. Lines after the first are indented, so that no text from outside
+    begins a line of the log."""
     text = cut(text)
     if text.isprintable():
         return text
@@ -114,20 +114,20 @@ def escaped(text: str) -> str:
 class LogStream(io.TextIOBase):
     """A text stream over standard error or output that never waits for its reader.
 
-    A write goes to the kernel at once. What a full pipe does not take waits, up to 1 MiB, for a thread that lives until
-    it is written; lines beyond that are dropped and counted, and the count is written when there is room again.
+    A write goes to the kernel at once. What a full pipe does not take waits for a thread, up to 1 MiB; further lines
+    are dropped, and their count is written when there is room again.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._fd = stream.fileno()
-        self.formatter: logging.Formatter = TextLog(PLAIN)  # of the line that tells of lines dropped
+        self.formatter: logging.Formatter = TextLog(PLAIN)  # of the line on dropped lines
         self._to, self._write_some = _non_blocking(self._fd)
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Also in a fork, where the thread is not: what waited is for the parent to write."""
+        """Also in a fork, which has no thread: the parent writes the lines that wait."""
         self._lock = threading.RLock()  # a signal handler may print
         self._line = ""  # the beginning of a line
         self._waiting: deque[bytes] = deque()
@@ -159,7 +159,7 @@ class LogStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write the beginning of a line, as progress shows it."""
+        """Write the beginning of a line, as progress does."""
         with self._lock:
             if self._line:
                 text, self._line = self._line, ""
@@ -184,7 +184,7 @@ class LogStream(io.TextIOBase):
             self._written.clear()
             try:
                 threading.Thread(target=self._drain, name="reflex-log", daemon=True).start()
-            except RuntimeError:  # there are as many threads as there may be, or the interpreter ends
+            except RuntimeError:  # no further thread is allowed, or the interpreter ends
                 self._written.set()  # the next line tries again
 
     def _drain(self) -> None:
@@ -211,14 +211,13 @@ class LogStream(io.TextIOBase):
 
 
 def _non_blocking(fd: int) -> tuple[int, Callable[[bytes], int]]:
-    """A descriptor, and a function that writes what the kernel takes without waiting, and returns how many bytes that
-    were.
+    """A descriptor, and a function that writes as much as the kernel takes without waiting, and returns how many bytes.
 
-    The flag O_NONBLOCK of `fd` itself is shared with whoever else has it, such as the shell, so it stays as it is. What
-    libraries do to `fd`, such as close it or let it be /dev/null for a while, is nothing to the descriptor here.
+    The flag O_NONBLOCK of `fd` itself is shared with others, such as the shell, so it stays as it is. Libraries that
+    close `fd` or point it to /dev/null for a while do not affect this descriptor.
     """
     kind = os.fstat(fd).st_mode
-    if stat.S_ISSOCK(kind):  # as systemd's journal gives it
+    if stat.S_ISSOCK(kind):  # systemd's journal
         other = socket.socket(fileno=os.dup(fd))
         return other.fileno(), lambda lines: _taken(lambda: other.send(lines, socket.MSG_DONTWAIT), lines)
     if stat.S_ISFIFO(kind) or os.isatty(fd):
@@ -233,7 +232,7 @@ def _taken(write: Callable[[], int], lines: bytes) -> int:
         return write()
     except BlockingIOError:
         return 0
-    except OSError:  # the reader has left, or the disk is full: the server goes on
+    except OSError:  # the reader is gone, or the disk is full: the server continues
         return len(lines)
 
 
@@ -288,11 +287,11 @@ class FailureLog:
             return
         if isinstance(event.ticket.outcome, Failed):
             self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
-        elif isinstance(event.error, ProcessorError):  # it ran, and its result cannot be written
+        elif isinstance(event.error, ProcessorError):  # it ran, but its result cannot be encoded
             self.tell(event.at, event.ticket.id, event.error)
 
     def tell(self, now: float, request_id: str, error: BaseException) -> None:
-        """One request failed. now: seconds."""
+        """Log a failed request. now: seconds."""
         if count := self._throttle.count(now):
             more = f" ({count - 1} more since the last line)" if count > 1 else ""
             told = error.logged() if isinstance(error, ReflexError) else error

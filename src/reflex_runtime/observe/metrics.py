@@ -1,7 +1,7 @@
 """Series for prometheus-client: counters and histograms that events write, and the table of every server's series.
 
-Counters and histograms are written on one thread, several times for every request, without a lock; prometheus-client's
-own take one each time and cost five times as much. A scrape on another thread reads numbers that are at most one
+One thread writes counters and histograms, several times for every request and without a lock; prometheus-client's own
+take a lock each time and cost five times as much. A scrape on another thread reads numbers that are at most one
 observation apart. The tables of `docs/metrics.md` are made of the rows below."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The picture of batches: which requests shared which batch.
 
-Panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), which
-stage ran and of which group (where there are several), why each batch left, predicted against measured time, and how
-long those that entered had waited. Steps over tokens show prefill, decode and preemptions; under them stands what kept
-others out, and how many those were. Of too many batches the newest are drawn, and the picture says so. The same batches
-give the same bytes. The one module that imports matplotlib (the extra `plots`).
+Panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), stage
+and group (if there are several), why each batch left, predicted against measured time, and the waits of requests that
+entered. Steps over tokens show prefill, decode and preemptions, and below them the limit that kept others out, and how
+many they were. Of too many batches the newest are drawn, with a note. The same batches give the same bytes. The only
+module that imports matplotlib (the extra `plots`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def write_pictures(trace: Journal, batches: Sequence[BatchLine], prefix: Path) -
 
 
 def _newest(batches: Sequence[BatchLine]) -> Sequence[BatchLine]:
-    """Those that there is room for."""
+    """The newest batches, as many as fit."""
     grants = 0
     for count, batch in enumerate(reversed(batches)):
         grants += batch.size
@@ -136,8 +136,7 @@ def _newest(batches: Sequence[BatchLine]) -> Sequence[BatchLine]:
 
 
 def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
-    """Decide what is drawn; everything after this only places it. The axis counts requests where groups count in
-    different units."""
+    """Decide what is drawn; the rest only places it. The axis counts requests if groups count in different units."""
     kinds = {"requests" if b.unit == "seconds" else b.unit or "units" for b in batches}
     unit = kinds.pop() if len(kinds) == 1 else "requests"
     colours = Colours.of(trace, batches)
@@ -176,7 +175,7 @@ def _bar(batch: BatchLine, colours: Colours, unit: str, back: Mapping[int, tuple
 
 
 def _ceilings(trace: Journal, batches: Sequence[BatchLine], unit: str) -> dict[float, str]:
-    """Height of each ceiling that this axis has, and its name."""
+    """Height and name of each ceiling on this axis."""
     found: dict[float, str] = {}
     for name in dict.fromkeys(b.group for b in batches):
         info = trace.groups.get(name)
@@ -236,7 +235,7 @@ def _draw(drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> Fi
 
 
 def _ticks(bars: Sequence[Bar]) -> dict[int, str]:
-    """Round batch ids where there are some."""
+    """Round batch ids, if there are some."""
     ids = [(x, bar.batch.id) for x, bar in enumerate(bars)]
     steps = (m * 10**e for e in range(16) for m in (1, 2, 5))
     step = next(s for s in steps if (ids[-1][1] - ids[0][1]) / s <= 14)
@@ -418,7 +417,7 @@ def draw_times(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def draw_waits(axes: Axes, bars: Sequence[Bar]) -> None:
-    """How long those that entered had waited."""
+    """The waits of requests that entered."""
     entered = [(x, [m.age * 1e3 for m in bar.batch.entered]) for x, bar in enumerate(bars)]
     waits = [(x, w) for x, w in entered if w]
     xs = [x for x, _ in waits]
@@ -455,7 +454,7 @@ _LEFT_OUT = {"queued": "not entered yet", "resident": "resident, granted nothing
 
 
 def _key(axes: Axes, handles: Sequence[Any]) -> None:
-    """A small legend above the right end of a panel, of what there is."""
+    """A small legend above the right end of a panel."""
     if not handles:
         return
     axes.legend(

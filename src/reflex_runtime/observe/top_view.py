@@ -1,6 +1,6 @@
-"""Snapshots of a server as text for a terminal: what `reflex top` shows.
+"""Snapshots of a server as text for a terminal, for `reflex top`.
 
-Each row of a table is one line; columns are left out where a terminal is narrow."""
+Each row of a table is one line; a narrow terminal shows fewer columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = 4096  # clients whose colour is kept
 
 
 class TopView:
-    """Snapshots as a picture of text; it keeps the batches of the last ones."""
+    """Draws snapshots as text; keeps the batches of the last ones for the strip."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -32,7 +32,7 @@ class TopView:
         self._named = 0
 
     def show(self, snapshot: LiveSnapshot, width: int) -> RenderableType:
-        """The picture after one more snapshot."""
+        """Draw one more snapshot."""
         self._batches.extend(snapshot.batches)
         feeds = snapshot.server.get("feeds")
         clients = self._clients(snapshot, width) if feeds is None else feeds_table(feeds, width, self._name)
@@ -44,7 +44,7 @@ class TopView:
         return Group(*shown)
 
     def _strip(self, width: int) -> Text:
-        """A column is a batch, a cell one or more of its requests, in the colour of the client."""
+        """A column for each batch, a cell for one or more of its requests, in the colour of the client."""
         batches = list(self._batches)[-width:]
         if not batches:
             return Text("no batch yet: batches are kept while somebody watches", "dim")
@@ -111,10 +111,10 @@ def state_text(state: str) -> Text:
 
 
 def head_of(snapshot: LiveSnapshot, url: str) -> Text:
-    """The first lines: the state, the figures of all groups together, and what is not well."""
+    """The first lines: the state, the figures of all groups together, and faults."""
     server = snapshot.server
     state, policies, model = str(server.get("state", "")), server.get("policies", {}), server.get("model")
-    shadows = {policy["groups"].get("shadow") for policy in policies.values()}  # a shadow answers nobody
+    shadows = {policy["groups"].get("shadow") for policy in policies.values()}  # a shadow has no callers
     served = [g for g in snapshot.groups if g.name not in shadows]
     rate, busy = sum(g.rate for g in served), min(1.0, sum(g.busy for g in snapshot.groups))
     head = Text(f"{url}: ").append(state_text(state))
@@ -135,12 +135,12 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
 
 
 def one_line_of(snapshot: LiveSnapshot, url: str) -> str:
-    """What stands above the tables, in one line."""
+    """The lines above the tables, as one."""
     return "  ".join(head_of(snapshot, url).plain.splitlines())
 
 
 def groups_table(snapshot: LiveSnapshot, width: int) -> Table:
-    """What waits in each group, and its figures."""
+    """The queue of each group, and its figures."""
     figures, queues = {g.name: g for g in snapshot.groups}, snapshot.server.get("queues", {})
     rows: list[list[str]] = []
     for name in (*queues, *(name for name in figures if name not in queues)):  # runtime processes have a queue each
@@ -166,7 +166,7 @@ def groups_table(snapshot: LiveSnapshot, width: int) -> Table:
 
 
 def feeds_table(feeds: Mapping[str, Any], width: int, shown: Callable[[str], str | Text] = str) -> Table:
-    """The first twenty feeds. shown: how a name is."""
+    """The first twenty feeds. shown: draws a name."""
     rows: list[list[str | Text]] = []
     for name, feed in list(feeds.items())[:ROWS]:
         drops = ", ".join(f"{count} {reason}" for reason, count in feed["drops"].items())
@@ -180,7 +180,7 @@ def feeds_table(feeds: Mapping[str, Any], width: int, shown: Callable[[str], str
 
 
 def policies_table(policies: Mapping[str, Any], width: int) -> Table:
-    """Every slot of every policy, with its version and what its breaker says."""
+    """Every slot of every policy, with its version and the verdict of its breaker."""
     rows: list[list[str | Text]] = []
     for name, policy in policies.items():
         for slot, told in policy["slots"].items():
@@ -204,7 +204,7 @@ def processes_table(processes: Sequence[Mapping[str, Any]], width: int) -> Table
 
 
 def outputs_table(outputs: Mapping[str, Any], width: int) -> Table:
-    """What became of the results of feeds that were sent elsewhere."""
+    """The outputs of feeds, and how many results they sent."""
     rows: list[list[str | Text]] = []
     for name, told in outputs.items():
         drops = ", ".join(f"{count} {reason}" for reason, count in told["drops"].items() if count)
@@ -217,8 +217,8 @@ def outputs_table(outputs: Mapping[str, Any], width: int) -> Table:
 def fitting(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, texts: set[str], spared: Iterable[str]
 ) -> Table:
-    """A table of one line a row. texts: columns that are no figures. spared: those left out, in this order, until the
-    others fit; of a long `why` the beginning is shown. A column without a value in any row is left out too."""
+    """A table with one line a row. texts: columns that are not figures. spared: columns to leave out, in this order,
+    until the others fit; a long `why` is cut. A column without a value in any row is left out, too."""
     wide = {
         column: max(cell_len(str(cell)) for cell in (column, *cells)) + 2
         for column, *cells in zip(columns, *rows, strict=True)
@@ -240,7 +240,7 @@ def fitting(
 
 
 def more(count: int) -> Text:
-    """The first cell of the row below a table that is not complete."""
+    """The first cell below a table that was cut."""
     return Text(f"and {count} more", "dim")
 
 

@@ -1,6 +1,6 @@
-"""The tables of a trace, a row a batch or a step of tokens, and the lines under them.
+"""The tables of a trace, with a row for each batch or step of tokens, and the lines under them.
 
-Pictures share their colours, names of requests, which of them waited and why, and their course."""
+Pictures use the same colours, names, waiting requests and courses."""
 
 from __future__ import annotations
 
@@ -107,24 +107,24 @@ def why_waiting(batch: BatchLine) -> str:
 
 
 def is_tokens(batches: Sequence[BatchLine]) -> bool:
-    """Whether all are steps over tokens whose members say what they had computed."""
+    """Whether all are steps over tokens whose members record how much was computed."""
     return bool(batches) and all(b.unit == "tokens" and any(m.known is not None for m in b.members) for b in batches)
 
 
 def is_decode(member: Member) -> bool:
-    """Whether the batch computed its newest token alone, to sample the next from; all else is prefill."""
+    """Whether the batch computed only its newest token, to sample the next; everything else is prefill."""
     if member.computed is None or member.known is None or member.units - (member.guessed or 0.0) != 1.0:
         return False
     return member.known > member.asked and member.computed == member.known - 1.0
 
 
 def unused(member: Member) -> float:
-    """Its guessed tokens that turned out wrong: they were computed for nothing."""
+    """Its wrong guesses: tokens that were computed for nothing."""
     return (member.guessed or 0.0) - max(0, (member.outputs or 1) - 1)
 
 
 def samples(member: Member) -> bool:
-    """Whether the batch computed all it knew, so that a token was sampled."""
+    """Whether the batch computed all its known tokens, so that a token was sampled."""
     if member.computed is None or member.known is None or member.outcome not in ("more", "done"):
         return False
     return member.computed + member.units >= member.known
@@ -279,7 +279,8 @@ def selected(
 
 
 def show_batches(console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str) -> None:
-    """Print the table of a trace, and what is above and below it. everything: all rows. told: what it is called."""
+    """Print the table of a trace, and the lines above and below it. everything: all rows. told: the name of the
+    trace."""
     console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
     if not batches:
         console.print("no batches")
@@ -320,8 +321,8 @@ _Column = tuple[str, list[Text], bool]  # its name, its cells, and whether they 
 def _table(
     trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], steps: bool, width: int, gap_after: int = 0
 ) -> Table:
-    """A row a batch; `who` gets the room that other columns leave. gap_after: after so many rows, say how many were
-    left out."""
+    """A row for each batch; `who` gets the room that other columns leave. gap_after: rows before the line that counts
+    the batches left out; 0 for none."""
     colours = Colours.of(trace, batches)
     before, behind = _step_columns(trace, rows, colours, width) if steps else _columns(trace, batches, rows)
     gap = 1 if width < 120 else 2
@@ -344,7 +345,7 @@ def _table(
 def _columns(
     trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine]
 ) -> tuple[list[_Column], list[_Column]]:
-    """Those before `who` and behind it; what is the same in each row, or zero, is no column."""
+    """The columns before `who` and behind it. A column that is the same or zero in all rows is left out."""
     varying = [name for name in PLACE if vary(batches, name)]
     share = (16 - len(varying) + 1) // max(1, len(varying))
     before: list[_Column] = [
@@ -375,7 +376,7 @@ def _ms(seconds: float) -> str:
 
 
 def _faces(batch: BatchLine, colours: Colours) -> list[Text]:
-    """Members in their colours, with the units granted where those differ from one request."""
+    """Members in their colours, with the units granted if those are not requests."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
     faces = []
@@ -409,7 +410,7 @@ def _step_faces(batch: BatchLine, colours: Colours, room: int) -> list[Text]:
 
 
 def _chips(batch: BatchLine, faces: Sequence[Text], room: int) -> Text:
-    """Each member's face and what befell it; as many as there is room for, and how many more."""
+    """The face and the failure of each member, as many as fit, and the number of the others."""
     text = Text(no_wrap=True)
     for number, (member, chip) in enumerate(zip(batch.members, faces, strict=True)):
         if member.outcome not in ("done", "more", None):
@@ -462,12 +463,12 @@ def whole(trace: Journal) -> list[Text]:
 # -- steps of tokens ---------------------------------------------------------------------------------------------------
 
 WAITERS = 3  # named in a row
-NARROW_STEPS = 90  # with fewer columns than this, what the cache and the clock say is left out
+NARROW_STEPS = 90  # with fewer columns than this, cache and times are left out
 MARKS = {"queued": "", "preempted": "↩", "resident": "‖"}
 
 
 def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
-    """What the marks in the table mean, of those that are in it."""
+    """A key to the marks that are in the table."""
     told = ["prefill (p) dark, decode (d) pale", "8/11: computed/known before the step", "▸ entered"]
     states = {w.state for waiters in who_waited(trace.batches, {b.id for b in batches}).values() for w in waiters}
     told += ["↩ preempted, waits to come back"] * ("preempted" in states)
@@ -478,7 +479,7 @@ def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
 def _step_columns(
     trace: Journal, rows: Sequence[BatchLine], colours: Colours, width: int
 ) -> tuple[list[_Column], list[_Column]]:
-    """Name, cells and whether they stand right, of the columns around `who`. What never happens is no column."""
+    """The columns before `who` and behind it. A column without an event is left out."""
 
     def budget(batch: BatchLine) -> str:
         info = trace.groups.get(batch.group)
@@ -545,7 +546,7 @@ def _names(
 
 
 def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
-    """Lines under the table: how full the steps were, what was computed twice or not at all, and how long it took."""
+    """Lines under the table: how full the steps were, tokens computed twice or found in the cache, and times."""
     tokens = [sum(m.units for m in b.members) for b in batches]
     info = trace.groups.get(batches[0].group)
     one_budget = info is not None and info.budget is not None and len({b.group for b in batches}) == 1

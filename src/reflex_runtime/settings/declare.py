@@ -1,6 +1,6 @@
 """Settings that are declared once: default, unit and range stand at the dataclass field.
 
-Everything else follows from there: validation, the flags and their help, and the table printed at start-up.
+Validation, flags, help and the table at start-up are made from it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reflex.config")
 
-LONGEST_WORD = 64  # characters; nothing is near a longer one, and the search would take long
+LONGEST_WORD = 64  # characters; the search for a near word would take long beyond it
 
-Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
+Places = Mapping[str, str]  # setting → where it was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
 
 
 _HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def hints_of(kind: type[Any]) -> Mapping[str, Any]:
-    """The types of a class of settings, by name. They stand there as text, which takes milliseconds to evaluate."""
+    """The types of a class of settings, by name. Cached: evaluating the annotations takes milliseconds."""
     return _HINTS.get(kind) or _HINTS.setdefault(kind, get_type_hints(kind))
 
 
@@ -54,9 +54,9 @@ def option(
 
     bare: value of the flag alone.
 
-    needs, unless: what it has no effect without, and with; `check_needs` enforces it. Alternatives are joined by `|`;
-    each is a setting that must be on, a setting and its value (`arrivals=closed`), or a fact such as `a decomposed
-    export`, which only the command knows.
+    needs, unless: the setting has an effect only with these, and only without those; `check_needs` enforces it.
+    Alternatives are joined by `|`; each is a setting that must be on, a setting and its value (`arrivals=closed`), or a
+    fact that the command checks, such as `a decomposed export`.
 
     group: the heading in --help and on the pages of this option and of those after it, up to the next heading.
     """
@@ -114,7 +114,7 @@ def _range(meta: Mapping[str, Any]) -> str:
 
 
 def one_line(value: Any) -> str:
-    """A value as an error shows it: as it was typed where that is one short line."""
+    """A value for an error: as typed if it is one short line, else its repr, cut."""
     text = str(value)
     return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
 
@@ -141,7 +141,7 @@ def seconds(text: str, *units: str) -> float:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to append to an error on an unknown word: the nearest known one, if one is near. Case does not matter."""
+    """The end of an error on an unknown word: names a known one that is near. Case does not matter."""
     if len(word) > LONGEST_WORD:
         return ""
     names = {name.lower(): name for name in sorted(known)}
@@ -150,7 +150,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def one_of(word: str, choices: Iterable[str]) -> str:
-    """The end of an error on a value that is none of the choices."""
+    """The end of an error on a value that is not one of the choices."""
     known = list(choices)
     return f"must be one of {', '.join(known)}{did_you_mean(word, known)}"
 
@@ -213,7 +213,7 @@ def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:
     meta = f.metadata
     text = described(f).replace("%", "%%") + _suffix(f)
     common: dict[str, Any] = {"dest": f.name, "default": SUPPRESS, "help": text}
-    if kind is bool and "_no_" in f.name:  # which has no use for its opposite
+    if kind is bool and "_no_" in f.name:  # its opposite would be a double negative
         group.add_argument(flag(f.name), action="store_true", **common)
     elif kind in (bool, bool | None):
         group.add_argument(flag(f.name), action=BooleanOptionalAction, **common)
@@ -282,7 +282,7 @@ def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None =
     missing = {} if missing is None else missing
     for f in fields(config):
         place = places.get(f.name)
-        if place is None or getattr(config, f.name) is False:  # a setting that is switched off needs no effect
+        if place is None or getattr(config, f.name) is False:  # a setting that is off needs no effect
             continue
         why = _without_effect(config, f.name, missing)
         if why and place == flag(f.name):

@@ -84,9 +84,9 @@ class DeviceConfig(ServerConfig):
     def group(
         self, name: str, cost: Callable[..., CostModel] = TimeCost, weight: float = 1.0, tenant: str = ""
     ) -> GroupConfig:
-        """How the scheduler treats the requests of a policy or function, in `reflex serve` and in what simulates it.
+        """The scheduler's group of a policy or function, for `reflex serve` and for simulations.
 
-        weight, tenant: where there are several.
+        weight, tenant: if there are several.
         """
         budget = None if self.max_batch_cost_ms is None else self.max_batch_cost_ms / 1e3
         hold = inf if self.batch_timeout_ms is None else self.batch_timeout_ms / 1e3
@@ -106,7 +106,7 @@ class DeviceConfig(ServerConfig):
         )
 
     def _times_fixed(self, alone: bool) -> float:
-        """How many times its fixed part a batch may take. alone: no other one would wait for it."""
+        """How many times its fixed part a batch may take. alone: no other policy waits for it."""
         if 0.0 < self.watchdog_s < WATCHED * Planner.LONGEST:
             return 0.0
         return TIMES_FIXED if alone else Planner.SHARED
@@ -249,7 +249,7 @@ class ServeConfig(DeviceConfig):
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
-        """What `cuda_graphs` names."""
+        """The batch sizes of `cuda_graphs`."""
         return sizes_of(self.cuda_graphs) if self.cuda_graphs else ()
 
 
@@ -267,7 +267,7 @@ OWN_SETTINGS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """What a table [policies.NAME] may have beside `OWN_SETTINGS`."""
+    """Options of a table [policies.NAME] beside `OWN_SETTINGS`."""
 
     source: str = option("", "where the policy comes from, as SOURCE")
     weight: float = option(1.0, "share of the device's time against the others", low=0.01, high=100)
@@ -280,8 +280,8 @@ class OwnSettings:
 class PolicyAsked:
     """One policy of the command line and the file.
 
-    sources: by slot, served ones first. config: with its own settings; places: where those were given. where: begins
-    its errors, "" where there is no other policy.
+    sources: by slot, served ones first. config: with its own settings; places: where those were given. where: prefix of
+    its errors, "" if it is the only policy.
     """
 
     name: str
@@ -293,7 +293,7 @@ class PolicyAsked:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors from within begin with `where`."""
+        """Adds `where` to errors from within."""
         try:
             yield
         except ConfigError as error:

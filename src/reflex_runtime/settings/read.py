@@ -32,7 +32,7 @@ def load(
 ) -> C:
     """Build the settings from all sources; every error names the source of the value.
 
-    beside: further tables that the file may have, which other parts read.
+    beside: further tables that the file may have, for other parts.
     """
     config, places = read(kind, section, file, environ, flags, beside)
     check_needs(config, places)
@@ -47,7 +47,7 @@ def read(
     flags: Mapping[str, Any],
     beside: tuple[str, ...] = (),
 ) -> tuple[C, Places]:
-    """`load` without `check_needs`, which the command calls itself with the places and the facts that it knows."""
+    """`load` without `check_needs`, which the command calls itself, with its own facts."""
     hints = hints_of(kind)
     metas = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     names = metas.keys()
@@ -75,7 +75,7 @@ def read(
 def own_settings(
     file: Path | None, section: str, name: str, table: Mapping[str, Any], config: C, may: Collection[str]
 ) -> tuple[OwnSettings, C, Places]:
-    """A table [SECTION.NAME], and the settings with its own in place of `config`'s. may: those it may have."""
+    """A table [SECTION.NAME]: its own options, and `config` with its settings. may: settings that it may have."""
     values: dict[str, dict[str, Any]] = {"own": {}, "settings": {}}
     places: dict[str, str] = {}
     own = {f.name for f in fields(OwnSettings)}
@@ -110,10 +110,9 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of the environment by name, of any command; warns of variables that are none.
+    """The settings of the environment by name, of any command; warns of unknown variables.
 
-    An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
-    those are no settings.
+    Kubernetes describes a service called reflex in variables such as REFLEX_PORT=tcp://10.0.0.1:80: they are ignored.
     """
     kinds = (ServeConfig, LLMServeConfig, FeedsConfig, FunctionsConfig)
     known = {f.name for kind in kinds for f in fields(kind)}
@@ -142,11 +141,11 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--config={file}: not TOML: {error}") from error
 
 
-_piped: dict[tuple[Path, int], str] = {}  # what has come out of pipes, by path and inode
+_piped: dict[tuple[Path, int], str] = {}  # texts read from pipes, by path and inode
 
 
 def _text_of(file: Path) -> str:
-    """A pipe, as `--config <(...)` names one, gives its text once, and several parts read it: it is kept."""
+    """The file's text. That of a pipe (`--config <(...)`) can be read once, so it is kept."""
     if not file.is_fifo():
         return file.read_text(encoding="utf-8")
     pipe = (file, file.stat().st_ino)
@@ -158,7 +157,7 @@ def _text_of(file: Path) -> str:
 def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
     tables = read_toml(file)
     stray = next((name for name in tables if name != section and name not in beside), None)
-    if stray is not None:  # a misspelt table must not pass for defaults
+    if stray is not None:  # a misspelt table must not mean defaults
         known = (section, *beside)
         near = did_you_mean(stray, known)
         raise ConfigError(f"{file}: {one_line(stray)}: no such table; there may be {' and '.join(known)}{near}")

@@ -1,6 +1,6 @@
-"""The settings that every server has, and those of `reflex serve` for language models.
+"""The settings of every server, and those of `reflex serve` for language models.
 
-The checks are those that a range cannot say. Errors name flags."""
+The functions check what a range cannot. Errors name flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reflex_runtime.settings.declare import again, flag, one_line, option, valid
 
 
 def check_endpoint(endpoint: str) -> None:
-    """ConfigError for a collector's address that is none, or that has a secret in it: settings are shown."""
+    """ConfigError for an invalid address of a collector, or one with a secret in it: settings are shown."""
     if not endpoint:
         return
     if any(mark in endpoint for mark in "@?#"):
@@ -43,7 +43,7 @@ KEYS = ("api_key", "admin_key")  # of callers, and of operators
 
 
 def check_trust(config: Any) -> None:
-    """Read the keys that stand in files. ConfigError for a host name that is none, and for two keys that are one."""
+    """Read keys from their files. ConfigError for an invalid host name, and for two equal keys."""
     for key in KEYS:
         given = getattr(config, key)
         if given.startswith("@"):
@@ -57,7 +57,7 @@ def check_trust(config: Any) -> None:
 
 
 def _key_in(file: str, name: str) -> str:
-    """The key that a file holds: one line. name: of the setting."""
+    """The key in a file, one line. name: of the setting."""
     where = f"{flag(name)}=@{one_line(file)}"
     try:
         with open(file, encoding="utf-8") as opened:
@@ -89,7 +89,7 @@ _ORIGIN = r"\*|https?://([\w.-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What both kinds of server have. Errors name flags."""
+    """The settings of every server. Errors name flags."""
 
     host: str = option("127.0.0.1", "address to bind; set --api-key if it is not loopback", group="listening and trust")
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)

@@ -1,4 +1,4 @@
-"""What `reflex simulate` runs: the options, the load that they name, and the scheduler of `reflex serve`."""
+"""`reflex simulate`: its options, the load that they describe, and the scheduler of `reflex serve`."""
 
 from __future__ import annotations
 

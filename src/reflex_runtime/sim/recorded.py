@@ -1,16 +1,16 @@
-"""A run from its journal: the scheduler as it was set, or with other settings, the load as callers, the device.
+"""Simulates a journal again: its scheduler, with the recorded or other settings, its load as callers, its device.
 
-A caller that waits for its answer before it asks again would ask sooner after a faster answer. So the recorded times
-alone do not say what another setting would bring. Each client of the journal becomes one of three kinds:
+A caller that waits for its answer sends its next request sooner after a faster answer. So the recorded times alone do
+not show the effect of another setting. Each client of the journal becomes one of three kinds:
 
-- *returns*: it never asks before its answer, and its think times (answer to next request) are more regular than its
-  gaps (request to request). It asks again so long after the answer.
-- *by the clock*: it never asks before its answer, and its gaps are more regular. It asks after the gap, or at once if
+- *returns*: it never sends before its answer, and its think times (answer to next request) are more regular than its
+  gaps (request to request). It sends again one think time after the answer.
+- *by the clock*: it never sends before its answer, and its gaps are more regular. It sends after the gap, or at once if
   the answer comes later than that.
-- *does not wait*: it asks before its answer, or only once. Its requests come at the recorded times.
+- *does not wait*: it sends before its answer, or only once. Its requests come at the recorded times.
 
-Connections of a pool take turns: a connection that was free for long asks next, whoever is behind it. Their think times
-are long and nearly those of the one before; they do not wait.
+Connections of a pool take turns: the connection that was free for longest sends next, whoever uses it. Their think
+times are long and nearly equal to the one before; they do not wait.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream
 
 Kind = Literal["returns", "by the clock", "does not wait"]
 
-OVERLAPS = 0.02  # share of a client's requests that may come before its last answer: it was cancelled, or is shared
-FEW = 4  # requests of a client that show no habit
-CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times, as for holds
-POOLED = 0.9  # correlation of one think time with the next, and of gaps, of connections of a pool, whose
-LONG = 2.0  # think times are that many times the latency
-WHOLE = 0.9  # share of the recording in which a caller must ask to be there all the time
+OVERLAPS = 0.02  # share of a client's requests that may come before its last answer, such as after a cancellation
+FEW = 4  # with fewer requests a client shows no habit
+CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times, as in holds
+POOLED = 0.9  # least correlation of successive think times, and gaps, of the connections of a pool
+LONG = 2.0  # least think time of connections of a pool, in latencies
+WHOLE = 0.9  # share of the recording that a steady caller must cover
 
 
 # -- the scheduler -----------------------------------------------------------------------------------------------------
@@ -74,9 +74,9 @@ class Changes:
 
 
 def scheduler_of(recording: Journal, changes: Changes | None = None) -> Scheduler:
-    """A scheduler with the recorded settings of every slot, its cost models taught what they knew at the first request.
+    """A scheduler with the recorded settings of every slot, and its cost models as they were at the first request.
 
-    ConfigError when the recording does not say how its slots were scheduled.
+    ConfigError if the recording lacks the settings of a slot.
     """
     settings = recording.groups
     missing = [slot for slot in recording.slots if slot not in settings or not settings[slot].flush]
@@ -93,8 +93,8 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
 
 
 def flush_of(name: str, told: GroupInfo) -> FlushPolicy:
-    """When the batches of a recorded group left. ConfigError where the journal does not say so."""
-    known = told.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # an older journal has further settings
+    """The flush policy of a recorded group. ConfigError if the journal's cannot be read."""
+    known = told.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # earlier journals have further settings
     flush: dict[str, Any] = {k: tuple(v) if isinstance(v := told.flush[k], list) else v for k in known}
     flush = {key: inf if value is None else value for key, value in flush.items()}
     try:
@@ -126,7 +126,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
 
 
 def teach(model: TimeCost, slot: str, warm: WarmUpLine) -> None:
-    """Teach the cost model what a warm-up measured."""
+    """Teach the cost model the measurements of a warm-up."""
 
     def ticket(i: int) -> Ticket:
         return Ticket(Request(group=slot, shape=warm.shape, cost_class=warm.cost_class, wants=warm.wants), i, 0.0)
@@ -182,7 +182,7 @@ class RecordedSteps:
 class SeenRequest(NamedTuple):
     """A request of the journal. Seconds of the scheduler's clock.
 
-    came: when it was asked; ready: when it could first run; ended: when it had its answer or its error. served: seconds
+    came: when it was sent; ready: when it could first run; ended: when it had its answer or its error. served: seconds
     from the request at the server to its answer, encoding included.
     """
 
@@ -199,7 +199,7 @@ class RecordedCaller:
     """A client that waits for its answers; a part of a workload.
 
     requests: in turn, from the first again after the last. pauses: likewise, seconds from an answer to the next
-    request, or with `by_clock` from one request to the next. first, until: when it asks first, and not any more.
+    request, or with `by_clock` from one request to the next. first, until: times of its first and last request.
     """
 
     requests: Sequence[Request]
@@ -232,10 +232,10 @@ class RecordedCaller:
 class ObservedLoad:
     """The load of a journal. Seconds.
 
-    parts: to simulate. span: how long it lasts. steady: all callers wait and were there all the time, so it may be
-    simulated for longer. clients: how many of each kind. pauses: all think times, all gaps. open_rate: requests a
-    second that do not wait. between: what passes between two batches while work waits. prepared_in: seconds that a
-    request's pictures take, one after the other.
+    parts: to simulate. span: its length. steady: all callers wait and were there all the time, so it may be simulated
+    for longer. clients: how many of each kind. pauses: all think times, all gaps. open_rate: requests a second that do
+    not wait. between: time between two batches while work waits. prepared_in: seconds that a request's pictures take,
+    one after the other.
     """
 
     requests: Sequence[SeenRequest]
@@ -262,7 +262,7 @@ class ObservedLoad:
 
 
 def observe(journal: Journal) -> ObservedLoad:
-    """Fit the callers of a journal. ConfigError when it has too few requests to say anything."""
+    """Fit the callers of a journal. ConfigError if it has too few requests."""
     seen = seen_requests(journal)
     if len(seen) < 2 or seen[-1].came <= seen[0].came:
         raise ConfigError(f"{journal.path}: {len(seen)} requests came to the scheduler; too few to fit a load to")
@@ -298,13 +298,13 @@ def observe(journal: Journal) -> ObservedLoad:
 
 
 def ends_of(journal: Journal) -> dict[int, float]:
-    """When each ticket ended: with an error, or with its last batch."""
+    """The end of each ticket: of its error, or of its last batch."""
     found = {seq: b.finished for b in journal.batches for seq in b.seqs}
     return found | {e.ticket: e.at for e in journal.ended if e.ticket is not None}
 
 
 def came_as(line: RequestLine, asked: SchedulerRequest) -> tuple[Request, float]:
-    """The request as it came to the scheduler, and when: recorded is what was left of its limit when it was ready."""
+    """The request as it came to the scheduler, and when. The recorded limit counts from when it was ready."""
     request = request_of(line)
     if asked.admitted is None:
         return request, asked.arrived
@@ -314,7 +314,7 @@ def came_as(line: RequestLine, asked: SchedulerRequest) -> tuple[Request, float]
 
 
 def seen_requests(journal: Journal) -> list[SeenRequest]:
-    """The requests that came to the scheduler, in the order in which they came."""
+    """The requests that reached the scheduler, in order of arrival."""
     ends = ends_of(journal)
     found = []
     for line in journal.requests:
@@ -329,7 +329,7 @@ def seen_requests(journal: Journal) -> list[SeenRequest]:
 
 
 def habit(own: Sequence[SeenRequest]) -> tuple[Kind, list[float]]:
-    """What kind of caller a client is, and its pauses. own: its requests, in order."""
+    """The kind of a client, and its pauses. own: its requests, in order."""
     if len(own) < FEW:
         return "does not wait", []
     overlaps = sum(later.came < earlier.ended for earlier, later in pairwise(own))
@@ -379,7 +379,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _preparing(seen: Sequence[SeenRequest]) -> float:
-    """Seconds that a request takes to be prepared, as if one followed the other; 0 where none are."""
+    """Seconds that a request takes to be prepared, if one follows the other; 0 if none are."""
     prepared = sorted((one for one in seen if one.ready > one.came), key=lambda one: one.ready)
     if not prepared:
         return 0.0
@@ -388,7 +388,7 @@ def _preparing(seen: Sequence[SeenRequest]) -> float:
 
 
 def _between(batches: Sequence[BatchLine], seen: Sequence[SeenRequest]) -> float:
-    """The median time from one batch's end to the start of the next, where that had no reason to wait."""
+    """The median time from one batch's end to the start of the next that had no reason to wait."""
     ordered = sorted(batches, key=lambda b: b.at)
     gaps = []
     for last, this in pairwise(ordered):
@@ -400,7 +400,7 @@ def _between(batches: Sequence[BatchLine], seen: Sequence[SeenRequest]) -> float
 
 # -- a journal through the scheduler again -----------------------------------------------------------------------------
 
-NO_TIME: Final = 1e-6  # seconds: what a batch took at least, where only its relative error counts
+NO_TIME: Final = 1e-6  # seconds: shortest batch, so that a relative error exists
 ALL_TIME: Final = 1e6  # seconds: no batch takes longer
 
 
@@ -459,8 +459,8 @@ def _with_warm(
 
 
 def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """(fixed, marginal) seconds of least relative error over the medians of the sizes. ConfigError for times that no
-    device takes."""
+    """(fixed, marginal) seconds of least relative error over the medians of the sizes. ConfigError for impossible
+    times."""
     longest = max(max(seen) for seen in sizes.values())
     if not longest <= ALL_TIME:
         raise ConfigError(f"a batch of the journal took {longest:g} s; no batch takes longer than {ALL_TIME:g} s")

@@ -16,7 +16,7 @@ TRUSTED: Final = 0.25  # share by which the simulation of recorded settings may 
 
 
 def jain(values: Iterable[float]) -> float | None:
-    """Jain's index (Σx)² / (n·Σx²): 1 when all are equal, 1/n when one has everything. None without any."""
+    """Jain's index (Σx)² / (n·Σx²): 1 if all are equal, 1/n if one has everything. None without values."""
     found = list(values)
     squares = sum(x * x for x in found)
     return sum(found) ** 2 / (len(found) * squares) if squares else None
@@ -120,8 +120,8 @@ class Report:
 
 
 def doubt(*figures: tuple[float | None, float | None]) -> str:
-    """Why a simulation of recorded settings is not to be relied on, "" where it is. figures: (simulated, measured)
-    p50 and throughput."""
+    """Why a simulation of recorded settings is not reliable, "" if it is. figures: (simulated, measured) p50 and
+    throughput."""
     off = max((abs((simulated or 0.0) / seen - 1.0) for simulated, seen in figures if seen), default=0.0)
     if off <= TRUSTED:
         return ""

@@ -1,7 +1,7 @@
 """The discrete-event loop around the real scheduler, and its device.
 
-Like a driver it calls `next_batch`, completes batches and honours `wake_at`, on a clock that jumps from one event to
-the next. It calls `next_batch` after every single input, also when several arrive at the same instant."""
+Like a driver it calls `next_batch`, completes batches and wakes at `wake_at`, on a clock that jumps from one event to
+the next. It calls `next_batch` after every single input, also if several arrive at the same instant."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
-RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
+RETRY = 0.001  # least seconds until a refused caller retries: it must not retry at the same instant for ever
 
 
-# -- how long the simulated device takes for a batch -------------------------------------------------------------------
+# -- times of the simulated device -------------------------------------------------------------------------------------
 
 
 class Service(Protocol):
@@ -258,7 +258,7 @@ class _Loop:
                 self._answered(arrival, event.at, error, event.ticket.shared)
                 if not stream.waits:
                     continue
-                if isinstance(error, Drained):  # its replica died: the caller tries another one at once
+                if isinstance(error, Drained):  # its replica died: the caller retries on another one at once
                     self._plan(stream, Arrival(event.at + RETRY, arrival.request, prepared_in=arrival.prepared_in))
                 else:
                     self._plan(stream, stream.next(event.at))

@@ -1,8 +1,8 @@
-"""Which budget, hold and size would serve a recorded load best, and what they would bring.
+"""`reflex tune`: the budget, hold and size that would serve a recorded load best, and their predicted effect.
 
 The load and the device are those of a journal (`recorded.py`, `MeasuredDevice`); the scheduler is the shipped one, in
-virtual time. The present settings are simulated too: what is predicted is the *change* that a setting brings, applied
-to what was measured. An error that both simulations share, such as a network that neither has, then has no effect.
+virtual time. The present settings are simulated, too: the prediction is the *change* between the two simulations,
+applied to the measured figures. An error that both share, such as a network that neither has, then has no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST: Final = 2.0  # seconds of one
 SEEDS: Final = 3  # of the runs that decide
 WORTH: Final = 0.05  # share by which a setting must be better to be proposed
 SPARED: Final = 0.01  # share that a further changed setting must bring
-MISSED: Final = 0.01  # share of requests without an answer in time from which on that is what to improve
+MISSED: Final = 0.01  # with more late requests than this share, `on-time` is the default aim
 LOSS: Final = 0.05  # share by which p99 may get worse, and throughput by less than half of it
 SATURATED: Final = 0.95  # busy share of a device that can do no more
 IDLE: Final = 0.10  # busy share of a device that has nothing to do
@@ -68,7 +68,7 @@ class Knobs(NamedTuple):
 
 
 class TunedFigures(NamedTuple):
-    """What a setting brings. Seconds, answers a second, shares. on_time: answered, and within the limit if any."""
+    """The figures of a setting. Seconds, answers a second, shares. on_time: answered, and within the limit if any."""
 
     p50: float
     p95: float
@@ -79,7 +79,7 @@ class TunedFigures(NamedTuple):
     busy: float
 
     def of(self, aim: Aim) -> float:
-        """The figure that is aimed at; smaller is better."""
+        """The figure of this aim; smaller is better."""
         if aim == "throughput":
             return -self.throughput
         return 1.0 - self.on_time if aim == "on-time" else float(getattr(self, aim))
@@ -96,9 +96,8 @@ class TriedKnobs:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The result. aim: what was improved. measured: the figures of the journal. before, after: simulated, of the
-    present settings and of the proposed ones, which are the same where nothing helps. why: one sentence on why nothing
-    helps; empty where something does.
+    """The result. aim: the figure that was improved. measured: the figures of the journal. before, after: simulated, of
+    the present and the proposed settings; equal if nothing helps. why: one sentence on why nothing helps, else empty.
     """
 
     aim: Aim
@@ -123,15 +122,15 @@ class Tuning:
 
     @property
     def doubt(self) -> str:
-        """Why the prediction is not to be relied on; "" where it is."""
+        """Why the prediction is not reliable; "" if it is."""
         simulated, measured = self.before.figures, self.measured
         return doubt((simulated.p50, measured.p50), (simulated.throughput, measured.throughput))
 
 
 class Tuner:
-    """The simulations of one journal. progress: told (done, None) runs, at the end (done, done).
+    """The simulations of one journal. progress: called with (done, None) runs, at the end with (done, done).
 
-    ConfigError when its schedule cannot be replayed, or its groups have different settings.
+    ConfigError if its schedule cannot be replayed, or its groups have different settings.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class Tuner:
             return self._found[knobs, seed]
         self._runs += 1
         self._progress(self._runs, None)
-        budget = None if knobs.budget == self.present.budget else knobs.budget  # the present one may be no fixed number
+        budget = None if knobs.budget == self.present.budget else knobs.budget  # it may depend on the fixed part
         run = simulate(
             scheduler_of(self.journal, Changes(budget, knobs.hold, knobs.size)),
             self.load.parts,
@@ -181,8 +180,8 @@ class Tuner:
         return TriedKnobs(knobs, mean, each)
 
     def measured(self) -> TunedFigures:
-        """What the journal itself has, over the span that a run reports. Latency is the server's own: from the request
-        to the answer."""
+        """The figures of the journal itself, over the span that a run reports. Latency is from the request at the
+        server to the answer."""
         first, span = self.load.requests[0].came, self.load.span
         run = Run(self.warmup * (self.warmup < 0.5 * span), span)
         for one in self.load.requests:
@@ -194,8 +193,8 @@ class Tuner:
         return figures_of(Report.of(run))
 
     def tune(self, aim: Aim | None = None) -> Tuning:
-        """Search: one setting after another, twice, then with every seed. aim: by default deadlines if requests miss
-        them, else p95. ConfigError where no request was answered: nothing shows how near the simulation is."""
+        """Search one setting after another, twice, then with every seed. aim: by default deadlines if requests miss
+        them, else p95. ConfigError if no request was answered: the simulation could not be compared with anything."""
         measured = self.measured()
         if measured.p50 <= 0.0 and measured.throughput <= 0.0:
             raise ConfigError(f"{self.journal.path}: none of its requests was answered; record a load that is")
@@ -258,7 +257,7 @@ class Tuner:
         return best
 
     def _better(self, aim: Aim, before: TriedKnobs, after: TriedKnobs) -> bool:
-        """Whether it is worth it, and with every seed better."""
+        """Whether the gain is large enough, and positive with every seed."""
         gain = before.figures.of(aim) - after.figures.of(aim)
         least = MISSED if aim == "on-time" else WORTH * abs(before.figures.of(aim))
         each = zip(before.each, after.each, strict=True)
@@ -283,7 +282,7 @@ class Tuner:
 
 
 def _may(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
-    """Whether what is not aimed at gets no worse than it may."""
+    """Whether the other figures stay within their limits."""
     return (
         (aim == "on-time" or figures.p99 <= allowed.p99 * (1.0 + LOSS))
         and figures.throughput >= allowed.throughput * (1.0 - 0.5 * LOSS)
@@ -292,13 +291,13 @@ def _may(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
 
 
 def present(journal: Journal) -> Knobs:
-    """The settings that a journal was recorded with. ConfigError where its groups have different ones."""
+    """The settings of a journal. ConfigError if its groups have different ones."""
     found = set()
     for name, told in journal.groups.items():
         flush = flush_of(name, told)
         if any(flush.hold_max):
             raise ConfigError(f"{journal.path}: its batches left by a rule that reflex serve does not have")
-        if told.weight > 0.0:  # a shadow's are its own
+        if told.weight > 0.0:  # a shadow has its own
             found.add(Knobs(flush.max_batch_cost, flush.returns, flush.max_batch_size))
     if len(found) != 1:
         raise ConfigError(
@@ -317,7 +316,7 @@ def figures_of(report: Report) -> TunedFigures:
 
 
 def told(tuning: Tuning, present: str, source: str) -> str:
-    """The result as text. present: the settings of the journal, in words; source: where it is from."""
+    """The result as text. present: the settings of the journal, in words. source: name of the journal."""
     load, before, after = tuning.load, tuning.before, tuning.after
     lines = [
         f"{source}: {len(load.requests)} requests in {load.span:.1f} s",
