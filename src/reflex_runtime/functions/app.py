@@ -1,7 +1,7 @@
-"""The application of functions: POST /predict, and the pages that every server has.
+"""The application of functions: POST /predict, and the pages of every server.
 
-A request takes one way, `Predict.run`: read the item, submit it, await its batch, write the result. Items and results
-are the schemas of the OpenAPI document, with an example that can be sent.
+`Predict.run` handles a request: it reads the item, submits it, awaits its batch, and writes the result. Items and
+results are the schemas of the OpenAPI document, with an example to send.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("reflex.server")
 
 
 def serving(config: FunctionsConfig, functions: Sequence[ServedFunction]) -> Make:
-    """What `web.serve` makes to serve functions."""
+    """Makes the application for `web.serve`."""
 
     def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, FunctionServer]:
         server = FunctionServer(config, functions, on_lost, parent)
@@ -108,7 +108,7 @@ _CODES: Final = ("400", "413", "415", "422", "429", "500", "503", "504")
 _QUERY: Final = {
     "deadline_ms": {
         "type": "number", "exclusiveMinimum": 0, "maximum": 600_000,
-        "description": "an answer has no use after so many milliseconds",
+        "description": "milliseconds after which an answer has no use",
     },
     "priority": {"enum": ["urgent", "default", "background"]},
     "client": ID | {"description": "whose fair share it takes; by default the connection's"},
@@ -117,7 +117,7 @@ _QUERY: Final = {
 
 
 def document(routes: Iterable[Route], server: FunctionServer, keys: Keys) -> bytes:
-    """The document of these routes."""
+    """The OpenAPI document of these routes."""
     operations = PAGES | {
         "/health": Operation("200 only when ready, else 503", unready=True),
         "/metrics": Operation("Prometheus text", TEXT),

@@ -1,7 +1,7 @@
 """Functions as models of the Open Inference Protocol: each row of the tensors is an item.
 
-Items and results of fields that are arrays, numbers, texts or pictures have a tensor for each field; those that are one
-such value are the tensor `item`, and `result`. Any other type is JSON, in a tensor of BYTES.
+An item or result whose fields are arrays, numbers, texts or pictures has a tensor for each field; one such value is the
+tensor `item` or `result`. Any other type is JSON in a tensor of BYTES.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError, ReflexError
 from reflex_runtime.functions.server import Asked, Predict, Prediction, converted
-from reflex_runtime.functions.values import ArrayType, Values, array_type, encode_text, is_picture
+from reflex_runtime.functions.values import Values, encode_text, is_picture
 from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported
 from reflex_runtime.web.fields import invalid_input
@@ -44,7 +44,7 @@ class TensorField(NamedTuple):
 
 
 def ports_of(values: Values, alone: str) -> tuple[dict[str, TensorField], bool]:
-    """The tensors of a type, and whether they are its fields. alone: the name of the tensor of a single value."""
+    """The tensors of a type, and whether they are its fields. alone: the tensor's name for a single value."""
     if (port := _port(values, values.hint)) is not None:
         return {alone: port}, False
     try:
@@ -58,8 +58,7 @@ def ports_of(values: Values, alone: str) -> tuple[dict[str, TensorField], bool]:
 
 
 def _port(values: Values, hint: Any) -> TensorField | None:
-    array: ArrayType | None = array_type(values, hint)
-    if array is not None:
+    if (array := values.array(hint)) is not None:
         dims = [-1] if array.dims is None else [-1 if size is None else size for size in array.dims]
         return TensorField("FP32" if array.dtype is None else datatype_of(array.dtype), [-1, *dims], hint)
     if is_picture(hint):
@@ -135,7 +134,7 @@ def _told(ports: Mapping[str, TensorField]) -> list[Described]:
 
 
 def _value(tensor: Tensor, row: int, hint: Any) -> Any:
-    """One row of a tensor, as the item's type has it."""
+    """One row of a tensor, as a value of the type `hint`."""
     if isinstance(tensor.values, list):
         if len(tensor.values) != tensor.shape[0]:
             raise invalid_input(tensor.name, "must have one element in each row")

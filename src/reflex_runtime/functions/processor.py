@@ -1,7 +1,7 @@
-"""Batches of a user's function: a call of its items, or a step of its generators.
+"""Runs batches of a user's function: a call with its items, or a step of its generators.
 
 A call that raises, or does not return one result for each item, is repeated in parts until the bad items run alone.
-A step cannot be repeated: items that fail together when their generator begins are begun again one by one.
+A step cannot be repeated. If a generator fails at its first part, its items begin again one by one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from reflex_runtime.run.processor import BaseProcessor, Wall, checked_results, n
 
 log = logging.getLogger("reflex.server")
 
-MOST_BEHIND: Final = 1024  # parts that an item may be behind those that it began with
+MOST_BEHIND: Final = 1024  # unread parts of an item while the others of its generator go on
 WALL: Final = Wall()
-"""Whatever an item makes a function raise is its failure: a SystemExit too, which would end the server."""
+"""Whatever a function raises is the item's failure: a SystemExit too, which would end the server."""
 
 
 class Function:
-    """A function of a list, called on the device thread; what it awaits runs in a loop of that thread.
+    """A function of a list, called on the device thread. Coroutines run in a loop of that thread.
 
     setup: called once before, with the device if it takes one. each: whether it returns an iterator for each item.
     """
@@ -47,7 +47,7 @@ class Function:
             self.finished(self._setup(self._device) if takes else self._setup())
 
     def finished(self, made: Any) -> Any:
-        """What a call returned; of a coroutine its result."""
+        """The result of a call, awaited if it is a coroutine."""
         if not inspect.isawaitable(made):
             return made
         runner = getattr(self._local, "runner", None)
@@ -56,13 +56,13 @@ class Function:
         return runner.run(_awaited(made))
 
     def next(self, iterator: Iterator[Any] | AsyncIterator[Any]) -> Any:
-        """Its next part; StopIteration or StopAsyncIteration at its end."""
+        """The next part; StopIteration or StopAsyncIteration at the end."""
         if isinstance(iterator, AsyncIterator):
             return self.finished(anext(iterator))
         return next(iterator)
 
     def end(self, iterator: Any) -> None:
-        """Close it. What it raises then is nobody's failure: its items have left."""
+        """Close an iterator whose items have left. Its errors are only logged."""
         close = getattr(iterator, "aclose", None) or getattr(iterator, "close", None)
         if close is None:
             return
@@ -73,7 +73,7 @@ class Function:
             log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)
 
     def checked(self, results: Any, count: int) -> Sequence[Any]:
-        """One result for each item, or an error that names what came instead; the call is then repeated in parts."""
+        """One result for each item. ProcessorError for other results: the call is then repeated in parts."""
         return checked_results(self.function, results, ProcessorError, count)
 
     def close(self) -> None:
@@ -88,8 +88,8 @@ async def _awaited(made: Any) -> Any:
 
 
 class ItemCalls(BaseProcessor):
-    """Calls a function with the items of a batch. any_thread: see `BaseProcessor`. Like all of these it loads once, on
-    the device thread."""
+    """Calls a function with the items of a batch. any_thread: see `BaseProcessor`. `load` is called once, on the device
+    thread."""
 
     def __init__(self, function: Function, any_thread: bool = False) -> None:
         self.function = function
@@ -119,7 +119,10 @@ class ItemCalls(BaseProcessor):
 
 
 class OnnxItems(BaseProcessor):
-    """An ONNX graph; its items were checked when they came. Without a batch axis they run one by one."""
+    """An ONNX graph. Items without a batch axis run one by one.
+
+    axis: why there is no batch axis, else "". skipped: axes of a port that an item does not have.
+    """
 
     def __init__(self, path: Path, provider: str, threads: int) -> None:
         self.any_thread = provider == CPU
@@ -129,14 +132,10 @@ class OnnxItems(BaseProcessor):
         except BatchAxisError as error:
             self.session = OnnxSession(path, provider=provider, threads=threads, whole=True)
             self.axis = error.message
-
-    @property
-    def skipped(self) -> int:
-        """Axes of a port that an item does not have."""
-        return 0 if self.axis else 1
+        self.skipped = 0 if self.axis else 1
 
     def load(self) -> None:
-        """The first call takes longest."""
+        """Make the first call, which takes longest, if all sizes are known."""
         shapes = {name: port.dims[self.skipped :] for name, port in self.session.inputs.items()}
         if not any(None in shape for shape in shapes.values()):
             self._outputs([{name: np.zeros(shape, np.float32) for name, shape in shapes.items()}], {})
@@ -153,8 +152,8 @@ class OnnxItems(BaseProcessor):
 
 
 class _Cohort:
-    """Items whose generator began together. parts: what each has not got yet, of those that have not left.
-    behind: those whose reader did not read while the others went on; their parts are gone."""
+    """Items of one generator, which began together. parts: unread ones of each item that has not left.
+    behind: items with too many unread parts, which were dropped."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self.tickets = tuple(tickets)
@@ -168,8 +167,8 @@ class _Cohort:
 class Streams(BaseProcessor):
     """Steps of generators: items join and leave between two steps. A part is the value of a `More`; None is no part.
 
-    A generator function is called with the items that come together, and yields a list with a part for each of them. A
-    function that returns an iterator for each item is asked for a part of each.
+    A generator function is called with the items that come together, and yields a list with a part for each of them. Of
+    a function that returns an iterator for each item, each step takes a part of each.
     """
 
     repeatable = False
@@ -188,7 +187,7 @@ class Streams(BaseProcessor):
         return [self._step(ticket) for ticket in batch.grants]
 
     def _begin(self, tickets: Sequence[Ticket]) -> None:
-        """Call the function with new items, up to their first part. If that fails, each is begun alone."""
+        """Call the function with new items, up to their first part. If that fails, each begins alone."""
         cohorts = [_Cohort(tickets)]
         try:
             with WALL:
@@ -224,7 +223,7 @@ class Streams(BaseProcessor):
                     cohort.parts[ticket].clear()
 
     def _step(self, ticket: Ticket) -> Any:
-        """The next part of one item; at its end, or with its error, it is forgotten."""
+        """The next part of one item, its end, or its error."""
         cohort = self._cohorts[ticket]
         if ticket in cohort.behind:
             self.drop([ticket])

@@ -1,13 +1,11 @@
 """The server of functions and its requests: one coroutine each, from the item to the result.
 
-What is not the item (deadline, priority, client, id) stands in the query or in headers, so that the body is the
-caller's own.
+The options of a request (deadline, priority, client, id) are in the query or in headers, so the body is the item alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -19,6 +17,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, RequestProgressed
 from reflex_runtime.core.request import PRIORITIES, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.functions.values import encode, encode_text
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, hardware
@@ -39,7 +38,7 @@ UNREAD: Final = 64  # parts of a stream that may wait for its reader before it i
 
 
 class FunctionServer(BatchServer):
-    """The functions of one server. streams: readers of parts, by ticket."""
+    """The functions of one server."""
 
     what, product = "the function", "functions"
 
@@ -64,16 +63,15 @@ class FunctionServer(BatchServer):
         )  # fmt: skip
         header = {"model_hash": "function", "model_type": "function", "export_dir": ", ".join(self.functions)}
         self._journal = partial(JournalWriter, groups=groups, header=header | {"hardware": hardware()})
-        self.streams: dict[Ticket, Parts] = {}
         if any(served.streams for served in functions):
-            self.audience.add(PartsSink(self.streams))
+            self.audience.add(PartsSink())
 
     async def load(self) -> None:
         self.open_journals(Recording(self.config.record, images="none") if self.config.record else None)
         await self.batcher.start(self._load)
 
     def _load(self) -> None:
-        """On the device thread, as everything that a function does. Devices call `start` again, when it is done."""
+        """Load on the device thread, on which functions run."""
         for served in self.functions.values():
             made(served.processor.load, served.source, "setup")
 
@@ -105,7 +103,7 @@ class FunctionSeries:
             self.look(name, 0, 0)
 
     def look(self, name: str, queued: int, unsettled: int) -> None:
-        """What waits, and what is not answered, now."""
+        """Set the gauges."""
         self._series.gauge("reflex_function_waiting", name).set(queued)
         self._series.gauge("reflex_function_in_flight", name).set(unsettled)
 
@@ -166,7 +164,7 @@ def converted(said: Mapping[str, Any]) -> Asked:
 
 
 class Prediction(RequestScope):
-    """One item that is being answered, on any wire. group: the function's."""
+    """One item in flight, on any wire. group: that of its function."""
 
     __slots__ = ("_name",)
 
@@ -190,7 +188,7 @@ class Prediction(RequestScope):
 
 
 class Predict:
-    """The requests for one function."""
+    """Handles the requests for one function."""
 
     def __init__(self, server: FunctionServer, served: ServedFunction) -> None:
         self.server, self.served = server, served
@@ -233,7 +231,7 @@ class Predict:
         )
 
     async def _read(self, request: HttpRequest) -> Any:
-        """The item; of large bodies and of pictures decoded beside the loop."""
+        """The item. Large bodies and pictures are decoded beside the loop."""
         body, items = await request.body(), self.served.items
         kind = request.headers.get(b"content-type", b"")
         if len(body) <= LARGE and not items.slow:
@@ -268,11 +266,9 @@ class Predict:
     async def _stream(
         self, request: HttpRequest, prediction: Prediction, item: Any, asked: Asked | None
     ) -> HttpResponse | None:
-        """Answer with a part a time, as server-sent events; or with all of them, if JSON is all that the caller
-        reads."""
+        """Answer with server-sent events, a part each; or with a list, if the caller accepts JSON only."""
         server, parts = self.server, Parts(self.server)
-        ticket = parts.ticket = self._submit(prediction, item, asked, parts.settled)
-        server.streams[ticket] = parts
+        ticket = parts.ticket = self._submit(prediction, item, asked, parts)
         head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
         failed, name = partial(_failed, prediction.request_id), self.served.name
         try:
@@ -290,71 +286,60 @@ class Predict:
             await request.end(b'event: end\ndata: {"parts": %d}\n\n' % count)
             return None
         finally:
-            server.streams.pop(ticket, None)
-            if not parts.ended:
+            if ticket.outcome is None:
                 server.batcher.cancel(ticket)
 
 
 class Parts:
-    """The parts of one stream, for its reader. A reader that falls behind has its item held at the scheduler."""
+    """The parts of one stream, for its reader; the waiter of its ticket. A reader that falls behind has its item held
+    at the scheduler."""
 
     def __init__(self, server: FunctionServer) -> None:
         self._server = server
         self.ticket: Ticket | None = None
-        self._unread: deque[Any] = deque()
-        self._news = asyncio.Event()
-        self._held = self.ended = False
-        self._error: ReflexError | None = None
+        self._unread: asyncio.Queue[Any] = asyncio.Queue()  # parts; the ticket at their end
+        self._held = False
 
     def put(self, part: Any) -> None:
-        if part is None:
-            return
-        self._unread.append(part)
-        self._news.set()
-        if not self._held and len(self._unread) >= UNREAD:
-            self._hold(True)
+        if part is not None:
+            self._unread.put_nowait(part)
+            if not self._held and self._unread.qsize() >= UNREAD:
+                self._hold(True)
 
-    def settled(self, ticket: Ticket) -> None:
-        self.ended = True
-        if not isinstance(ticket.outcome, Done):
-            assert ticket.outcome is not None
-            self._error = known(ticket.outcome.error, ticket.request.id)
-        self._news.set()
+    def __call__(self, ticket: Ticket) -> None:
+        """The ticket settled."""
+        self._unread.put_nowait(ticket)
 
     def __aiter__(self) -> Parts:
         return self
 
     async def __anext__(self) -> Any:
-        while not self._unread:
-            if self.ended:
-                if self._error is not None:
-                    raise self._error
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        if self._held and len(self._unread) <= UNREAD // 2:
+        part = await self._unread.get()
+        if isinstance(part, Ticket):
+            assert part.outcome is not None
+            raise StopAsyncIteration if isinstance(part.outcome, Done) else known(part.outcome.error, part.request.id)
+        if self._held and self._unread.qsize() < UNREAD // 2:
             self._hold(False)
-        return self._unread.popleft()
+        return part
 
     def _hold(self, held: bool) -> None:
         self._held, ticket = held, self.ticket
-        if ticket is not None and not self.ended:
-            self._server.batcher.device.input(
-                lambda scheduler, now: (scheduler.hold if held else scheduler.resume)(ticket, now)
-            )
+
+        def hold(scheduler: Scheduler, now: float) -> None:
+            if ticket is not None and ticket.outcome is None:
+                (scheduler.hold if held else scheduler.resume)(ticket, now)
+
+        self._server.batcher.device.input(hold)
 
 
 class PartsSink:
-    """A sink that hands each part to its stream."""
+    """Hands each part to its stream."""
 
     events = frozenset({RequestProgressed})
 
-    def __init__(self, streams: Mapping[Ticket, Parts]) -> None:
-        self._streams = streams
-
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestProgressed) and (parts := self._streams.get(event.ticket)) is not None:
-            parts.put(event.value)
+        if isinstance(event, RequestProgressed) and isinstance(event.ticket.waiter, Parts):
+            event.ticket.waiter.put(event.value)
 
 
 def _failed(request_id: str, error: ReflexError) -> bytes:
@@ -363,7 +348,7 @@ def _failed(request_id: str, error: ReflexError) -> bytes:
 
 
 def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:
-    """Headers about the batch."""
+    """Headers with the batch's size and the time in the queue."""
     if ticket is None or (admission := ticket.admission) is None or (started := ticket.started) is None:
         return []
     return [

@@ -1,6 +1,6 @@
-"""What `reflex serve` was named: `python:module:function`, or an ONNX file, as a `ServedFunction`.
+"""A source of `reflex serve`, `python:module:function` or an ONNX file, read as a `ServedFunction`.
 
-A module is imported and looked at before the port opens, so that what is wrong with it is one line and exit status 2.
+A module is imported and checked before the port opens, so that an error in it is one line and exit status 2.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABCMeta
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,15 +28,15 @@ from reflex_runtime.settings.declare import did_you_mean
 PYTHON: Final = "python:"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LISTS: Final = (list, Sequence, Iterable)
-_STREAMS: Final = (Iterator, AsyncIterator)
+_STREAMS: Final = (Iterator, AsyncIterator, Generator, AsyncGenerator)
 
 
 @dataclass(slots=True, eq=False)
 class ServedFunction:
     """One function of a server.
 
-    name: in paths, metrics and journals. items, results: the types of one item and of one result, or of one part of it
-    where it `streams`. example: an item, JSON-safe. told: for the log.
+    name: in paths, metrics and journals. items, results: the types of one item and of one result; where it `streams`,
+    of one part. example: an item, JSON-safe. told: a line for the log.
     shaped: whether only items of equal shapes may share a batch.
     """
 
@@ -54,7 +54,7 @@ class ServedFunction:
 
 
 def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[ServedFunction]:
-    """What is to be served. ConfigError names what is wrong with a source."""
+    """The functions to serve. ConfigError names the source and its fault."""
     weights = dict(_weight(text) for text in config.weight)
     found: dict[str, ServedFunction] = {}
     for text in sources:
@@ -88,7 +88,7 @@ def _weight(text: str) -> tuple[str, float]:
 
 
 def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFunction:
-    """A function of a list, plain, `async` or `@batched`, or a class with `predict` and, if it loads, `setup`."""
+    """A function of a list, plain, `async` or `@batched`, or a class with `predict` and perhaps `setup`."""
     found = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
     named = source.rpartition(":")[2]
     name = name or named.rpartition(".")[2]
@@ -102,7 +102,7 @@ def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFuncti
     function = _plain(called, owner)
     hints, streams, each = _signature(source, function)
     processor = (Streams if streams else ItemCalls)(
-        Function(function, setup, _device(config), each), any_thread=owner is None
+        Function(function, setup, "cuda" if config.provider == "cuda" else "cpu", each), any_thread=owner is None
     )
     items = Values(hints[0], f"{source}: its items", prefix=f"{name}.")
     results = Values(hints[1], f"{source}: its results", prefix=f"{name}.")
@@ -112,7 +112,7 @@ def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFuncti
 
 
 def _plain(called: Any, owner: Any) -> Any:
-    """The function of a list behind `@batched`; a method's with its object, of which the handle keeps no hold."""
+    """The function of a list behind `@batched`. A method is bound to its object again, which the handle lets go."""
     if not isinstance(called, Handle):
         return called
     method = getattr(type(owner), "predict", None)
@@ -137,31 +137,20 @@ def _signature(source: str, function: Any) -> tuple[tuple[Any, Any], bool, bool]
         raise ConfigError(f"{source}: its annotations cannot be read: {told(error)}") from error
     names = list(inspect.signature(function).parameters)
     items = hints.get(names[0], list[Any])
-    if items is not Any and (get_origin(items) or items) not in (list, *_LISTS, *_abstract(_LISTS)):
+    if items is not Any and (get_origin(items) or items) not in _LISTS:
         raise ConfigError(f"{source}: {names[0]} is annotated as {items}; must be list[ITEM], one result for each item")
     results = hints.get("return", Any)
     generator = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     if generator:
         results = _inner(results)
     result = _inner(results)
-    each = not generator and get_origin(result) in (*_STREAMS, *_abstract(_STREAMS))
+    each = not generator and get_origin(result) in _STREAMS
     return (_inner(items), _inner(result) if each else result), generator or each, each
-
-
-def _abstract(kinds: Iterable[Any]) -> list[Any]:
-    """What `get_origin` returns for them."""
-    from collections.abc import AsyncGenerator, Generator
-
-    return [*kinds, Generator, AsyncGenerator]
 
 
 def _inner(hint: Any) -> Any:
     """The type of the elements of a list or an iterator."""
     return next(iter(get_args(hint)), Any)
-
-
-def _device(config: FunctionsConfig) -> str:
-    return "cuda" if config.provider == "cuda" else "cpu"
 
 
 # -- ONNX --------------------------------------------------------------------------------------------------------------
@@ -178,7 +167,6 @@ def read_onnx(source: str, name: str, config: FunctionsConfig) -> ServedFunction
     graph = OnnxItems(path, PROVIDERS.get(config.provider, config.provider), config.threads)
     session, skipped = graph.session, graph.skipped
     tensors: dict[Any, ArrayType] = {}
-
     name = name or path.stem
 
     def typed(what: str, ports: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How values of one type come in and go out: as JSON, msgpack, a form with files, or as the body itself.
+"""Reads and writes values of one type: as JSON, msgpack, a form with files, or as the body itself.
 
-The type is what a function is annotated with. `msgspec` checks it; arrays, pictures and models of pydantic are added
-here. What does not fit is the 422 that names the field.
+The type is a function's annotation. `msgspec` checks it; this module adds arrays, pictures and models of pydantic. A
+value that does not fit is a 422 that names the field.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_RAW: Final = (JSON, b"application/msgpack", FORM)
 
 
 class ArrayType(msgspec.Struct):
-    """What stands for an array in an annotation of ours: numbers of this type in these sizes, None for any."""
+    """The type of numbers and the sizes of an array; None for any."""
 
     dtype: Any
     dims: tuple[int | None, ...] | None = None
@@ -40,18 +40,17 @@ class ArrayType(msgspec.Struct):
 class Values:
     """Values of one type.
 
-    hint: the annotation. where: what an error of it names. arrays: those of which more is known than their type,
-    by the class that stands for each in `hint`. schema: JSON Schema, and `parts` what it refers to,
-    under names that begin with `prefix`. raw: content types
-    of bodies that are the value themselves. slow: pictures are in it.
+    hint: the annotation. where: begins its errors. arrays: types of arrays, by the class that stands for each in
+    `hint`. schema: JSON Schema; parts: the schemas that it refers to, under names that begin with `prefix`. raw:
+    content types of bodies that are the value itself. slow: it has pictures, to be decoded beside the loop.
     """
 
     def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None, prefix: str = "") -> None:
         self.hint, self.arrays, self._where = hint, arrays or {}, where
-        self.raw = _raw_types(hint)
+        self.raw = self._raw_types()
         self._refers = f"#/components/schemas/{prefix}"
         self._own_parts: dict[str, Any] = {}  # of pydantic
-        self.slow = False  # to be decoded beside the loop
+        self.slow = False
         try:
             self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
             self._msgpack = msgspec.msgpack.Decoder(hint, dec_hook=self._read)
@@ -70,7 +69,12 @@ class Values:
         if kind.startswith(FORM):
             return self.convert(_form(body, content_type))
         if self._is_raw(kind):
-            return self._raw(body, kind)
+            if self.hint is not str:
+                return self.convert(body)
+            try:
+                return body.decode()
+            except UnicodeDecodeError:
+                raise invalid("body", "body: is not UTF-8") from None
         try:
             if b"msgpack" in kind:
                 return self._msgpack.decode(body)
@@ -85,27 +89,25 @@ class Values:
         known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
 
+    def _raw_types(self) -> tuple[bytes, ...]:
+        if self.array(self.hint) is not None:
+            return (NPY,)
+        if is_picture(self.hint):
+            return (PNG, b"image/jpeg")
+        return (BYTES,) if self.hint is bytes else (b"text/plain",) if self.hint is str else ()
+
     def _is_raw(self, kind: bytes) -> bool:
         """Whether a body of this type is the value itself. The default type of curl is JSON where that is a text."""
         if self.hint is str:
             return kind.startswith(b"text/")
         return bool(self.raw) and not (kind in _NOT_RAW or kind.endswith(b"+json"))
 
-    def _raw(self, body: bytes, kind: bytes) -> Any:
-        """The value that the body itself is."""
-        if self.hint is str:
-            try:
-                return body.decode()
-            except UnicodeDecodeError:
-                raise invalid("body", "body: is not UTF-8") from None
-        return self.convert(body)
-
     def convert(self, value: Any) -> Any:
         """The value of a form, a tensor or the body itself; 422 for a wrong one."""
         try:
             if self.hint is bytes:
                 return value if isinstance(value, bytes) else msgspec.convert(value, bytes)
-            if _is_array(self.hint) or is_picture(self.hint):
+            if self.array(self.hint) is not None or is_picture(self.hint):
                 return self._read(self.hint, value)
             return msgspec.convert(value, self.hint, strict=False, dec_hook=self._read)
         except msgspec.ValidationError as error:
@@ -115,9 +117,17 @@ class Values:
         except ValueError as error:
             raise invalid("body", printable(f"body: {error}")) from None
 
+    def array(self, hint: Any) -> ArrayType | None:
+        """The type of the arrays of a type, such as `NDArray[np.float32]`; None for other values."""
+        if not (hint is np.ndarray or get_origin(hint) is np.ndarray):
+            return self.arrays.get(hint) if self.arrays else None  # a hint need not be hashable
+        of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
+        known = of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT
+        return ArrayType(np.dtype(of[0]) if known else None)
+
     def _read(self, hint: Any, value: Any) -> Any:
         """A value of a type that msgspec does not have; ValueError for a wrong one."""
-        if (array := array_type(self, hint)) is not None:
+        if (array := self.array(hint)) is not None:
             return _array(value, array)
         if is_picture(hint):
             return _picture(value)
@@ -131,7 +141,7 @@ class Values:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def _schema_of(self, hint: Any) -> dict[str, Any]:
-        if (array := array_type(self, hint)) is not None:
+        if (array := self.array(hint)) is not None:
             return _tensor_schema(array)
         if is_picture(hint):
             self.slow = True
@@ -145,8 +155,8 @@ class Values:
 
 
 def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
-    """A result as (body, content type). packed: the caller reads msgpack. ProcessorError names what `name`
-    returned that cannot be written."""
+    """A result of `name` as (body, content type). packed: the caller reads msgpack. ProcessorError for a result that
+    cannot be written."""
     if isinstance(value, bytes):
         return value, BYTES
     if is_picture(type(value)):
@@ -157,7 +167,7 @@ def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
 
 
 def encode_text(value: Any, name: str) -> bytes:
-    """A value in JSON, bytes and pictures in base64. ProcessorError for anything else that `name` returned."""
+    """A result of `name` in JSON, bytes and pictures in base64. ProcessorError for one that cannot be written."""
     return _written(msgspec.json.encode, value, _plain, name)
 
 
@@ -171,7 +181,7 @@ def _written(write: Callable[..., bytes], value: Any, hook: Callable[[Any], Any]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a value: numbers of arrays as lists, pictures in base64."""
+    """The form of a value in JSON: lists for arrays, base64 for pictures."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if hasattr(value, "tolist"):  # arrays, their numbers, tensors
@@ -182,15 +192,15 @@ def _plain(value: Any) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """The same for msgpack: arrays as their bytes."""
+    """The form of a value in msgpack: bytes for arrays and pictures."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
     return _png(value) if is_picture(type(value)) else _plain(value)
 
 
 def example_of(values: Values, given: Any = None) -> Any:
-    """An item that may be sent, JSON-safe: the one that the function names, else one made of the schema. None where
-    that is too large, or does not fit, or where any value may come."""
+    """An item that may be sent, JSON-safe: the function's own, else one made of the schema. None where that is too
+    large or does not fit, and for items of any type."""
     if given is None and not values.schema:
         return None
     try:
@@ -210,10 +220,18 @@ def example_of(values: Values, given: Any = None) -> Any:
 
 def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
     """An array of nested lists, of {dtype, shape, data}, or as it is."""
-    if isinstance(value, Mapping):
-        value = _of_bytes(value)
+    if isinstance(value, Mapping):  # data is base64 in JSON
+        data = value.get("data")
+        try:
+            data = decoded_base64(data) if isinstance(data, str) else data
+            value = array_in(data, value.get("dtype"), value.get("shape"))
+        except ClientError as error:
+            raise ValueError(error.message) from None
     if isinstance(value, bytes):
-        value = _npy(value)
+        try:
+            value = np.load(io.BytesIO(value), allow_pickle=False)
+        except Exception:
+            raise ValueError("is no array as numpy.save writes one") from None
     if not isinstance(value, np.ndarray):
         try:
             value = np.asarray(value)
@@ -234,24 +252,6 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
     ):
         raise ValueError(f"has shape {list(value.shape)}, must be {_shape(dims)}")
     return value  # type: ignore[no-any-return]
-
-
-def _of_bytes(value: Mapping[Any, Any]) -> Any:
-    """The array in {dtype, shape, data}; data is base64 in JSON."""
-    data = value.get("data")
-    if isinstance(data, str):
-        data = decoded_base64(data)
-    try:
-        return array_in(data, value.get("dtype"), value.get("shape"))
-    except ClientError as error:
-        raise ValueError(error.message) from None
-
-
-def _npy(body: bytes) -> Any:
-    try:
-        return np.load(io.BytesIO(body), allow_pickle=False)
-    except Exception:
-        raise ValueError("is no array as numpy.save writes one") from None
 
 
 def _picture(value: Any) -> Any:
@@ -316,26 +316,6 @@ def _form(body: bytes, content_type: bytes) -> Any:
 # -- types -------------------------------------------------------------------------------------------------------------
 
 
-def _raw_types(hint: Any) -> tuple[bytes, ...]:
-    """In which the body itself may be the value."""
-    if hint is str:
-        return (b"text/plain",)
-    if _is_array(hint):
-        return (NPY,)
-    if is_picture(hint):
-        return (PNG, b"image/jpeg")
-    return (BYTES,) if hint is bytes else ()
-
-
-def array_type(values: Values, hint: Any) -> ArrayType | None:
-    """What is known of the arrays of a type; None for other values."""
-    return values.arrays.get(hint) or (_array_type(hint) if _is_array(hint) else None)
-
-
-def _is_array(hint: Any) -> bool:
-    return hint is np.ndarray or get_origin(hint) is np.ndarray
-
-
 def is_picture(hint: Any) -> bool:
     return isinstance(hint, type) and any(
         kind.__name__ == "Image" and kind.__module__ == "PIL.Image" for kind in hint.__mro__
@@ -344,13 +324,6 @@ def is_picture(hint: Any) -> bool:
 
 def _is_pydantic(hint: Any) -> bool:
     return isinstance(hint, type) and hasattr(hint, "model_validate") and hasattr(hint, "model_json_schema")
-
-
-def _array_type(hint: Any) -> ArrayType:
-    """The type in `NDArray[np.float32]`."""
-    of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
-    known = of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT
-    return ArrayType(np.dtype(of[0]) if known else None)
 
 
 _ABSTRACT: Final = frozenset({np.generic, np.number, np.integer, np.signedinteger, np.unsignedinteger, np.inexact,
