@@ -1,14 +1,13 @@
 """Runs recorded requests again through a model, and compares its answers, its speed and its cache hits.
 
-Requests run alone, or in the recorded batches (`compose="recorded"`): then every step has its recorded members, because
-kernels may round differently in a batch of another size. On the machine of the recording the actions are then equal to
-the last bit.
+Requests run alone, or in the recorded batches (`compose="recorded"`). Kernels may round differently in a batch of
+another size: with its recorded members at every step, on the recording's machine, an answer is equal to the last bit.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -39,7 +38,7 @@ Compose = Literal["alone", "recorded"]
 Diff = Literal["actions", "latency", "cache"]
 DIFFS: tuple[Diff, ...] = get_args(Diff)
 Make = Callable[[str], tuple[Policy, Processor]]
-"""The model that stands in for a slot, and the processor it is served by."""
+"""The model for a slot, and the processor that serves it."""
 
 
 def replay_model(
@@ -59,13 +58,13 @@ def replay_model(
     "": if a slot's policy was exchanged, only the model's own answers. limit: most answered requests to replay.
     progress: called with (requests done, requests to do).
 
-    ConfigError when the model sees images and the recording has none, naming `--record-images full`; a request the
-    model will not take is an item with an error.
+    ConfigError when the model sees images and the recording has none. A request that the model refuses is an item with
+    an error.
     """
     if not recording.header.payloads:
         raise ConfigError(
-            f"{recording.path}: holds no payloads, as --trace writes it, and only what was recorded with --record DIR "
-            "can go through a model"
+            f"{recording.path}: holds no payloads, as --trace writes it; only recordings of --record DIR can go "
+            "through a model"
         )
     wanted = [line for line in recording.requests if not slots or line.slot in slots]
     answered = [line for line in wanted if line.response is not None]
@@ -94,7 +93,7 @@ def replay_model(
 
 
 def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
-    """The hash of the model whose answers to compare with; "" where one model answered all of the slot."""
+    """The hash of the model whose answers count; "" where one model answered all of the slot."""
     hashes = Counter(line.model_hash for line in recording.requests if line.slot == slot and line.response is not None)
     if len(hashes) < 2:
         return ""
@@ -108,7 +107,7 @@ def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
 
 
 class _Tails(ChunkTails):
-    """Carries chunks over as recorded: with the reported times, not those of the replay."""
+    """Carries chunks over with the recorded times in place of the replay's."""
 
     def __init__(self, rtc: Rtc, control_hz: float | None) -> None:
         super().__init__(rtc, lambda: 0.0, control_hz)
@@ -134,7 +133,7 @@ class _Tails(ChunkTails):
 
 
 class _Past(ObservationHistory):
-    """What a request looks back to, as recorded."""
+    """The recorded earlier observations of a request."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -148,7 +147,7 @@ class _Past(ObservationHistory):
 
 
 def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
-    """Switch on what was on for these answers: earlier observations, chunks carried over, steps spared."""
+    """Switch on what these answers used: earlier observations, chunks carried over, steps spared."""
     if policy.history is not None and any(line.request.past for line in lines):
         policy.history = _Past(policy.history.steps)
     if not isinstance(policy, DecomposedPolicy):
@@ -191,11 +190,10 @@ class _Runner:
         self._items: dict[int, ReplayedRequest] = {}
         for slot, (policy, _) in models.items():
             _as_recorded(policy, [line for line in recording.requests if line.slot == slot])
-        self._batches_of: dict[int, list[BatchLine]] = {}
+        self._batches_of = defaultdict[int, list[BatchLine]](list)
         for batch in recording.batches:
             for seq in batch.seqs:
-                self._batches_of.setdefault(seq, []).append(batch)
-
+                self._batches_of[seq].append(batch)
         self._line_by_id: dict[tuple[str, str], RequestLine] = {}
         for line in recording.requests:
             self._line_by_id.setdefault((line.slot, line.request.request_id), line)
@@ -224,8 +222,8 @@ class _Runner:
 
     def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
         """Compare times where the request was alone in all of its recorded batches, too."""
-        ticket = None if line.schedule is None else line.schedule.ticket
-        ran = [] if ticket is None else self._batches_of.get(ticket, [])
+        ticket = _ticket(line)
+        ran = [] if ticket is None else self._batches_of[ticket]
         if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
             self._replay.timed += [
                 Timed(line.slot, stage, 1, b.elapsed, seconds) for b, (stage, seconds) in zip(ran, times, strict=True)
@@ -244,7 +242,7 @@ class _Runner:
         return policy.request(_prepared(policy, asked, executed, delay))
 
     def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Observation:
-        """What an earlier request saw; InvalidRequest when the recording does not have it."""
+        """The observation of an earlier request; InvalidRequest when the recording lacks it."""
         key = (slot, request_id)
         if key not in self._seen:
             if key not in self._line_by_id:
@@ -262,12 +260,11 @@ class _Runner:
             policy.warm_up(some or (1,), repeats=1)
 
     def _item(self, line: RequestLine) -> ReplayedRequest:
-        item = self._items.get(line.seq)
-        if item is None:
+        if line.seq not in self._items:
             item = ReplayedRequest(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
             self._items[line.seq] = item
             self._replay.items.append(item)
-        return item
+        return self._items[line.seq]
 
     def _compare(self, item: ReplayedRequest, line: RequestLine, outcome: Done | Failed) -> None:
         if isinstance(outcome, Failed):
@@ -292,12 +289,21 @@ class _Composed(_Runner):
     """
 
     def run(self, answered: Sequence[RequestLine]) -> None:
+        slots, hashes = {line.slot for line in answered}, {line.model_hash for line in answered}
         self._tickets: dict[int, Ticket] = {}
-        self._line_of: dict[int, RequestLine] = {}
         self._broken: set[int] = set()  # tickets that did not run in the recorded company
         self._wanted = {line.seq for line in answered}
-        self._arrivals = self._in_order(answered)
-        batches = self._needed(answered)
+        self._line_of: dict[int, RequestLine] = {}  # of every ticket that may share a batch with these
+        arrivals = []
+        for line in self._recording.requests:
+            if line.slot in slots and line.model_hash in hashes and line.schedule and line.schedule.ticket is not None:
+                self._line_of[line.schedule.ticket] = line
+                arrivals.append((line.schedule.arrived, line.schedule.ticket))
+        self._arrivals = sorted(arrivals, reverse=True)
+        last = {_ticket(line) for line in answered}
+        until = max((b.finished for b in self._recording.batches if last.intersection(b.seqs)), default=-inf)
+        found = [b for b in self._recording.batches if b.group in slots and b.finished <= until]
+        batches = sorted(found, key=lambda b: b.at)
         self._last = {seq: b.id for b in batches for seq in b.seqs}
         self._warm(b.size for b in batches)
         done = 0
@@ -306,65 +312,43 @@ class _Composed(_Runner):
             self._arrive(batch)
             done += self._run_batch(batch)
         for line in answered:
-            self._leave_out(line)
+            item = self._item(line)
+            if not item.error and item.max_abs == inf and not item.composed:
+                none = _ticket(line) not in self._last
+                where = "none of its batches is in the file" if none else "its batches cannot be formed"
+                item.error = f"{where}: it can only be replayed alone"
         self._progress(len(answered), len(answered))
-
-    def _in_order(self, answered: Sequence[RequestLine]) -> list[RequestLine]:
-        """All requests that may share a batch with these, last arrival first."""
-        slots = {line.slot for line in answered}
-        hashes = {line.model_hash for line in answered}
-        mine = [
-            line
-            for line in self._recording.requests
-            if line.slot in slots and line.model_hash in hashes and line.schedule and line.schedule.ticket is not None
-        ]
-        for line in mine:
-            assert line.schedule is not None
-            assert line.schedule.ticket is not None
-            self._line_of[line.schedule.ticket] = line
-        return sorted(mine, key=lambda r: (r.schedule.arrived, r.schedule.ticket), reverse=True)  # type: ignore[union-attr]
-
-    def _needed(self, answered: Sequence[RequestLine]) -> list[BatchLine]:
-        """The batches up to the last that answered one of these."""
-        slots = {line.slot for line in answered}
-        tickets = {line.schedule.ticket for line in answered if line.schedule is not None}
-        until = max((b.finished for b in self._recording.batches if tickets.intersection(b.seqs)), default=-inf)
-        found = [b for b in self._recording.batches if b.group in slots and b.finished <= until]
-        return sorted(found, key=lambda b: b.at)
 
     def _arrive(self, batch: BatchLine) -> None:
         """Make the requests that had arrived when the batch was formed, and those that arrived while it ran and missed
         the cache. One that hit waits until the batch has run."""
         later = []
-        while self._arrivals and self._arrivals[-1].schedule.arrived <= batch.finished:  # type: ignore[union-attr]
-            line = self._arrivals.pop()
-            assert line.schedule is not None
-            if line.schedule.arrived > batch.at and line.cache in ("hit", "hit_stale"):
-                later.append(line)
+        while self._arrivals and self._arrivals[-1][0] <= batch.finished:
+            arrived, seq = self._arrivals.pop()
+            if arrived > batch.at and self._line_of[seq].cache in ("hit", "hit_stale"):
+                later.append((arrived, seq))
             else:
-                self._make(line)
+                self._make(self._line_of[seq], seq, arrived)
         self._arrivals += reversed(later)
 
-    def _make(self, line: RequestLine) -> None:
+    def _make(self, line: RequestLine, seq: int, arrived: float) -> None:
         assert line.schedule is not None
-        assert line.schedule.ticket is not None
-        seq, item = line.schedule.ticket, self._item(line) if line.seq in self._wanted else None
+        item = self._item(line) if line.seq in self._wanted else None
         try:
             request = self._request(line)
         except ReflexError as error:
             if item is not None:
                 item.error = error.message
             return
-        cache = request.payload.cache
         if item is not None:
-            item.cache = cache
+            item.cache = request.payload.cache
         if request.stage != line.schedule.stage and request.stage:
             request = self._forced(line, request)
         if request.stage == line.schedule.stage:
-            self._tickets[seq] = Ticket(request, seq, line.schedule.arrived)
+            self._tickets[seq] = Ticket(request, seq, arrived)
 
     def _forced(self, line: RequestLine, request: Request) -> Request:
-        """Compute a prefix again that was computed in the recording, whatever this cache holds."""
+        """Compute a prefix again that the recording computed, whatever this cache holds."""
         policy = self._models[line.slot][0]
         cache = getattr(policy, "cache", None)
         if cache is None or request.payload.cache == "miss":
@@ -410,15 +394,12 @@ class _Composed(_Runner):
         item.composed = ended and seq not in self._broken
         return True
 
-    def _leave_out(self, line: RequestLine) -> None:
-        item = self._item(line)
-        ticket = None if line.schedule is None else line.schedule.ticket
-        if not item.error and (item.max_abs == inf and not item.composed):
-            where = "none of its batches is in the file" if ticket not in self._last else "its batches cannot be formed"
-            item.error = f"{where}: it can only be replayed alone"
+
+def _ticket(line: RequestLine) -> int | None:
+    return None if line.schedule is None else line.schedule.ticket
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- the result --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -427,7 +408,7 @@ class ReplayedRequest:
 
     cosine, max_abs: of the actions; max_abs in the robot's units, inf where they have another shape. equal: to the
     last bit. recorded_cache, cache: how the prefix cache answered. composed: it ran in the recorded company throughout.
-    error: why there is nothing to compare, else "".
+    error: why nothing can be compared, else "".
     """
 
     seq: int
@@ -449,7 +430,7 @@ class ReplayedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One batch that ran in the same company both times. Seconds."""
+    """One batch that had the same members both times. Seconds."""
 
     slot: str
     stage: str
@@ -460,7 +441,7 @@ class Timed:
 
 @dataclass(slots=True)
 class ModelReplay:
-    """The result. left_out: recorded requests that were never answered, by how they ended."""
+    """The result. left_out: recorded requests without an answer to compare, by how they ended."""
 
     compose: Compose
     items: list[ReplayedRequest] = field(default_factory=list)
@@ -468,8 +449,8 @@ class ModelReplay:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def failed(self, diff: Diff, same_hardware: bool = True) -> bool:
-        """Whether the replay differs. Latency counts only on the same hardware. Nothing to compare fails `actions`
-        and `cache`, and not `latency`."""
+        """Whether the replay differs. Latency counts only on the same hardware. With nothing to compare `actions` and
+        `cache` fail, and `latency` does not."""
         if diff == "actions":
             return not self.items or not all(item.close for item in self.items)
         if diff == "cache":
@@ -479,8 +460,7 @@ class ModelReplay:
         return same_hardware and ratio is not None and abs(ratio - 1.0) > LATENCY
 
     def latency_ratio(self, slot: str | None = None) -> float | None:
-        """Median of the replayed ÷ median of the recorded batch times; None when no batch ran in the same company both
-        times."""
+        """Median of the replayed ÷ median of the recorded batch times; None when no batch had the same members."""
         timed = [t for t in self.timed if slot in (None, t.slot)]
         recorded = median([t.recorded for t in timed]) if timed else 0.0
         return median([t.replayed for t in timed]) / recorded if recorded > 0.0 else None
@@ -558,7 +538,7 @@ def _of_latency(found: dict[str, Any], compose: Compose) -> str:
 def distance(recorded: NDArray[np.float32], replayed: NDArray[Any]) -> tuple[float, float]:
     """(cosine, largest absolute difference) of two chunks of one shape.
 
-    What is not finite must stand in the same places, and is then left out; elsewhere the distance is infinite.
+    Values that are not finite must be the same in both, and are then left out; else the distance is infinite.
     """
     a, b = recorded.astype(np.float64).ravel(), np.asarray(replayed, np.float64).ravel()
     finite = np.isfinite(a)

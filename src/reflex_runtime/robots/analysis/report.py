@@ -1,21 +1,18 @@
-"""A against B, out of journals: success rates with their evidence, latency, errors, and what was decided when.
+"""A against B, out of journals: success rates with their evidence, latency, errors, and a timeline of decisions.
 
-The comparison is the server's own (`robots/versions/comparison.py`), fed with the recorded outcomes in their order, so
-it shows what the server knew at every moment.
+The comparison is the server's own (`robots/versions/comparison.py`), fed with the recorded outcomes in their order: it
+ends where the server's ended.
 """
 
 from __future__ import annotations
 
-import io
-from collections import Counter
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console, RenderableType
-from rich.table import Table
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import percentile
@@ -27,11 +24,11 @@ WIDTH = 80
 
 @dataclass(slots=True)
 class SlotReport:
-    """One slot. latencies: of answered requests, milliseconds, ascending once the report is made.
+    """One slot. latencies: of answered requests, milliseconds, ascending in a finished report.
 
-    started: episodes seen. successes, finished: of the outcomes told. clamped, held: answers the guard changed.
-    errors: by slug. outcomes: every request once. loaded: when the last of `models` came in, 0.0 where it was there
-    from the start; successes and finished count from then, the rest from the beginning.
+    started: episodes with a request. finished, successes: of the reported outcomes. clamped, held: answers that the
+    guard changed. errors: by slug. outcomes: every request once. loaded: when the last of `models` was loaded, 0.0 for
+    the first one; successes and finished count from then, the rest from the beginning.
     """
 
     slot: str
@@ -95,7 +92,7 @@ class Event:
 
 @dataclass(slots=True)
 class RolloutReport:
-    """The report. timeline: in order of time. robots: whether policies were served, which have episodes and guards."""
+    """The report. timeline: in order of time. robots: policies were served, which have episodes and guards."""
 
     files: list[Path]
     slots: dict[str, SlotReport] = field(default_factory=dict)
@@ -125,7 +122,7 @@ class RolloutReport:
         }
 
     def shadow(self) -> dict[str, Any] | None:
-        """How far the shadow's actions were from the served ones, in the robot's units; None without any pair."""
+        """Distance of the shadow's actions from the served ones, in the robot's units; None without any pair."""
         told = [d for d in self.divergence if isinstance(d.get("mean"), int | float)]
         if not told:
             return None
@@ -140,24 +137,19 @@ class RolloutReport:
 
     def text(self) -> str:
         """The report for people, in 80 columns."""
-        page = Console(
-            file=io.StringIO(), width=WIDTH, color_system=None, soft_wrap=False, markup=False, highlight=False
-        )
-        parts: list[RenderableType] = [self._head(), self._table()]
+        parts = [self._head(), self._table()]
         if self.comparison is not None:
             parts.append(self._verdict(self.comparison))
         if (shadow := self.shadow()) is not None:
-            joints = ", ".join(f"{v:.3g}" for v in shadow["per_joint"])
             text = f"shadow: {shadow['pairs']} pairs, mean difference {shadow['mean']:.3g}, "
             text += f"largest {shadow['largest']:.3g}"
+            joints = ", ".join(f"{v:.3g}" for v in shadow["per_joint"])
             parts.append(text + (f"\n  per joint {joints}" if joints else ""))
         if self.timeline:
-            parts += ["timeline (UTC)", self._events()]
-        for part in parts:
-            page.print(part, end="\n\n" if part != "timeline (UTC)" else "\n")
-        return "\n".join(line.rstrip() for line in page.file.getvalue().rstrip().splitlines())  # type: ignore[attr-defined]
+            parts.append("\n".join(["timeline (UTC)", *map(_event, self.timeline)]))
+        return "\n\n".join(parts)
 
-    def _head(self) -> RenderableType:
+    def _head(self) -> str:
         files = f"{len(self.files)} recordings" if len(self.files) > 1 else str(self.files[0])
         seconds = self.ended - self.started
         long = f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
@@ -168,49 +160,50 @@ class RolloutReport:
             lines.append(f"{self.unfinished} without a footer: still written, or the server was killed")
         return "\n".join(lines)
 
-    def _table(self) -> Table:
-        slots = list(self.slots.values())
-        table = Table("", *(slot.slot for slot in slots), box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in table.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
-        table.columns[0].min_width = 24  # what errors are called stays whole
+    def _table(self) -> str:
+        rows = [self._cells(slot) for slot in self.slots.values()]
+        errors = sorted({slug for slot in self.slots.values() for slug in slot.errors})
+        for cells, slot in zip(rows, self.slots.values(), strict=True):
+            cells |= {f"  {_plain(slug)}": f"{slot.errors[slug]:,}" for slug in errors}
+        names = list(rows[0]) if rows else []
+        first = max(map(len, ["success", *names]))
+        width = (WIDTH - first) // max(1, len(rows)) - 2
+        lines = []
+        for name in names:
+            told = [_plain(row[name]) for row in rows]
+            short = [text if len(text) <= width else text[: width - 1] + "…" for text in told]
+            lines.append("  ".join([f"{name:<{first}}", *(f"{text:<{width}}" for text in short)]).rstrip())
+        return "\n".join(lines)
 
-        def row(name: str, tell: Any) -> None:
-            table.add_row(name, *(_plain(tell(slot)) for slot in slots))
-
-        row("model", lambda s: s.models[-1] if s.models else "–")
-        if any(s.loaded for s in slots):
-            row("  loaded (UTC)", lambda s: _clock(s.loaded) if s.loaded else "–")
-        row("requests", lambda s: f"{s.requests:,}")
-        row("  answered", lambda s: f"{len(s.latencies):,}")
+    def _cells(self, slot: SlotReport) -> dict[str, str]:
+        """A slot's column, by the names of the rows."""
+        cells = {"": slot.slot, "model": slot.models[-1] if slot.models else "–"}
+        if any(one.loaded for one in self.slots.values()):
+            cells["  loaded (UTC)"] = _clock(slot.loaded) if slot.loaded else "–"
+        cells |= {"requests": f"{slot.requests:,}", "  answered": f"{len(slot.latencies):,}"}
         if self.robots:
-            row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
-            row("success", _success)
-            row("  95 % interval", _interval)
+            low, high = wilson(slot.successes, slot.finished)
+            cells["episodes"] = f"{len(slot.started):,}, {slot.finished:,} with an outcome"
+            cells["success"] = cells["  95 % interval"] = "–"
+            if slot.finished:
+                share = slot.successes / slot.finished
+                cells["success"] = f"{slot.successes} of {slot.finished}, {share:.1%}"
+                cells["  95 % interval"] = f"{low:.1%} to {high:.1%}"
         for share in (0.50, 0.99):
-            row(f"latency p{share * 100:.0f}, ms", lambda s, share=share: _ms(s.latency(share)))
+            latency = slot.latency(share)
+            cells[f"latency p{share * 100:.0f}, ms"] = "–" if latency is None else f"{latency:.1f}"
         if self.robots:
-            row("guard clamped", lambda s: f"{s.clamped:,}")
-            row("guard held", lambda s: f"{s.held:,}")
-        for slug in sorted({slug for slot in slots for slug in slot.errors}):
-            row(f"  {_plain(slug)}", lambda s, slug=slug: f"{s.errors[slug]:,}")
-        return table
-
-    def _events(self) -> Table:
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for event in self.timeline:
-            table.add_row(f"  {_clock(event.at)}", _plain(event.action), _plain(event.what))
-        return table
+            cells |= {"guard clamped": f"{slot.clamped:,}", "guard held": f"{slot.held:,}"}
+        return cells
 
     def _verdict(self, found: Comparison) -> str:
         verdict = {"a_better": "a is better", "b_better": "b is better"}.get(found.verdict, "undecided")
-        enough = 1.0 / found.alpha
+        margin, decided = f"b is not worse by {found.margin * 100:g} points", ", decided" if found.not_inferior else ""
         lines = [
-            f"a against b: {verdict} (a verdict needs an e-value of {enough:,.0f})",
+            f"a against b: {verdict} (a verdict needs an e-value of {1.0 / found.alpha:,.0f})",
             f"  {'a is better':<28}e = {evidence(found.e_a_better)}",
             f"  {'b is better':<28}e = {evidence(found.e_b_better)}",
-            f"  {f'b is not worse by {found.margin * 100:g} points':<28}e = {evidence(found.e_not_inferior)}"
-            + (", decided" if found.not_inferior else ""),
+            f"  {margin:<28}e = {evidence(found.e_not_inferior)}{decided}",
             f"  {found.blocks:,} blocks of episodes compared, {found.left_out:,} episodes left out of the test",
         ]
         if any(s.loaded for s in self.slots.values()):
@@ -223,7 +216,7 @@ class RolloutReport:
 def journals_in(paths: Iterable[Path], policy: str | None = None) -> dict[Path, Header]:
     """The journals among files and directories with their headers, in the order in which they were written.
 
-    policy: the one of several to read. ConfigError where it is not there, or where there are several and it is None.
+    policy: the one of several to read. ConfigError where a journal lacks it, or has several and it is None.
     JournalError for a file that is no journal, or when there is none.
     """
     paths = list(paths)
@@ -258,8 +251,7 @@ def report(
     notes: list[Note] = []
     for path in files:
         notes += _read(path, found, policy)
-    _check_models(headers)
-    _tell_models(found, headers.values())
+    _add_models(found, headers)
     for slot in found.slots.values():
         slot.latencies.sort()
     found.slots = dict(sorted(found.slots.items()))
@@ -271,7 +263,7 @@ def report(
 
 
 def _read(path: Path, found: RolloutReport, policy: str | None) -> list[Note]:
-    """Count a file's requests; returns its notes."""
+    """Count a file's requests, and return its notes."""
     reader = JournalReader(path, policy)
     notes = []
     begun = _seconds(reader.header.started_at)
@@ -292,36 +284,29 @@ def _read(path: Path, found: RolloutReport, policy: str | None) -> list[Note]:
     return notes
 
 
-def _check_models(headers: Mapping[Path, Header]) -> None:
-    """ConfigError when a slot was served by different models in different files."""
+def _add_models(found: RolloutReport, headers: Mapping[Path, Header]) -> None:
+    """The models of each slot. ConfigError when different files have different ones: a load is a note in a file."""
     seen: dict[str, tuple[str, Path]] = {}
     for path, header in headers.items():
-        policies = {p.slot: p.model_hash for p in header.policies or ()} or {"prod": header.model_hash}
-        for slot, model in policies.items():
-            first, where = seen.setdefault(slot, (model, path))
+        policies = {p.slot: (p.model_hash, f"{p.model_id}@{p.model_hash}") for p in header.policies or ()}
+        served = policies or {"prod": (header.model_hash, header.model_hash)}
+        for name, (model, told) in served.items():
+            first, where = seen.setdefault(name, (model, path))
             if model != first:
                 raise ConfigError(
-                    f"slot {slot} is model {first} in {where.name} and {model} in {path.name}: report them apart, one "
+                    f"slot {name} is model {first} in {where.name} and {model} in {path.name}: report them apart, one "
                     f"pair of versions at a time"
                 )
-
-
-def _tell_models(found: RolloutReport, headers: Iterable[Header]) -> None:
-    for header in headers:
-        for policy in header.policies or ():
-            slot = found.slots.setdefault(policy.slot, SlotReport(policy.slot))
-            slot.models.append(f"{policy.model_id}@{policy.model_hash}")
-        if not header.policies and header.model_hash:
-            for slot in found.slots.values():
-                slot.models.append(header.model_hash)
+            if policies or name in found.slots:
+                found.slots.setdefault(name, SlotReport(name)).models += filter(None, [told])
 
 
 def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
-    """Fold outcomes and decisions, in order, into the comparison and the timeline."""
-    owners: dict[str, set[str]] = {}
+    """Add outcomes and decisions, in order, to the comparison and the timeline."""
+    owners = defaultdict[str, set[str]](set)
     for name, slot in found.slots.items():
         for episode in slot.started:
-            owners.setdefault(episode, set()).add(name)
+            owners[episode].add(name)
     told: set[str] = set()
     for note in sorted(notes, key=lambda n: n.at):
         at = _seconds(note.at)
@@ -334,7 +319,7 @@ def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
             if episode in told:
                 continue
             told.add(episode)
-            _ended(found, owners.get(episode, set()), note.fields)
+            _ended(found, owners[episode], note.fields)
 
 
 def _ended(found: RolloutReport, owners: set[str], fields: dict[str, Any]) -> None:
@@ -353,7 +338,7 @@ def _ended(found: RolloutReport, owners: set[str], fields: dict[str, Any]) -> No
 
 
 def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
-    """A decision: `action` (or `what`), `why`, and `split` (a's percent) or `share` (b's) in it or in its `numbers`."""
+    """A decision: `action`, `why`, and `split` (a's percent) or `share` (b's) in it or in its `numbers`."""
     numbers = fields.get("numbers")
     everything = {**numbers, **fields} if isinstance(numbers, dict) else fields
     split = everything.get("split")
@@ -361,7 +346,7 @@ def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
         split = 100 - everything["share"]
     if found.comparison is not None and isinstance(split, int) and 0 <= split <= 100:
         found.comparison.set_split(split)
-    action = str(fields.get("action") or fields.get("what") or "decision")
+    action = str(fields.get("action", "decision"))
     if action == "load" and everything.get("slot") in found.slots:
         _loaded(found, at, found.slots[everything["slot"]], str(everything.get("version", "?")))
     told = [str(fields["why"])] if fields.get("why") else []
@@ -369,7 +354,7 @@ def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
         told.append(f"split {split}")
     elif fields.get("slot"):
         told.append(str(fields["slot"]))
-    rest = {key: value for key, value in fields.items() if key not in ("timestamp", "action", "what")}
+    rest = {key: value for key, value in fields.items() if key not in ("timestamp", "action")}
     found.timeline.append(Event(at, action, "; ".join(told), rest))
 
 
@@ -387,25 +372,17 @@ def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> 
 
 
 def evidence(value: float) -> str:
-    """An e-value for people: three figures, and no power of ten while it can be read without."""
+    """An e-value for people: three figures, a power of ten only from 1e8 on."""
     return f"{float(f'{value:.3g}'):,.0f}" if 100.0 <= value < 1e8 else f"{value:.3g}"
+
+
+def _event(event: Event) -> str:
+    indent = f"  {_clock(event.at)}  {_plain(event.action)[:16]:<9} "
+    return textwrap.fill(_plain(event.what), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "·" for c in text)
-
-
-def _success(slot: SlotReport) -> str:
-    return f"{slot.successes} of {slot.finished}, {slot.successes / slot.finished:.1%}" if slot.finished else "–"
-
-
-def _interval(slot: SlotReport) -> str:
-    low, high = wilson(slot.successes, slot.finished)
-    return f"{low:.1%} to {high:.1%}" if slot.finished else "–"
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
 
 
 def _seconds(stamp: str) -> float:
