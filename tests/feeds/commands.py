@@ -199,7 +199,7 @@ class Feeds:
             self._open -= 1
             self.told.notify_all()
 
-    def _reach(self, what: Any, words: str) -> Any:
+    def reach(self, what: Any, words: str) -> Any:
         until = time.monotonic() + PATIENCE
         with self.told:
             while not (found := what()):
@@ -211,12 +211,12 @@ class Feeds:
 
     def wait_log(self, text: str, times: int = 1) -> str:
         """The line of the log that holds `text` for so many times."""
-        lines = self._reach(lambda: [x for x in self.log if text in x][times - 1 :], repr(text))
+        lines = self.reach(lambda: [x for x in self.log if text in x][times - 1 :], repr(text))
         return str(lines[0])
 
     def wait_out(self, count: int) -> list[Any]:
         """Results on standard output, at least so many."""
-        self._reach(lambda: len(self.out) >= count, f"{count} results")
+        self.reach(lambda: len(self.out) >= count, f"{count} results")
         return [json.loads(line) for line in self.out]
 
     @property

@@ -62,6 +62,17 @@ class Configured:
         """Every result so far, once there are so many more."""
         return by_feed(self.feeds.wait_out(len(self.feeds.out) + count))
 
+    def restarted(self, name: str) -> list[Any]:
+        """The results of a feed since it began anew, once there are some."""
+
+        def since() -> list[Any]:
+            lines = by_feed(self.feeds.wait_out(0)).get(name, [])
+            numbers = [line["sequence"] for line in lines]
+            return lines[numbers.index(0, 1) :] if numbers.count(0) > 1 else []
+
+        found: list[Any] = self.feeds.reach(since, f"results of {name} since it began anew")
+        return found
+
 
 def uninterrupted(lines: list[Any]) -> bool:
     """Whether no frame is missing, and each is the one after that before it in the video."""
@@ -175,15 +186,10 @@ def test_i18_each_feed_reports_its_own_classes_and_scores(tmp_path: Path) -> Non
         assert labels == {"a": {("red",)}, "b": {()}, "c": {()}}
         told = made.reload(feeds_[0], feed("b", "red.mp4", "classes = []"), general=general)
         assert "changed: b; 2 as before" in told
-        made.more(20)
-        again = by_feed(feeds.wait_out(0))["b"]
-        begun = [line["sequence"] for line in again].index(0, 1)
-        assert {tuple(line["value"]["labels"]) for line in again[begun:]} == {("red",)}
+        assert {tuple(line["value"]["labels"]) for line in made.restarted("b")} == {("red",)}
         told = made.reload(*feeds_, general=general.replace('"red"', '"blue"'))
         assert told.startswith("was read again: changed: a, b"), "the general classes are a setting of each feed"
-        made.more(20)
-        a = by_feed(feeds.wait_out(0))["a"]
-        assert {tuple(line["value"]["labels"]) for line in a[[line["sequence"] for line in a].index(0, 1) :]} == {()}
+        assert {tuple(line["value"]["labels"]) for line in made.restarted("a")} == {()}
         wrong = made.reload(feeds_[0], feed("b", "red.mp4", 'classes = ["re"]'), general=general)
         assert "model.onnx: feed b: classes=re: the graph has 3 classes; did you mean red?" in wrong
         assert feeds.stop() == 0
