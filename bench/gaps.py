@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bench.report import Row, row, say
-from reflex_runtime.core.batch import Done, More, Outcome
+from reflex_runtime.core.batch import Done, More, Outcome, RequestProgressed, RequestSettled
 from reflex_runtime.core.cost import CostModel, TokenCost
-from reflex_runtime.core.events import RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig, UnitPool
 from reflex_runtime.core.request import Priority, Request

@@ -25,9 +25,8 @@ from statistics import median
 from typing import Any
 
 from reflex_runtime import Batcher, FlushPolicy, GroupConfig, Request
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, BatchScheduled, Event
 from reflex_runtime.core.cost import TimeCost
-from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.run.processor import BaseProcessor
 

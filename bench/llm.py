@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from bench.report import Row, row, say
+from reflex_runtime.core.batch import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.llm import LLMEngine, SamplingParams

@@ -23,8 +23,7 @@ import numpy as np
 from bench.load import STATE, Answered
 from bench.report import Row, row, say
 from bench.servers import Raw, Server, reflex, running
-from reflex_runtime.core.batch import Batch, Cause
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
+from reflex_runtime.core.batch import Batch, BatchFinished, BatchScheduled, Cause, RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import Export, Policy, load_policy

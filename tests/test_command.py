@@ -18,7 +18,8 @@ from tests.sources import ROOT
 import reflex_runtime
 from reflex_runtime import cli
 from reflex_runtime.cli.console import ProgressLine, status_of
-from reflex_runtime.core.errors import EXTRAS, ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import EXTRAS, needed_by
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
 from reflex_runtime.settings.declare import flag, headed
 from reflex_runtime.settings.read import read_toml
@@ -113,7 +114,7 @@ def test_each_module_that_needs_an_extra_names_it(tmp_path: Path) -> None:
     """All modules are imported where every library of an extra, and vLLM, is missing."""
     code = """if True:
         import importlib, pkgutil, sys
-        from reflex_runtime.core.errors import EXTRAS
+        from reflex_runtime.extras import EXTRAS
         import reflex_runtime
         sys.modules |= dict.fromkeys(EXTRAS)
         for module in pkgutil.walk_packages(reflex_runtime.__path__, "reflex_runtime."):

@@ -11,11 +11,12 @@ from tests import budgets
 from tests.sources import PACKAGE, SOURCE, Module, module_of, modules, of, part_of
 
 MIDDLE = {"core", "run", "observe"}
-MODULES = {"version", "pacing", "settings"}  # every part may read them
+MODULES = {"version", "pacing", "extras", "settings"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
+    "extras": {"core"},
     "settings": {"core"},
     "observe": {"core"},
     "run": {"core", "observe"},

@@ -14,9 +14,8 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from bench.sim.rendezvous import owner
-from reflex_runtime.core.batch import Batch, Failed, Outcome
+from reflex_runtime.core.batch import Batch, Event, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, Drained, ReflexError
-from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile

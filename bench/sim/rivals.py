@@ -11,11 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from reflex_runtime.core.batch import Batch, Cause, More, Outcome
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Cause,
+    Event,
+    More,
+    Outcome,
+    RequestQueued,
+    RequestSettled,
+)
 from reflex_runtime.core.batch import Done as _Done
 from reflex_runtime.core.batch import Failed as _Failed
 from reflex_runtime.core.errors import ReflexError, Shed
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Request, Ticket, TicketState
 
 Predict = Callable[[int], float]  # batch size → seconds

@@ -7,11 +7,23 @@ from reflex_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.batch import Batch as Batch
+    from reflex_runtime.core.batch import BatchFinished as BatchFinished
+    from reflex_runtime.core.batch import BatchScheduled as BatchScheduled
     from reflex_runtime.core.batch import Cause as Cause
+    from reflex_runtime.core.batch import DeviceLost as DeviceLost
     from reflex_runtime.core.batch import Done as Done
+    from reflex_runtime.core.batch import Event as Event
     from reflex_runtime.core.batch import Failed as Failed
     from reflex_runtime.core.batch import FlushReason as FlushReason
     from reflex_runtime.core.batch import More as More
+    from reflex_runtime.core.batch import RequestAbandoned as RequestAbandoned
+    from reflex_runtime.core.batch import RequestAnswered as RequestAnswered
+    from reflex_runtime.core.batch import RequestPreempted as RequestPreempted
+    from reflex_runtime.core.batch import RequestProgressed as RequestProgressed
+    from reflex_runtime.core.batch import RequestQueued as RequestQueued
+    from reflex_runtime.core.batch import RequestRejected as RequestRejected
+    from reflex_runtime.core.batch import RequestSettled as RequestSettled
+    from reflex_runtime.core.batch import SchedulerPaused as SchedulerPaused
     from reflex_runtime.core.cost import CostModel as CostModel
     from reflex_runtime.core.cost import TimeCost as TimeCost
     from reflex_runtime.core.cost import TokenCost as TokenCost
@@ -38,18 +50,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.errors import TooLarge as TooLarge
     from reflex_runtime.core.errors import TooLate as TooLate
     from reflex_runtime.core.errors import WaitTimeout as WaitTimeout
-    from reflex_runtime.core.events import BatchFinished as BatchFinished
-    from reflex_runtime.core.events import BatchScheduled as BatchScheduled
-    from reflex_runtime.core.events import DeviceLost as DeviceLost
-    from reflex_runtime.core.events import Event as Event
-    from reflex_runtime.core.events import RequestAbandoned as RequestAbandoned
-    from reflex_runtime.core.events import RequestAnswered as RequestAnswered
-    from reflex_runtime.core.events import RequestPreempted as RequestPreempted
-    from reflex_runtime.core.events import RequestProgressed as RequestProgressed
-    from reflex_runtime.core.events import RequestQueued as RequestQueued
-    from reflex_runtime.core.events import RequestRejected as RequestRejected
-    from reflex_runtime.core.events import RequestSettled as RequestSettled
-    from reflex_runtime.core.events import SchedulerPaused as SchedulerPaused
     from reflex_runtime.core.flush import Controller as Controller
     from reflex_runtime.core.flush import FlushPolicy as FlushPolicy
     from reflex_runtime.core.flush import Planner as Planner
@@ -82,16 +82,16 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
 
 _NAMES = {
     "core.flush": "Controller FlushPolicy Planner",
-    "core.batch": "Batch Cause Done Failed FlushReason More",
+    "core.batch": (
+        "Batch BatchFinished BatchScheduled Cause DeviceLost Done Event Failed FlushReason More RequestAbandoned "
+        "RequestAnswered RequestPreempted RequestProgressed RequestQueued RequestRejected RequestSettled "
+        "SchedulerPaused"
+    ),
     "core.cost": "CostModel TimeCost TokenCost UnitCost",
     "core.errors": (
         "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired GpuLost "
         "InFlightCapReached NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
         "ResultCountMismatch Shed Superseded TooLarge TooLate WaitTimeout"
-    ),
-    "core.events": (
-        "BatchFinished BatchScheduled DeviceLost Event RequestAbandoned RequestAnswered RequestPreempted "
-        "RequestProgressed RequestQueued RequestRejected RequestSettled SchedulerPaused"
     ),
     "core.group": "GroupConfig Resources UnitPool",
     "core.request": "Priority Request Ticket TicketState",

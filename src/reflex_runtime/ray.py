@@ -14,7 +14,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.robots.app import create
 from reflex_runtime.web.request import Receive, Scope, Send
 

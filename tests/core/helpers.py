@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome, RequestSettled
 from reflex_runtime.core.cost import CostModel, TimeCost
-from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.group import GroupConfig, UnitPool
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import (
+    Apart,
+    Batch,
+    BatchFinished,
+    Done,
+    Failed,
+    More,
+    Outcome,
+    RequestPreempted,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import CostModel, TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, ReflexError, Rejected
-from reflex_runtime.core.events import BatchFinished, RequestPreempted, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState

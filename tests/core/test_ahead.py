@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from core.helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, settled, take, trained
-from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More
+from reflex_runtime.core.batch import Apart, Batch, BatchFinished, BatchScheduled, Done, Failed, More
 from reflex_runtime.core.cost import TimeCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, TicketState

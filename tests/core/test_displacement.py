@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, More
+from reflex_runtime.core.batch import Batch, More, RequestPreempted
 from reflex_runtime.core.cost import TokenCost, UnitCost
-from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.forming import Filling
 from reflex_runtime.core.group import Resources, UnitPool

@@ -9,9 +9,8 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core.batch import Apart, Batch, Done, More, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Done, More, Outcome, RequestPreempted, RequestProgressed
 from reflex_runtime.core.cost import Tally, TokenCost, TokenTally
-from reflex_runtime.core.events import RequestPreempted, RequestProgressed
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Request, Ticket, TicketState

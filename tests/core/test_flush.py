@@ -7,10 +7,9 @@ from math import inf
 
 import pytest
 
-from reflex_runtime.core.batch import Cause, FlushReason
+from reflex_runtime.core.batch import Cause, FlushReason, RequestAbandoned
 from reflex_runtime.core.cost import TimeCost, UnitCost
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import RequestAbandoned
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.scheduler import Scheduler

@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import MEMORY, Apart, Batch, Cause, Done, Failed, More, Offenders, Outcome
+from reflex_runtime.core.batch import (
+    MEMORY,
+    Apart,
+    Batch,
+    BatchFinished,
+    Cause,
+    Done,
+    Event,
+    Failed,
+    More,
+    Offenders,
+    Outcome,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.core.events import BatchFinished, Event, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler

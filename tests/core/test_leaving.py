@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from reflex_runtime.core.admission import AT_ONCE
-from reflex_runtime.core.events import RequestSettled
+from reflex_runtime.core.batch import RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler

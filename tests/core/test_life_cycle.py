@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Apart, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import (
+    Apart,
+    BatchFinished,
+    BatchScheduled,
+    Cause,
+    Done,
+    Failed,
+    More,
+    Outcome,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import (
     Closed,
@@ -19,7 +31,6 @@ from reflex_runtime.core.errors import (
     QueueFull,
     TooLate,
 )
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
 from reflex_runtime.core.request import TRANSITIONS, Request, TicketState

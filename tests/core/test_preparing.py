@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import Done, RequestSettled
 from reflex_runtime.core.errors import Closed, InFlightCapReached, ProcessorError, QueueFull
-from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket, TicketState

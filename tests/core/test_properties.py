@@ -22,10 +22,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reflex_runtime.core import admission, forming, order
-from reflex_runtime.core.batch import Batch, Done, Failed, More
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Done,
+    Failed,
+    More,
+    RequestQueued,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import TimeCost, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, Rejected, TooLate
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Done, Failed, More
+from reflex_runtime.core.batch import Batch, Done, Failed, More, RequestPreempted
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError, TooLarge
-from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState

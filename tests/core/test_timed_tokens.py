@@ -9,9 +9,8 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.forming import BESIDE
 from reflex_runtime.core.group import UnitPool

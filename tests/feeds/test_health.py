@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflex_runtime.core.batch import Done, Failed, Outcome
+from reflex_runtime.core.batch import (
+    DeviceLost,
+    Done,
+    Event,
+    Failed,
+    Outcome,
+    RequestAbandoned,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -23,14 +33,6 @@ from reflex_runtime.core.errors import (
     ProcessorHung,
     QueueFull,
     ReflexError,
-)
-from reflex_runtime.core.events import (
-    DeviceLost,
-    Event,
-    RequestAbandoned,
-    RequestQueued,
-    RequestRejected,
-    RequestSettled,
 )
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.feeds.runtime import health as module

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ipc.runtime import Client, Runtime, Unavailable, World, outcome, run, world
+from reflex_runtime.core.batch import RequestQueued, RequestSettled, SchedulerPaused
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -25,7 +26,6 @@ from reflex_runtime.core.errors import (
     QueueFull,
     Shed,
 )
-from reflex_runtime.core.events import RequestQueued, RequestSettled, SchedulerPaused
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc import frames
 from reflex_runtime.ipc.frames import ProtocolError, RpcError, error_of

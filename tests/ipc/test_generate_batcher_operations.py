@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from ipc.runtime import Unavailable, World, world
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import BatchScheduled, Done, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.errors import ProcessorHung, ReflexError, Rejected
-from reflex_runtime.core.events import BatchScheduled, Event, RequestQueued, RequestSettled
 from reflex_runtime.ipc.frames import ProtocolError, RpcError
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.peer import ConnectionLost

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from llm.models import MLP, Oracle, library, random_adapter, random_checkpoint, random_model
 from llm.steps import Lane, step
+from reflex_runtime.core.batch import BatchScheduled, RequestPreempted
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled, RequestPreempted
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine.load import check, describe
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner

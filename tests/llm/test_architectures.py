@@ -23,8 +23,8 @@ import pytest
 from llm.models import ANY, Oracle, random_checkpoint, random_model
 from llm.steps import Lane, greedy, shuffled
 from reflex_runtime.cli.serving import names_model
+from reflex_runtime.core.batch import RequestPreempted
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import RequestPreempted
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.load import check, describe

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from llm.steps import faults
+from reflex_runtime.core.batch import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
@@ -19,7 +20,6 @@ from reflex_runtime.core.errors import (
     QueueFull,
     TooLarge,
 )
-from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import EngineConfig, LLMEngine, RequestOutput, SamplingParams, trace_batches
 from reflex_runtime.llm.engine.processor import flatten, invariants

@@ -12,8 +12,8 @@ import pytest
 
 from llm.models import Oracle, random_checkpoint, random_model
 from llm.steps import Lane, shuffled, step
+from reflex_runtime.core.batch import BatchScheduled, Event, RequestPreempted
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted
 from reflex_runtime.ipc.messages import GenerateParams, SamplingParams, ScoredToken
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner

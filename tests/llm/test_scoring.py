@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llm.models import Oracle, random_checkpoint, random_model
+from reflex_runtime.core.batch import Event, RequestPreempted
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import Event, RequestPreempted
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine import processor as module
 from reflex_runtime.llm.engine.llm_engine import LLMEngine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.events import RequestSettled
+from reflex_runtime.core.batch import RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.llm import LLMEngine, SamplingParams

@@ -16,8 +16,7 @@ import pytest
 from llm.models import random_model
 from llm.steps import faults
 from reflex_runtime.cli import main
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
+from reflex_runtime.core.batch import BatchScheduled, Done, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.token_budget import ExtraUnits
 from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine.llm_engine import LLMEngine

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Done, More
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Done,
+    Event,
+    More,
+    RequestQueued,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

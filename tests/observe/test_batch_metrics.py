@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    Done,
+    Failed,
+    Outcome,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import (
     Cancelled,
@@ -30,7 +39,6 @@ from reflex_runtime.core.errors import (
     Superseded,
     TooLarge,
 )
-from reflex_runtime.core.events import BatchFinished, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

@@ -18,7 +18,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.observe import journal_writer as module
 from reflex_runtime.observe.journal import JournalError, RequestLine, read_journal
 from reflex_runtime.observe.journal_writer import turn_all

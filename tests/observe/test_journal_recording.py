@@ -12,9 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Cause,
+    Done,
+    Failed,
+    RequestAnswered,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import Cancelled, ConfigError, QueueFull
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket

@@ -15,10 +15,20 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Cause,
+    Done,
+    Event,
+    Failed,
+    More,
+    Outcome,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import TimeCost, TokenCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

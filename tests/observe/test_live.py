@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from reflex_runtime.core.batch import Done, Failed, More, Outcome
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Failed, More, Outcome, RequestAnswered
 from reflex_runtime.core.errors import ProcessorError, QueueFull
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request

@@ -13,9 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.batch import Batch, BatchFinished, Cause, RequestSettled
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import BatchFinished, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.logs import JsonLog
 from reflex_runtime.observe.spans import SpanExport, Spans, batch_span, end_request

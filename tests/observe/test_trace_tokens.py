@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.events import Event
+from reflex_runtime.core.batch import Event
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.observe.journal import BatchLine, Journal, Member, read_journal

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from reflex_runtime.core.batch import Batch
-from reflex_runtime.core.events import Event
+from reflex_runtime.core.batch import Batch, Event
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.run.processor import BaseProcessor
 

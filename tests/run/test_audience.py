@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import QueueFull
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
     BatchFinished,
     BatchScheduled,
+    Done,
     Event,
     RequestQueued,
     RequestRejected,
     RequestSettled,
 )
+from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import TURN, Audience

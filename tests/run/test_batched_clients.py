@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from reflex_runtime.core.events import Event, RequestSettled
+from reflex_runtime.core.batch import Event, RequestSettled
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.run.batched import GONE, LoopClients, _of_this_loop, batched
 from run.helpers import PATIENCE, run

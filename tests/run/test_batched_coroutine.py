@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -21,7 +22,6 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
     WaitTimeout,
 )
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.run.batched import BatchedCoroutine, batched
 from run.helpers import PATIENCE, Log, run

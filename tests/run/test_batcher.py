@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Done, More
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Done,
+    More,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -24,7 +33,6 @@ from reflex_runtime.core.errors import (
     QueueFull,
     Rejected,
 )
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
+from reflex_runtime.core.batch import Batch, BatchFinished, Cause, Done, Failed, More
 from reflex_runtime.core.errors import Cancelled, ProcessorError, ReflexError
-from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime import Batcher, FlushPolicy, GroupConfig, Request
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, BatchScheduled, Event
 from reflex_runtime.core.cost import TimeCost
-from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.run.processor import BaseProcessor

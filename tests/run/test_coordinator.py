@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
-from reflex_runtime.core.batch import Cause
+from reflex_runtime.core.batch import (
+    BatchFinished,
+    BatchScheduled,
+    Cause,
+    RequestAbandoned,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -27,14 +35,6 @@ from reflex_runtime.core.errors import (
     QueueFull,
     ReflexError,
     WaitTimeout,
-)
-from reflex_runtime.core.events import (
-    BatchFinished,
-    BatchScheduled,
-    RequestAbandoned,
-    RequestQueued,
-    RequestRejected,
-    RequestSettled,
 )
 from reflex_runtime.feeds.runtime.health import BatchSubmissionRejected, Health, HealthEvent
 from reflex_runtime.observe.batch_metrics import BatchMetrics, FeedBatchMetrics

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
-from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.batch import Done, Event, Failed, RequestAbandoned, RequestSettled
 from reflex_runtime.core.errors import (
     Closed,
     Displaced,
@@ -28,7 +28,6 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
     WaitTimeout,
 )
-from reflex_runtime.core.events import Event, RequestAbandoned, RequestSettled
 from reflex_runtime.feeds.runtime.health import (
     BatchError,
     BatchInFlightExceeded,

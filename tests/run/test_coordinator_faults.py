@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
+from reflex_runtime.core.batch import DeviceLost, RequestSettled
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -24,7 +25,6 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
     WaitTimeout,
 )
-from reflex_runtime.core.events import DeviceLost, RequestSettled
 from reflex_runtime.feeds.runtime.health import BatchError, BatchTimeout, Health, HealthEvent, StageError
 from reflex_runtime.run import coordinator as module
 from reflex_runtime.run import device as device_module

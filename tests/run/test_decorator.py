@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -25,7 +26,6 @@ from reflex_runtime.core.errors import (
     ResultCountMismatch,
     WaitTimeout,
 )
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.run.batched import BatchedFunction, batched
 from reflex_runtime.run.processor import FunctionProcessor

@@ -9,9 +9,8 @@ from math import inf
 
 import pytest
 
-from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.batch import Done, Failed, RequestSettled, SchedulerPaused
 from reflex_runtime.core.errors import ConfigError, Drained
-from reflex_runtime.core.events import RequestSettled, SchedulerPaused
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

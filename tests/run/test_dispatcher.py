@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Done,
+    Failed,
+    Outcome,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import (
     Cancelled,
     Closed,
@@ -23,7 +33,6 @@ from reflex_runtime.core.errors import (
     ReflexError,
     ResultCountMismatch,
 )
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket

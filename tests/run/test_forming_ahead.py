@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from core.helpers import trained
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, BatchFinished, BatchScheduled
 from reflex_runtime.core.errors import Cancelled, CutShort, Drained, ProcessorHung, ReflexError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

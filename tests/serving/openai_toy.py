@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
+from reflex_runtime.core.batch import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.app import serving as making
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Event, Failed, RequestRejected, RequestSettled
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestRejected, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler

@@ -10,10 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from reflex_runtime.core.batch import Batch, Done, Failed, More
+from reflex_runtime.core.batch import Batch, Done, Failed, More, RequestAnswered, RequestSettled
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import Rejected
-from reflex_runtime.core.events import RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket

@@ -11,9 +11,16 @@ from bench.sim import rules as named
 from bench.sim.loads import Every
 from bench.sim.rules import Rule, Setting
 
-from reflex_runtime.core.batch import Batch, Outcome
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchScheduled,
+    Event,
+    Outcome,
+    RequestProgressed,
+    RequestQueued,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import TokenCost
-from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestQueued, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket

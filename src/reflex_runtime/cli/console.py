@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.core.errors import EXTRAS, ReflexError, not_installed
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.extras import EXTRAS, not_installed
 
 if TYPE_CHECKING:
     import argparse

@@ -20,7 +20,8 @@ from reflex_runtime.client import Client, ClientError
 from reflex_runtime.client.calls import ActFields
 from reflex_runtime.client.errors import BadAnswer, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, refused
-from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.robots.wires import groot, openpi
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.access import is_loopback

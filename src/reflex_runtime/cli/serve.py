@@ -22,9 +22,10 @@ from reflex_runtime.cli.serving import (
     show_settings,
     supervised,
 )
-from reflex_runtime.core.errors import ConfigError, not_installed
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.demo import policy_source, told_apart
+from reflex_runtime.extras import not_installed
 from reflex_runtime.observe import logs
 from reflex_runtime.settings import (
     DEFAULT_POLICY,

@@ -46,7 +46,25 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.admission import Leaving, admit, in_time
-from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Origin, Outcome
+from reflex_runtime.core.batch import (
+    Apart,
+    Batch,
+    BatchFinished,
+    BatchScheduled,
+    Done,
+    Event,
+    Failed,
+    More,
+    Origin,
+    Outcome,
+    RequestAbandoned,
+    RequestPreempted,
+    RequestProgressed,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+    SchedulerPaused,
+)
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
@@ -59,18 +77,6 @@ from reflex_runtime.core.errors import (
     Rejected,
     Shed,
     Superseded,
-)
-from reflex_runtime.core.events import (
-    BatchFinished,
-    BatchScheduled,
-    Event,
-    RequestAbandoned,
-    RequestPreempted,
-    RequestProgressed,
-    RequestQueued,
-    RequestRejected,
-    RequestSettled,
-    SchedulerPaused,
 )
 from reflex_runtime.core.forming import Ahead, Former, may_lead, put_back
 from reflex_runtime.core.group import Group, GroupConfig, tenants_of, turns_of

@@ -13,9 +13,8 @@ from typing import Any, Final, Literal
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Event, RequestAnswered, RequestProgressed
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, RequestProgressed
 from reflex_runtime.core.request import PRIORITIES, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.functions.source import ServedFunction

@@ -15,16 +15,20 @@ from typing import Any, Final
 from msgspec import Raw
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, Outcome
-from reflex_runtime.core.errors import ProcessorHung, ReflexError
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
+    Batch,
     BatchFinished,
     BatchScheduled,
+    Cause,
+    Done,
     Event,
+    Failed,
+    Outcome,
     RequestQueued,
     RequestSettled,
     SchedulerPaused,
 )
+from reflex_runtime.core.errors import ProcessorHung, ReflexError
 from reflex_runtime.core.request import PRIORITIES, Ticket
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.ipc.client import RuntimeClient

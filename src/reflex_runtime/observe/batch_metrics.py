@@ -18,17 +18,18 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.errors import Closed, Dropped, InFlightCapReached
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
     BatchFinished,
     BatchScheduled,
+    Done,
     Event,
+    Failed,
     RequestAbandoned,
     RequestQueued,
     RequestRejected,
     RequestSettled,
 )
+from reflex_runtime.core.errors import Closed, Dropped, InFlightCapReached
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.statistics import percentile
 

@@ -32,18 +32,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch, Failed
-from reflex_runtime.core.cost import TimeCost
-from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
+    Batch,
     BatchFinished,
     BatchScheduled,
     Event,
+    Failed,
     RequestAnswered,
     RequestProgressed,
     RequestRejected,
     RequestSettled,
 )
+from reflex_runtime.core.cost import TimeCost
+from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.files import create, refused, text, utc, write_all

@@ -22,10 +22,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from reflex_runtime.core.batch import Batch, Done
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
+    Batch,
     BatchFinished,
     BatchScheduled,
+    Done,
     Event,
     RequestAnswered,
     RequestProgressed,

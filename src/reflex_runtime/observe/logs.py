@@ -23,9 +23,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, NoReturn, TextIO
 
-from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.batch import Event, Failed, RequestAnswered
 from reflex_runtime.core.errors import ProcessorError, ReflexError
-from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.observe.tracing import current_span
 from reflex_runtime.pacing import Throttle
 

@@ -20,8 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from reflex_runtime.core.batch import Cause, Done
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Cause, Done, Event, RequestAnswered
 from reflex_runtime.observe.batch_metrics import BOUNDS, BatchMetrics, Durations
 
 

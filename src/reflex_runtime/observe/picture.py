@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any, Final, cast
 
 from reflex_runtime.core.batch import Cause
-from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.observe import trace_tables
 from reflex_runtime.observe.files import replace
 from reflex_runtime.observe.journal import BatchLine, Journal, plain

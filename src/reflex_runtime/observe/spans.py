@@ -27,16 +27,16 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.batch import Failed
-from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
     BatchFinished,
     Event,
+    Failed,
     RequestAnswered,
     RequestQueued,
     RequestRejected,
     RequestSettled,
 )
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import SPANS, SeriesSet
 from reflex_runtime.pacing import Throttle

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.errors import ConfigError, not_installed
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import not_installed
 
 if TYPE_CHECKING:
     from reflex_runtime.observe.spans import Spans

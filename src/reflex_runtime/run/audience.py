@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestQueued, RequestSettled
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.scheduler import Scheduler
 

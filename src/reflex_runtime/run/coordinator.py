@@ -31,7 +31,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, Self
 
-from reflex_runtime.core.batch import Batch, Done, Failed
+from reflex_runtime.core.batch import Batch, DeviceLost, Done, Event, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import (
     Closed,
@@ -43,7 +43,6 @@ from reflex_runtime.core.errors import (
     Rejected,
     ResultCountMismatch,
 )
-from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.flush import Affine, Controller, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, cast
 
-from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Event, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, CutShort, GpuLost, ProcessorError, ProcessorHung, ReflexError
-from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.process import ForkedLock, tell_of_forks

@@ -17,9 +17,8 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Literal, TypeVar
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import Done, Event
 from reflex_runtime.core.errors import Rejected, WaitTimeout
-from reflex_runtime.core.events import Event
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler

@@ -12,9 +12,8 @@ from math import exp, inf
 from random import Random
 from typing import NamedTuple, Protocol
 
-from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Batch, Done, Event, Failed, More, Outcome, RequestSettled
 from reflex_runtime.core.errors import ConfigError, Drained, ReflexError, Rejected
-from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart

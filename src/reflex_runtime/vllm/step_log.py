@@ -19,16 +19,18 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from reflex_runtime.core.batch import Batch, Cause, Failed
-from reflex_runtime.core.cost import tally_of
-from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
+    Batch,
     BatchFinished,
     BatchScheduled,
+    Cause,
+    Failed,
     RequestAnswered,
     RequestProgressed,
     RequestSettled,
 )
+from reflex_runtime.core.cost import tally_of
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Ticket

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.core.errors import Expired, ReflexError
-from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, RequestRecord, turn_all
 from reflex_runtime.observe.live import Live, own_process

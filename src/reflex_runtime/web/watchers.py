@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from reflex_runtime.core.batch import Event
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.core.events import Event
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread

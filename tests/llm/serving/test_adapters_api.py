@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli.serve_llm import _adapters
+from reflex_runtime.core.batch import BatchScheduled, RequestSettled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled, RequestSettled
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.server.model_host import ModelPlan, adapters_of
 from reflex_runtime.settings import LLMServeConfig

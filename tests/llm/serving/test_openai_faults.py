@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from reflex_runtime.core.batch import BatchScheduled, RequestPreempted, RequestQueued, RequestSettled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled, RequestPreempted, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from serving.openai_toy import PATIENCE, Model, Toy

@@ -16,8 +16,8 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.serving import names_model
+from reflex_runtime.core.batch import BatchScheduled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.llm.runners.runner import blocks_in
 from reflex_runtime.llm.server import workers

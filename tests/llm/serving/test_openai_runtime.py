@@ -18,8 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from llm.steps import faults
+from reflex_runtime.core.batch import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
-from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority, TicketState
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.streams import merged

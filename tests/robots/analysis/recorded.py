@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket

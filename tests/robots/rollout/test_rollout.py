@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.robots.versions.breaker import Breaker
 from reflex_runtime.robots.versions.ramp import Change, Ramp, RampGuard
 from reflex_runtime.robots.versions.rollout import Rollout

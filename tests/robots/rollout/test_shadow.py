@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.core.events import SchedulerPaused
+from reflex_runtime.core.batch import SchedulerPaused
 from reflex_runtime.robots.serving.shadow import ShadowDivergence, Shadowing, difference, sampled
 
 

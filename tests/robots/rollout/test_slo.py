@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.robots.versions.ramp import Objective, SloTracker
 from serving.harness import STATE, Server
 

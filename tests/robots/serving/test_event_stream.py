@@ -13,9 +13,8 @@ import pytest
 
 from core.helpers import ask, finish, scheduler_of, take
 from core.test_isolation import ERROR
-from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.batch import Done, Event, Failed, RequestAnswered, RequestSettled
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.core.events import Event, RequestAnswered, RequestSettled
 from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord
 from reflex_runtime.observe.logs import FailureLog

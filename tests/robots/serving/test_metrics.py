@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core.batch import Batch, Cause, Done
-from reflex_runtime.core.events import BatchFinished, BatchScheduled
+from reflex_runtime.core.batch import Batch, BatchFinished, BatchScheduled, Cause, Done
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.metrics import OUTCOMES, Metrics
 from reflex_runtime.robots.serving.runtime import PolicyRuntime

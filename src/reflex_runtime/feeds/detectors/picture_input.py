@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from reflex_runtime.core.errors import ConfigError, not_installed
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import not_installed
 from reflex_runtime.feeds.detectors.heads import CORNER, CROP, LETTERBOX, STRETCH, Dialect, Found
 from reflex_runtime.feeds.runtime.pipeline import opencv
 from reflex_runtime.run.onnx_session import OnnxSession, fits, shown

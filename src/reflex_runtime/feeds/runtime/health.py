@@ -20,16 +20,16 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, ClassVar
 
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import Closed, Displaced, InFlightCapReached, ProcessorError
-from reflex_runtime.core.events import (
+from reflex_runtime.core.batch import (
     DeviceLost,
+    Done,
     Event,
     RequestAbandoned,
     RequestQueued,
     RequestRejected,
     RequestSettled,
 )
+from reflex_runtime.core.errors import Closed, Displaced, InFlightCapReached, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.feeds.runtime.pipeline import Frame
 from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations, Times, plain

@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError, needed_by
+from reflex_runtime.core.errors import JSON, ConfigError, ProcessorError, ReflexError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.settings.declare import one_line

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec.structs import replace as changed
 
+from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
-from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.ipc.messages import MOST_SCORES, GenerateParams, ScoredToken
 from reflex_runtime.ipc.streams import OutputStream, merged
 from reflex_runtime.llm.api import requests as wire

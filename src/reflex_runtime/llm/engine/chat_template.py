@@ -12,7 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.run.model_files import read_file
 
 SETTINGS_FILE: Final = "tokenizer_config.json"

@@ -11,9 +11,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.core.batch import Batch, Failed
+from reflex_runtime.core.batch import Batch, BatchScheduled, Event, Failed, RequestSettled
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
-from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.ipc.messages import GenerateParams, SamplingParams

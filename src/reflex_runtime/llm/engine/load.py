@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from reflex_runtime.core.errors import ConfigError, not_installed
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import not_installed
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine.tokenizer import HFTokenizer, Tokenizer
 from reflex_runtime.llm.runners.adapters import ADAPTER_CONFIG, MERGE, AdapterStack, not_adaptable

@@ -26,7 +26,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine import form_check
 

@@ -23,10 +23,20 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import (
+    Batch,
+    BatchScheduled,
+    Done,
+    Event,
+    Failed,
+    More,
+    Outcome,
+    RequestPreempted,
+    RequestProgressed,
+    RequestSettled,
+)
 from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
-from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestProgressed, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, Request, Ticket

@@ -17,8 +17,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.core.batch import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal import Journal, plain

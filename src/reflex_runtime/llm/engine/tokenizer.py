@@ -23,7 +23,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from reflex_runtime.core.errors import ConfigError, TooLarge, needed_by
+from reflex_runtime.core.errors import ConfigError, TooLarge
+from reflex_runtime.extras import needed_by
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE, ChatTemplate
 from reflex_runtime.llm.engine.detokenizer import CoreDetokenizer, Detokenizer

@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import ModelConfig
 from reflex_runtime.llm.runners.openvino_graph import add_adapters, keep_stored

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.llm.runners import runner
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
 from reflex_runtime.llm.runners.checkpoint import EMBEDDING, AnyModelConfig, Checkpoint, is_known, require

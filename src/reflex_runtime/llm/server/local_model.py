@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import BatchFinished, Done, Event, RequestProgressed
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.messages import Constraint, GenerateParams, TokenOutput

@@ -21,8 +21,8 @@ from prometheus_client import Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
+from reflex_runtime.core.batch import Event
 from reflex_runtime.core.errors import Cancelled, ReflexError
-from reflex_runtime.core.events import Event
 from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig

@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError, needed_by
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.robots.policy.units import Floats
 
 Cleaning = Literal["strip", "lower", "underscores", "newlines", "end_newline"]

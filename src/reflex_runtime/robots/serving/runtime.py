@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from reflex_runtime.core.batch import BatchFinished
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.observe.journal import PolicyHead, WarmUpLine, episode_key
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget, Recording, hardware, warmed

@@ -23,9 +23,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.errors import Dropped, ReflexError
-from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered, SchedulerPaused
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.robots.policy.observation import Observation

@@ -18,7 +18,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from reflex_runtime.core.errors import ConfigError, not_installed
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import not_installed
 from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions

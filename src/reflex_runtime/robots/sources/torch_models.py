@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ConfigError, ProcessorError, needed_by
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.extras import needed_by
 from reflex_runtime.robots.policy.base import StagedModel, WholeModel
 from reflex_runtime.robots.policy.episodes import PrefixTensors
 from reflex_runtime.robots.policy.observation import Observation

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
 
+from reflex_runtime.core.batch import Event, RequestAnswered
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.robots.versions.comparison import wilson
 from reflex_runtime.settings.declare import one_line, seconds

@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from reflex_runtime.core.batch import Done
+from reflex_runtime.core.batch import BatchFinished, Done, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.observe.journal import episode_key
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.versions.breaker import Breaker, Poison
