@@ -9,7 +9,6 @@ import asyncio
 import gc
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,8 @@ from reflex_runtime.ipc.worker import serve
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.server.local_model import loading
+from reflex_runtime.llm.server.model_host import ModelPlan
 from reflex_runtime.run.process import COLLECTIONS, loop_factory
-from reflex_runtime.settings import LLMServeConfig
 
 STEP_MS = "BENCH_STEP_MS"
 
@@ -43,7 +42,7 @@ def main() -> None:
     """Serve the connection until it ends."""
     seconds = float(os.environ.get(STEP_MS, "0")) / 1000.0
 
-    def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
+    def make(plan: ModelPlan) -> tuple[ToyRunner, ByteTokenizer]:
         return Paced(seconds), ByteTokenizer()
 
     gc.set_threshold(*COLLECTIONS)  # as `reflex worker` sets it

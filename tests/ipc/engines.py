@@ -94,7 +94,7 @@ class StubEngine(Engine):
     def info(self) -> dict[str, Any]:
         return {"context": 128, "options": {} if self.model is None else self.model.options}
 
-    def metrics(self) -> str:
+    async def metrics(self) -> str:
         return f"streams {len(self.streams)}\n"
 
     async def tokenize(self, params: Tokenize) -> list[int]:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from reflex_runtime.llm.app import serving as making
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.server.lifecycle import ServerState
-from reflex_runtime.llm.server.local_model import opened
+from reflex_runtime.llm.server.local_model import open_model
 from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import LLMServeConfig
@@ -121,7 +122,8 @@ class Speaker(Model):
 
 def toy_model(runner: ToyRunner, config: LLMServeConfig | None = None) -> ServerState:
     """The toy as the model of a server that is to be started."""
-    return ServerState(ModelPlan("toy", config or LLMServeConfig()), opened(lambda plan: (runner, ByteTokenizer())))
+    open = partial(open_model, lambda plan: (runner, ByteTokenizer()))
+    return ServerState(ModelPlan("toy", config or LLMServeConfig()), open)
 
 
 class Log:
@@ -184,7 +186,7 @@ class Toy:
 
     def opening(self) -> Open:
         """How the model is opened: in this process."""
-        return opened(self.load)
+        return partial(open_model, self.load)
 
     def come(self, product: Any) -> None:
         """What is served is ready."""

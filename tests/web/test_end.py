@@ -229,9 +229,10 @@ def test_h6_it_answers_many_times_while_a_batch_runs(tmp_path: Path) -> None:
 # `reflex serve` of the toy, whose model never comes back from the step of a request.
 STUCK = """
 import sys, threading
+from functools import partial
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.llm.server.local_model import opened
+from reflex_runtime.llm.server.local_model import open_model
 from reflex_runtime.web.supervisor import bind
 from reflex_runtime.llm.server.model_host import ModelPlan
 from reflex_runtime.llm.app import serving
@@ -253,7 +254,7 @@ def ready(model):
 import logging
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 config = LLMServeConfig()
-make = serving(ModelPlan("toy", config), opened(lambda plan: (runner, ByteTokenizer())))
+make = serving(ModelPlan("toy", config), partial(open_model, lambda plan: (runner, ByteTokenizer())))
 import asyncio
 asyncio.run(serve(make, [sock], config, None, ready))
 """

@@ -133,7 +133,7 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor."""
     from reflex_runtime.llm.app import serving
-    from reflex_runtime.llm.server.local_model import opened
+    from reflex_runtime.llm.server.local_model import open_model
     from reflex_runtime.llm.server.workers import one_bound
 
     plan = plan_of(config, directory)
@@ -142,7 +142,7 @@ def _serve(
         plan = replace(plan, config=config)
         open = _in_workers(plan, batcher)
     else:
-        open = opened(lambda plan: load_model(plan.directory, plan.config))
+        open = partial(open_model, load_model)
     _announce(plan, batcher)
     warn = not config.workers  # processes of workers have ended
     return run_server(config, serving(plan, open), sockets, told_apart(str(directory)), _ready, parent, warn)
@@ -152,7 +152,7 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.server.workers import WorkersConfig, opened
+    from reflex_runtime.llm.server.workers import WorkersConfig, open_workers
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(
@@ -160,7 +160,7 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
         options=settings_of,
         batcher=batcher,
     )
-    return opened(workers, HFTokenizer.load(plan.directory, quiet=True))
+    return partial(open_workers, workers, HFTokenizer.load(plan.directory, quiet=True))
 
 
 def _traces(config: LLMServeConfig) -> list[str]:

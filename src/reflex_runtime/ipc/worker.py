@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Its part of `runtime/state`; JSON-safe."""
         return {"state": "ready"}
 
-    def metrics(self) -> str:
+    async def metrics(self) -> str:
         """Prometheus text, or nothing."""
         return ""
 
@@ -186,8 +186,8 @@ class Worker:
             },
         }  # fmt: skip
 
-    def _metrics(self) -> dict[str, str]:
-        return {"text": "" if self._engine is None else self._engine.metrics()}
+    async def _metrics(self) -> dict[str, str]:
+        return {"text": "" if self._engine is None else await self._engine.metrics()}
 
     def _live(self) -> Any:
         return None if self._engine is None else self._engine.live()

@@ -21,7 +21,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 from reflex_runtime.llm.runners.runner import blocks_in
 from reflex_runtime.llm.server import workers
-from reflex_runtime.llm.server.model_host import gpu_of, load_model
+from reflex_runtime.llm.server.model_host import ModelPlan, gpu_of, load_model
 from reflex_runtime.llm.server.workers import WorkersConfig, one_bound
 from reflex_runtime.settings import LLMServeConfig
 from reflex_runtime.settings.declare import flag, table
@@ -205,7 +205,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     rounded = ["--quantization", "int4", "--cache-dir", "kept"]
     for more in ([], [*options.split(), "--kv-cache-gb", "1.5"], rounded):
         assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", *more]) == 0
-        load_model(model_dir, served[-1][0].config)
+        load_model(ModelPlan("m", served[-1][0].config, model_dir))
     auto = {"device": "auto", "runner": "auto", "dtype": "auto", "quantization": "none", "cache_dir": ""}
     auto |= {"adapters": {}}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
@@ -263,7 +263,7 @@ def test_h10_what_only_loading_shows_is_named_as_a_flag_too(monkeypatch: pytest.
 
     monkeypatch.setattr("reflex_runtime.llm.engine.load.load", load)
     with pytest.raises(ConfigError, match=r"^--kv-cache-gb=1e-09: must be in \[9e-09, 3\] GB: from one block"):
-        load_model(Path(), LLMServeConfig(kv_cache_gb=1e-9))
+        load_model(ModelPlan("m", LLMServeConfig(kv_cache_gb=1e-9)))
 
 
 def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens(
@@ -291,7 +291,8 @@ def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_o
 def in_workers(monkeypatch: pytest.MonkeyPatch) -> list[WorkersConfig]:
     """How the command would start runtime processes."""
     found: list[WorkersConfig] = []
-    monkeypatch.setattr(workers, "opened", lambda config, tokenizer: found.append(config))
+    made = lambda **settings: found.append(WorkersConfig(**settings)) or found[-1]  # noqa: E731
+    monkeypatch.setattr(workers, "WorkersConfig", made)
     return found
 
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from llm.steps import faults
 from reflex_runtime.core.batch import Event, RequestQueued, RequestSettled
@@ -267,7 +266,7 @@ def test_l9_those_that_follow_go_on_when_the_first_one_ends_early() -> None:
 def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
     async def main() -> None:
         async with Run() as it:
-            engine = WorkerEngine(cast(Any, it.runtime), CollectorRegistry())
+            engine = WorkerEngine(cast(Any, it.runtime))
             asked = GenerateParams(
                 stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
                 request_id="r", timeout_ms=5000.0, max_gap_ms=250.0,

@@ -13,12 +13,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from forked import Forked
@@ -31,7 +31,7 @@ from reflex_runtime.ipc.spawn import Link, Opener, Process, _peer_on
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 from reflex_runtime.llm.server.local_model import WorkerEngine
 from reflex_runtime.llm.server.model_host import ModelPlan, Open, trace_of
-from reflex_runtime.llm.server.workers import Workers, WorkersConfig, labelled, opened
+from reflex_runtime.llm.server.workers import Workers, WorkersConfig, labelled, open_workers
 from reflex_runtime.observe import live
 from reflex_runtime.observe.journal import read_journal
 from reflex_runtime.settings import LLMServeConfig
@@ -87,7 +87,7 @@ class Fleet(Toy):
         )
 
     def opening(self) -> Open:
-        return opened(self._made, ByteTokenizer())
+        return partial(open_workers, self._made, ByteTokenizer())
 
     def plan(self) -> ModelPlan:
         return ModelPlan("toy", self.config, adapters=("poet",))
@@ -244,11 +244,10 @@ def test_x4_the_page_shows_the_steps_of_all_processes_and_who_asks() -> None:
 def test_x4_a_process_counts_nothing_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "UNSEEN", 0.0)
     sinks: list[Any] = []
-    batcher = Mock(add_sink=sinks.append, remove_sink=sinks.remove)
-    model = Mock(batcher=batcher, queues=dict, health=dict)
+    model = Mock(add_sink=sinks.append, remove_sink=sinks.remove, queues=dict, health=dict)
 
     async def check() -> None:
-        engine = WorkerEngine(model, CollectorRegistry())
+        engine = WorkerEngine(model)
         for _ in range(2):
             engine.live()
             assert [engine.live().number, len(sinks)] == [2, 1]
@@ -514,7 +513,7 @@ def test_g14_a_process_that_was_started_again_leaves_the_trace_of_the_lost_one_a
 def test_pages_of_processes_become_one() -> None:
     page = '# HELP a_total About a\n# TYPE a_total counter\na_total{x="1"} %d\n'
     texts = {"w0": page % 2, "w1": page % 3}
-    text = labelled("worker", {name: text_string_to_metric_families(text) for name, text in texts.items()}).decode()
+    text = labelled("worker", texts).decode()
     assert text.count("# TYPE a_total counter") == 1
     assert 'a_total{worker="w0",x="1"} 2.0' in text
     assert 'a_total{worker="w1",x="1"} 3.0' in text

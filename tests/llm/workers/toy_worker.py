@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from reflex_runtime.ipc.worker import serve
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
 from reflex_runtime.llm.server.local_model import loading
-from reflex_runtime.settings import LLMServeConfig
+from reflex_runtime.llm.server.model_host import ModelPlan
 
 
 class Paced(ToyRunner):
@@ -33,7 +32,7 @@ class Paced(ToyRunner):
         return logits
 
 
-def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
+def make(plan: ModelPlan) -> tuple[ToyRunner, ByteTokenizer]:
     return Paced(), ByteTokenizer()
 
 

@@ -1,7 +1,7 @@
-"""The model that `reflex serve MODEL_DIR` serves: its names, its states, its series, and those who watch it.
+"""The model that `reflex serve MODEL_DIR` serves: its names, states and series. It exists before the model is loaded.
 
-States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while no
-runtime process is there; `draining`. The object exists, and has a state, before a model is loaded.
+States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while
+there is no runtime process; `draining`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.llm.engine.load import AUTHORS_SAY
-from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
+from reflex_runtime.llm.server.model_host import ModelPlan, Open
 from reflex_runtime.observe.live import Live, own_process
 from reflex_runtime.observe.metrics import MODEL_SERVER, SeriesSet
 from reflex_runtime.observe.tracing import spans_of
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.server.local_model import LocalModel
     from reflex_runtime.llm.server.workers import Workers
 
-    # generates tokens where the model runs: in this process, or in runtime processes
-    ModelHost: TypeAlias = LocalModel | Workers
+    ModelHost: TypeAlias = LocalModel | Workers  # generates tokens in this process, or in runtime processes
 
-NAMED = 20  # names that an error tells
-UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
+NAMED = 20  # names in an error
+UNSENT = 1.0  # seconds to send the last answers, with which their spans end
 
 
 class ModelNotFound(NotFound):
@@ -45,10 +44,10 @@ class ModelNotFound(NotFound):
 
 
 class ServerState(Host):
-    """The model of one server: its names, its state, its series.
+    """The model of one server.
 
-    open: makes the host, called once; what it raises means that the model could not be loaded. on_fatal: called on the
-    loop when the model is lost for good. lives: what the server's supervisor knows, where there is one.
+    open: loads the model, called once; its error means that the model could not be loaded. on_fatal: called on the loop
+    when the model is lost for good. lives: restarts by the supervisor, if there is one.
     """
 
     def __init__(
@@ -76,12 +75,11 @@ class ServerState(Host):
 
     @property
     def names(self) -> list[str]:
-        """Every name that a request may ask for: the model's, and MODEL:ADAPTER of its adapters."""
+        """Names that requests may use: the model's, and MODEL:ADAPTER for each adapter."""
         return list(self._adapters)
 
     def adapter(self, name: str) -> str:
-        """The adapter that this name asks for, "" for the model itself. Raises ModelNotFound with the names that there
-        are."""
+        """The adapter of this name, "" for the model itself. Raises ModelNotFound."""
         found = self._adapters.get(name)
         if found is None:
             verb = "does" if len(self._adapters) == 1 else "do"
@@ -90,39 +88,39 @@ class ServerState(Host):
         return found
 
     def card(self, name: str) -> dict[str, Any]:
-        """What /v1/models tells of this name. Raises ModelNotFound."""
+        """The entry of /v1/models for this name. Raises ModelNotFound."""
         card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "reflex"}
         card |= {"root": self.plan.name, "parent": self.plan.name if self.adapter(name) else None}
         if self.host is not None:
             card["max_model_len"] = self.host.limits.longest
-            card["sampling_defaults"] = {said: getattr(self.plan.defaults, said) for said in AUTHORS_SAY}
+            card["sampling_defaults"] = {name: getattr(self.plan.defaults, name) for name in AUTHORS_SAY}
         return card
 
-    # -- its states ----------------------------------------------------------------------------------------------------
+    # -- states --------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
         return self.host.state if self._state == "ready" and self.host is not None else self._state
 
     def ready(self) -> ModelHost:
-        """What answers requests. Raises if it cannot: nothing is loaded yet, or no more are accepted."""
+        """The model for a new request. Raises NotReady before it is loaded, and in a drain."""
         if self.host is None or self._state != "ready":
             raise self.unready()
         return self.host
 
     async def load(self) -> None:
-        self.host = await self._open(Opening(self.plan, self.registry, self._on_fatal, self._reached))
+        self.host = await self._open(self.plan, self.registry, self._on_fatal, self._reached)
         for sink in self._sinks:
             self.host.add_sink(sink)
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of the model's batches, from now on or from their start on."""
+        """Call it with the events of the model's batches."""
         self._sinks.append(sink)
         if self.host is not None:
             self.host.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events."""
+        """Stop calling it."""
         self._sinks.remove(sink)
         if self.host is not None:
             self.host.remove_sink(sink)
@@ -142,13 +140,13 @@ class ServerState(Host):
         if self.host is not None:
             self._clean = await self.host.close(True, max(0.0, until - asyncio.get_running_loop().time()))
         if self.spans is not None:
-            with suppress(TimeoutError):  # a span ends with its answer
-                async with asyncio.timeout(UNTOLD):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(UNSENT):
                     await answered()
             await in_thread(self.spans.close)
         return self._clean
 
-    # -- what is asked of it -------------------------------------------------------------------------------------------
+    # -- pages ---------------------------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
         state = self.state
@@ -167,7 +165,7 @@ class ServerState(Host):
         return body
 
     async def status(self) -> dict[str, Any]:
-        """The body of /status: that of /health, and the state of the requests."""
+        """The body of /status: that of /health, and statistics of runtime processes."""
         return self.health() | (await self.host.status() if self.host is not None else {})
 
     async def metrics(self) -> bytes:
@@ -176,14 +174,14 @@ class ServerState(Host):
         return generate_latest(self.registry) + more
 
     def answered(self, path: str, status: int) -> None:
-        """The server answered a request. path: of a known endpoint, so that there are few."""
+        """Count an answer. path: of an endpoint, so that there are few."""
         self._answers.counter("reflex_openai_requests_total", path, str(status)).inc()
 
     def shown(self) -> dict[str, Any]:
-        """What the live view has of the server itself."""
-        told = self.health()
+        """The server's own part of the live view."""
+        health = self.health()
         workers = [] if self.host is None else self.host.processes()
-        running, waiting = (None, None) if workers else (told.get("running", 0), told.get("waiting", 0))
+        running, waiting = (None, None) if workers else (health.get("running", 0), health.get("waiting", 0))
         return {
             "product": "llm",
             "version": __version__,
@@ -191,6 +189,6 @@ class ServerState(Host):
             "error": self.error,
             "unit": "tokens",
             "queues": {} if self.host is None else self.host.queues(),
-            "model": told,
+            "model": health,
             "processes": [own_process(self.state, self.lives, running, waiting, self.error), *workers],
         }

@@ -1,15 +1,15 @@
-"""The model in this process, under the asyncio driver: requests go in, streams of tokens come out.
+"""The model in this process, under the asyncio driver: requests in, streams of tokens out.
 
-`reflex serve` has one when it runs without workers, and every runtime process has one behind its connection. The device
-thread runs steps and does not depend on readers: tokens wait in their stream. A stream that is read slowly is held at
-the scheduler, and no other: its memory here is bounded. Everything in this module happens on the event loop.
+`reflex serve` has one without workers, and every runtime process has one (`WorkerEngine`). The device thread runs steps
+and does not wait for readers: tokens wait in their stream. A stream that is read slowly is held alone in the
+scheduler, so its memory is bounded. Everything in this module runs on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from functools import partial
@@ -33,7 +33,7 @@ from reflex_runtime.llm.engine.processor import EngineConfig, EngineSeries, LLMP
 from reflex_runtime.llm.engine.sequence import Limits, Sequence
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts, Tokenizer
 from reflex_runtime.llm.runners.runner import Runner, Step
-from reflex_runtime.llm.server.model_host import ModelPlan, Opening
+from reflex_runtime.llm.server.model_host import Lost, ModelPlan, Reached
 from reflex_runtime.observe.journal_writer import JournalWriter, turn_all
 from reflex_runtime.observe.live import LiveProcess, LiveSnapshot, OnDemandLive
 from reflex_runtime.observe.metrics import STREAMS, SeriesSet
@@ -51,36 +51,33 @@ log = logging.getLogger("reflex.server")
 
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 
-UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
-PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occupies a place and blocks
+UNREAD = 64  # unread outputs of a stream before it is held
+PATIENCE = 120.0  # seconds that a stream is held before it is cancelled: it occupies a place and blocks
 
 
 class GenerationStream(OutputStream):
-    """A request's tokens in this process. scores: whether its prompt is scored. held: also until the request that it
-    follows has begun."""
+    """The tokens of a request in this process. scores: its prompt is scored. held: also until its leader has begun."""
 
     __slots__ = ("_followers", "_runtime", "_stalls", "_ticket", "scores")
 
     def __init__(self, runtime: LocalModel, bell: asyncio.Event | None, sequence: Sequence) -> None:
         super().__init__(bell, sequence.num_prompt_tokens)
         self._runtime = runtime
-        self._ticket: Ticket | None = None  # None before it is submitted, and once it is not wanted
+        self._ticket: Ticket | None = None  # None before it is submitted, and once it was closed
         self._followers: tuple[GenerationStream, ...] = ()
         self._stalls: asyncio.TimerHandle | None = None
         self.prompt_scores, self.scores = sequence.prompt_choices, sequence.scores_from is not None
 
-    # -- the runtime's -------------------------------------------------------------------------------------------------
-
     def said(self, output: TokenOutput) -> None:
-        if self._ticket is not None:  # not closed while it was being made
+        if self._ticket is not None:  # not closed while the step ran
             self.completion_tokens += 1
             self.push([output])
 
     def settled(self, ticket: Ticket) -> None:
-        """It has ended; called exactly once."""
+        """Its request has ended; called once."""
         self.cached_tokens = ticket.request.payload.cached_tokens or 0
         outcome, wanted = ticket.outcome, self._ticket is not None
-        self._ticket = None  # first: nothing is held any more
+        self._ticket = None  # first: nothing is held from now on
         if isinstance(outcome, Done) and wanted:
             self.completion_tokens += 1
             self.push([outcome.value])
@@ -93,8 +90,6 @@ class GenerationStream(OutputStream):
         """Hold these streams until this one has its first token, or has ended."""
         self._followers += tuple(others)
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
     def _pushed(self, n: int) -> None:
         if self._followers:
             self._go_on()
@@ -106,7 +101,7 @@ class GenerationStream(OutputStream):
             self._runtime.resume(self)
 
     def _left(self) -> None:
-        """Its blocks are free at the next step at the latest."""
+        """Cancel it: its blocks are free at the next step at the latest."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._runtime.batcher.cancel(ticket)
@@ -118,16 +113,14 @@ class GenerationStream(OutputStream):
 
 
 class LocalModel:
-    """The model in this process, for the requests of one event loop. Its steps run in a thread. Made by `opened`.
+    """The model in this process, for the requests of one event loop. Made by `open_model`.
 
-    processor: taken over; closed with the model. registry: for its series. trace: its journal, "" for none. watchdog:
-    seconds that a step may take until its callers are told; a model that has not come back in twice that time is given
-    up (`on_fatal`, on the loop, once). sinks: see `Batcher`. unread: outputs of a stream that may wait for its reader.
-    patience: seconds that a stream is held for a reader that takes nothing; then it is taken back. holds: how often a
-    stream was held for its reader.
+    processor: closed with the model. registry: for its series. trace: its journal, "" for none. watchdog: seconds for a
+    step until its callers get an error; after twice that time the model is lost (`on_fatal`, on the loop, once).
+    unread: see UNREAD. patience: see PATIENCE. holds: how often a stream was held for its reader.
     """
 
-    events = frozenset({BatchFinished, RequestProgressed})  # as a sink; ends come to each stream's own callback
+    events = frozenset({BatchFinished, RequestProgressed})  # as a sink; each stream gets its end by a callback
 
     def __init__(
         self,
@@ -142,12 +135,11 @@ class LocalModel:
         patience: float = PATIENCE,
     ) -> None:
         self.processor, self.unread, self._patience = processor, unread, patience
-        # A step that hangs may still write to the cache: no other step may run before it has returned.
+        # A step that hangs may still write to the cache: no other step may run before it returns.
         self.batcher = Batcher(
             {processor.name: processor}, [processor.group], [self, *sinks], watchdog,
             on_fatal=self._given_up, one_thread=True,
         )  # fmt: skip
-        self.holds = 0
         self.queueing = asyncio.Lock()
         self._watchdog, self._on_fatal = watchdog, on_fatal
         self._hung: asyncio.TimerHandle | None = None
@@ -156,19 +148,17 @@ class LocalModel:
         self.trace = JournalWriter(trace, [processor.group]) if trace else None
         if self.trace is not None:
             self.add_sink(self.trace)
-        registry = registry or CollectorRegistry()
+        self.registry = registry = registry or CollectorRegistry()
         self._holds = SeriesSet(STREAMS, registry).counter("reflex_stream_holds_total")
         self.add_sink(EngineSeries(processor, lambda: self.waiting, registry))
 
     async def start(self, prepare: Callable[[], object] | None = None) -> None:
-        """Start the thread. prepare: see `Batcher.start`."""
+        """Start the device thread. prepare: see `Batcher.start`."""
         await self.batcher.start(prepare)
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
-        """Refuse new requests, finish those accepted within `timeout` seconds, end the rest with an error.
-
-        Every stream has ended when it returns. Returns whether the thread has, too.
-        """
+        """Admit nothing more; finish requests within `timeout` seconds (`drain`), end the others with an error. Every
+        stream has ended when it returns. Returns whether the thread has, too."""
         ended = await self.batcher.close(drain, timeout)
         if self._hung is not None:
             self._hung.cancel()
@@ -178,8 +168,12 @@ class LocalModel:
         return ended and not self.batcher.device.busy
 
     @property
+    def holds(self) -> int:
+        return int(self._holds.value)
+
+    @property
     def hangs(self) -> bool:
-        """Whether a step was given up and has not come back."""
+        """Whether a step that timed out still runs."""
         device = self.batcher.device
         return device.busy and device.running_since is None
 
@@ -200,11 +194,10 @@ class LocalModel:
     def submit(
         self, request: Request, bell: asyncio.Event | None = None, first: GenerationStream | None = None
     ) -> GenerationStream:
-        """Admit a request that `request` made. Raises `Rejected`.
+        """Queue a request of `request`. Raises `Rejected`.
 
-        bell: set whenever there is something to read, for a reader of several streams. first: one with the same prompt.
-        This one waits until that has computed it, and finds it in the prefix cache; where that is asked what the model
-        says of the prompt, it is known before this one has a token.
+        bell: see `OutputStream`. first: a stream with the same prompt; this one waits until that has computed it, and
+        finds it in the prefix cache. Scores of the prompt are complete before this one has a token.
         """
         stream = GenerationStream(self, bell, request.payload)
         waits = first is not None and self._computes(first)
@@ -216,7 +209,7 @@ class LocalModel:
         return stream
 
     def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> list[GenerationStream]:
-        """Admit requests with the same prompt: all of them or none. Raises `Rejected`."""
+        """Queue requests with the same prompt: all of them or none. Raises `Rejected`."""
         streams: list[GenerationStream] = []
         try:
             for request in requests:
@@ -228,25 +221,25 @@ class LocalModel:
         return streams
 
     def _computes(self, first: GenerationStream) -> bool:
-        """Whether it is to compute its prompt still, and others have something of that."""
+        """Whether it still computes its prompt, and others save work if they wait."""
         pool = self.processor.pool
         cached = pool.prefix_caching and first.prompt_tokens > pool.block_size
         return not (first.ended or first.completion_tokens) and (cached or first.scores)
 
     @property
     def waiting(self) -> int:
-        """Requests that hold no place."""
+        """Requests without a place."""
         return self.batcher.scheduler.queued(self.processor.name)
 
     @property
     def running(self) -> int:
-        """Requests that hold a place."""
+        """Requests with a place."""
         return self.batcher.scheduler.unsettled(self.processor.name) - self.waiting
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """A sink: hand a token to its stream, and watch a step that was given up."""
+        """A sink: push tokens to their streams, and watch a step that timed out."""
         if isinstance(event, RequestProgressed):
             if event.value is not None:  # a chunk of a prompt gives no token
                 self._streams[event.ticket].said(event.value)
@@ -255,8 +248,8 @@ class LocalModel:
             self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
 
     def hold(self, stream: GenerationStream) -> None:
-        """Its reader is slow: grant it no more tokens until `resume`."""
-        self.holds += 1
+        """Grant a stream with a slow reader no tokens until `resume`."""
+        self._holds.inc()
         stream._stalls = asyncio.get_running_loop().call_later(self._patience, stream.close)
         stream.held = True
         ticket = stream._ticket
@@ -278,7 +271,7 @@ class LocalModel:
     # -- a step that hangs ---------------------------------------------------------------------------------------------
 
     def _still_hangs(self, count: int) -> None:
-        """Called one time limit after a step was given up: if it has not returned by then, the model is lost."""
+        """Called one time limit after a step timed out: if it still runs, the model is lost."""
         self._hung = None
         if self.hangs and self.batcher.device.hung == count:
             log.error("a step has not come back in %g s: the model is given up", 2 * self._watchdog)
@@ -291,7 +284,7 @@ class LocalModel:
         if on_fatal is not None:
             on_fatal()
 
-    # -- what the server asks ------------------------------------------------------------------------------------------
+    # -- pages ---------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
@@ -316,15 +309,15 @@ class LocalModel:
         return body
 
     async def status(self) -> dict[str, Any]:
-        """What /status has beyond /health: nothing."""
+        """/status has nothing beyond /health."""
         return {}
 
     def processes(self) -> list[LiveProcess]:
-        """Processes beside the server's own: none."""
+        """There is none beside the server."""
         return []
 
     def turn(self) -> None:
-        """Go on in a new trace file; the old one is kept as FILE.1."""
+        """Start a new trace file; the old one becomes FILE.1."""
         turn_all()
 
     def add_sink(self, sink: Sink) -> None:
@@ -334,51 +327,41 @@ class LocalModel:
         self.batcher.remove_sink(sink)
 
     def queues(self) -> dict[str, Any]:
-        """Events without an answer are delivered first."""
         self.batcher.flush()
         groups: dict[str, Any] = self.batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
-    def refresh(self) -> None:
-        """Bring the series up to date."""
-        self.batcher.flush()
-        self._holds.value = float(self.holds)
-
     async def metrics(self) -> bytes:
-        """Nothing beyond what is in the registry."""
-        self.refresh()
+        """Bring the series up to date; there are none beside the registry's."""
+        self.batcher.flush()
         return b""
 
 
-def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
-    """How to open the model that `load` makes of its plan, in a thread of its own."""
-
-    async def open(opening: Opening) -> LocalModel:
-        opening.reached("loading")
-        runner, tokenizer = await in_thread(partial(load, opening.plan))
-        said = opening.plan.config
-        same = {f.name: getattr(said, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
-        config = EngineConfig(enable_prefix_caching=said.prefix_caching, **same)
-        processor = LLMProcessor(runner, tokenizer, config)
-        opening.reached("warming")
-        model = LocalModel(
-            processor, opening.registry, trace=said.trace, watchdog=said.watchdog_s, on_fatal=opening.lost
-        )
-        try:
-            await model.start(lambda: warm_up(runner))
-        except Exception:
-            await model.close(False, 0.0)
-            raise
-        return model
-
-    return open
+async def open_model(
+    load: Load, plan: ModelPlan, registry: CollectorRegistry, lost: Lost | None = None,
+    reached: Reached = lambda state: None,
+) -> LocalModel:  # fmt: skip
+    """See `Open`. load: called in a thread of its own."""
+    reached("loading")
+    runner, tokenizer = await in_thread(partial(load, plan))
+    settings = plan.config
+    same = {f.name: getattr(settings, f.name) for f in fields(EngineConfig) if f.name != "enable_prefix_caching"}
+    processor = LLMProcessor(
+        runner, tokenizer, EngineConfig(enable_prefix_caching=settings.prefix_caching, **same)
+    )
+    reached("warming")
+    model = LocalModel(processor, registry, trace=settings.trace, watchdog=settings.watchdog_s, on_fatal=lost)
+    try:
+        await model.start(lambda: warm_up(runner))
+    except Exception:
+        await model.close(False, 0.0)
+        raise
+    return model
 
 
 def warm_up(runner: Runner) -> None:
-    """Run steps of a few shapes, so that the first request does not wait for one-off work.
-
-    They write to block 0, whose rows are written again before they are read.
-    """
+    """Run steps of a few shapes, so that the first request does not pay for one-off work. They write to block 0, whose
+    rows are written again before they are read."""
     whole = min(runner.block_size, runner.max_model_len)
     for past, new in ((0, whole - 1), (whole - 1, 1)):
         if new:
@@ -391,14 +374,14 @@ def warm_up(runner: Runner) -> None:
 
 
 class WorkerEngine(Engine):
-    """The model of a runtime process."""
+    """The model of a runtime process. spans: of its steps; closed with the engine."""
 
-    def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
-        """spans: of its steps; closed with the engine."""
-        self._model, self._registry, self._spans = model, registry, spans
-        self._live = OnDemandLive(model.batcher.add_sink, model.batcher.remove_sink, self._told)
+    def __init__(self, model: LocalModel, spans: Spans | None = None) -> None:
+        self._model, self._spans = model, spans
+        shown = lambda: {"queues": model.queues()} | model.health()  # noqa: E731  # queues first: it delivers events
+        self._live = OnDemandLive(model.add_sink, model.remove_sink, shown)
         if spans is not None:
-            model.batcher.add_sink(spans)
+            model.add_sink(spans)
 
     def info(self) -> dict[str, Any]:
         """The limits, by which a front checks requests, and the runner's name."""
@@ -408,20 +391,14 @@ class WorkerEngine(Engine):
         """As /health of a server without workers."""
         return {"state": self._model.state} | self._model.health()
 
-    def metrics(self) -> str:
-        """Prometheus text."""
-        self._model.refresh()
-        return generate_latest(self._registry).decode()
+    async def metrics(self) -> str:
+        await self._model.metrics()
+        return generate_latest(self._model.registry).decode()
 
     def live(self) -> LiveSnapshot:
-        """See `Engine.live`."""
         return self._live.snapshot()
 
-    def _told(self) -> dict[str, Any]:
-        return {"queues": self._model.queues()} | self._model.health()  # the first has events delivered
-
     async def tokenize(self, params: wire.Tokenize) -> list[int]:
-        """A text, or a conversation in the model's own form."""
         texts = self._model.texts
         if params.text is not None:
             return (await texts.encode([params.text]))[0]
@@ -430,54 +407,44 @@ class WorkerEngine(Engine):
     async def submit(
         self, params: wire.GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
     ) -> GenerationStream:
-        """Queue a request. leader: a stream with the same prompt: this one waits until that has computed it."""
-        model = self._model
-        prompt, matcher = await self._prompt(params), await model.compiled(params.constraint)
-        _check_scores(params, prompt)
+        model, prompt = self._model, params.prompt_token_ids
+        given = [p for p in (params.prompt, prompt, params.messages) if p is not None]
+        if len(given) != 1:
+            raise ConfigError(f"prompt: give one of prompt, prompt_token_ids and messages, not {len(given)}")
+        if prompt is None:
+            prompt = await self.tokenize(wire.Tokenize(params.model_id, params.prompt, params.messages))
+        matcher = await model.compiled(params.constraint)
+        scores = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
+        if scores > (most := wire.MOST_SCORES):  # a front takes no more
+            raise ConfigError(f"prompt_logprobs: {scores} numbers of the prompt would be told, at most {most} are")
         params = msgspec.structs.replace(params, prompt=None, prompt_token_ids=None, messages=None)  # they are large
         return model.submit(model.request(prompt, params, matcher), bell, leader)
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Every stream has ended when it returns; whether the device thread has, too."""
         self._live.close()
         closed = await self._model.close(drain, timeout)
         if self._spans is not None:
             await in_thread(self._spans.close)
         return closed
 
-    async def _prompt(self, params: wire.GenerateParams) -> list[int]:
-        given = [p for p in (params.prompt, params.prompt_token_ids, params.messages) if p is not None]
-        if len(given) != 1:
-            raise ConfigError(f"prompt: give one of prompt, prompt_token_ids and messages, not {len(given)}")
-        if params.prompt_token_ids is not None:
-            return params.prompt_token_ids
-        return await self.tokenize(wire.Tokenize(params.model_id, params.prompt, params.messages))
 
+def loading(load: Load, lost: Lost) -> LoadEngine:
+    """`load_model` of a runtime process. lost: called on the loop when the model is lost for good.
 
-def _check_scores(params: wire.GenerateParams, prompt: Seq[int]) -> None:
-    """Raises ConfigError where more would be told of the prompt than a front takes."""
-    told = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
-    if told > (most := wire.MOST_SCORES):
-        raise ConfigError(f"prompt_logprobs: {told} numbers of the prompt would be told, at most {most} are")
-
-
-def loading(make: Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]], lost: Callable[[], None]) -> LoadEngine:
-    """The `Load` of a runtime process: `make` loads a model. lost: called on the loop when it is lost for good.
-
-    It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
+    Raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
-    async def load(asked: wire.LoadModel) -> WorkerEngine:
-        if not asked.path:
+    async def loaded(params: wire.LoadModel) -> WorkerEngine:
+        if not params.path:
             raise ConfigError("load_model: needs path, the directory of the model")
-        plan = ModelPlan(asked.model_id, _config(asked.options), Path(asked.path))
+        plan = ModelPlan(params.model_id, _config(params.options), Path(params.path))
         registry = CollectorRegistry()
         spans = spans_of(plan.config.otel, registry, "steps")
-        model = await opened(lambda plan: make(plan.directory, plan.config))(Opening(plan, registry, lost))
+        model = await open_model(load, plan, registry, lost)
         freeze_loaded()
-        return WorkerEngine(model, registry, spans)
+        return WorkerEngine(model, spans)
 
-    return load
+    return loaded
 
 
 def _config(options: dict[str, Any]) -> LLMServeConfig:

@@ -1,4 +1,4 @@
-"""What runs the model of a server: what it is given, its settings, and what the server asks of it."""
+"""The model of a server: what is served, and its settings in each process that runs it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The model that is to be served.
+    """The model that is served.
 
-    name: by which clients ask for it. directory: of its files. adapters: names of its LoRA adapters. defaults: how it
-    is sampled where a request does not say it.
+    name: in the API. directory: of its files. adapters: names of its LoRA adapters. defaults: sampling of requests that
+    do not set it.
     """
 
     name: str
@@ -37,21 +37,13 @@ class ModelPlan:
     defaults: SamplingParams = field(default_factory=SamplingParams)
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What a host gets when it is opened. registry: for its series. lost: called when the model is lost for good.
-    reached: called with `loading`, and with `warming`."""
-
-    plan: ModelPlan
-    registry: CollectorRegistry
-    lost: Callable[[], None] | None
-    reached: Callable[[str], None] = lambda state: None
+Lost = Callable[[], None]  # called on the loop when the model is lost for good
+Reached = Callable[[str], None]  # called with `loading`, and with `warming`
+Open = Callable[[ModelPlan, CollectorRegistry, Lost | None, Reached], Awaitable[Any]]
+"""Loads a plan's model, with its series in the registry; returns a `LocalModel`, or `Workers`."""
 
 
-Open = Callable[[Opening], Awaitable[Any]]  # makes a `LocalModel`, or `Workers`
-
-
-# -- the settings of a model where it runs -----------------------------------------------------------------------------
+# -- settings of the process that runs it ------------------------------------------------------------------------------
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 _OF_THE_FRONT = {
@@ -60,18 +52,18 @@ _OF_THE_FRONT = {
 }  # fmt: skip
 
 
-def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
-    """The runner and the tokenizer by the settings; 0 leaves a number to the runner. Errors name flags."""
+def load_model(plan: ModelPlan) -> tuple[Runner, Tokenizer]:
+    """The runner and the tokenizer of a plan. Errors name flags."""
     from reflex_runtime.llm.engine.load import load as load_directory
 
     try:
-        return load_directory(directory, **_options(config))
+        return load_directory(plan.directory, **_options(plan.config))
     except ConfigError as error:
-        raise _as_flag(config, error) from error
+        raise _as_flag(plan.config, error) from error
 
 
 def check_model(config: LLMServeConfig, model: Description) -> None:
-    """Check what can be checked without loading the model; errors name flags."""
+    """Check the settings without loading the model. Errors name flags."""
     from reflex_runtime.llm.engine.load import check
 
     try:
@@ -81,7 +73,7 @@ def check_model(config: LLMServeConfig, model: Description) -> None:
 
 
 def _options(config: LLMServeConfig) -> dict[str, Any]:
-    """The settings as the loader of a directory takes them."""
+    """Arguments of the loader; None, where a setting is 0, leaves a number to the runner."""
     return {
         "device": config.device,
         "runner": config.runner,
@@ -97,13 +89,13 @@ def _options(config: LLMServeConfig) -> dict[str, Any]:
 
 
 def adapters_of(config: LLMServeConfig) -> dict[str, Path]:
-    """The directories of --lora by the adapters' names."""
+    """The directories of --lora, by the names of the adapters."""
     pairs = (text.partition("=") for text in config.lora)
     return {name: Path(directory) for name, _, directory in pairs}
 
 
 def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
-    """An error about an argument, in the words of the command line; itself where it is about something else."""
+    """An error of an argument of the loader, with its flag; any other error as it is."""
     name, why = str(error.details.get("field", "")), error.message.partition(": ")[2]
     if name == "kv_cache_bytes":
         low, high = (int(error.details[end] or 0) / 1e9 for end in ("low", "high"))
@@ -119,19 +111,19 @@ def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
 
 
 def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:
-    """The environment of a runtime process that gives it a GPU of its own, where CUDA_VISIBLE_DEVICES names several."""
+    """The environment of a runtime process: its own GPU, if CUDA_VISIBLE_DEVICES names several."""
     named = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
     return {GPUS: named[number % len(named)]} if len(named) > 1 and config.device != "cpu" else {}
 
 
 def trace_of(path: str, number: int, restarts: int = 0) -> str:
-    """Where a runtime process writes its trace: one that was started again leaves that of the lost one alone."""
+    """The trace file of a runtime process; a restarted one does not overwrite that of the lost one."""
     place = Path(path)
     return str(place.parent / f"{place.stem}.worker-{number}{f'.{restarts}' if restarts else ''}{place.suffix}")
 
 
 def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[str, Any]:
-    """The settings of a runtime process: those of the model, its own trace, its part of the CPU."""
+    """The settings of a runtime process: the model's, its own trace file, its share of the CPU."""
     names = LLMServeConfig.__dataclass_fields__.keys() - _OF_THE_FRONT
     found = {name: getattr(config, name) for name in sorted(names)}
     if config.trace:

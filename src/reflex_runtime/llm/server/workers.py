@@ -1,8 +1,7 @@
 """The model in runtime processes: the server parses and tokenises, the processes compute.
 
-Each process has its own copy of the model, its own queue and its own places. A request goes to the process with the
-fewest unfinished requests, and stays there. When a process dies its requests fail at once and it is started again; the
-others go on.
+Each process has its own copy of the model and its own queue. A request goes to the process with the fewest unfinished
+requests, and stays there. When a process dies its requests fail at once, and it is started again.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
 import msgspec
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,20 +31,20 @@ from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.llm.engine.logits_processors import Matcher, check_constraint
 from reflex_runtime.llm.engine.sequence import Limits
 from reflex_runtime.llm.engine.tokenizer import Texts, Tokenizer
-from reflex_runtime.llm.server.model_host import ModelPlan, Open, Opening
+from reflex_runtime.llm.server.model_host import Lost, ModelPlan, Reached
 from reflex_runtime.observe.live import LiveParts, LiveProcess, LiveSnapshot, added, live_process
 from reflex_runtime.observe.metrics import GENERATE_BATCHER, WORKERS, SeriesSet, rendered
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
 
-ASKED_WITHIN: Final = 2.0  # seconds for an answer of a process; one that takes longer is left out
-ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
+ASKED_WITHIN: Final = 2.0  # seconds for a process to answer; a slower one is left out
+ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, and at least
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
-    """spawn: starts a process, by its number. options: settings of `reflex serve MODEL_DIR` for the model's
-    copy in a process, by the number of the process and its restarts. batcher, client: settings of each line."""
+    """spawn: starts the process of this number. options: the settings of `reflex serve MODEL_DIR` for it, by its number
+    and its restarts. batcher, client: of each process."""
 
     spawn: Callable[[int], Opener]
     options: Callable[[LLMServeConfig, int, int], dict[str, Any]]
@@ -54,7 +53,7 @@ class WorkersConfig:
 
 
 def one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
-    """Bounds of a queue stand in two places; the smaller one holds, and is the one shown everywhere."""
+    """Both with the smaller bounds of the queue, which stand in both."""
     requests = min(config.max_queue, batcher.max_pending)
     tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
     return (
@@ -64,8 +63,8 @@ def one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[L
 
 
 class Line:
-    """One runtime process with its client. limits, about: what the process has answered when the model was loaded;
-    None, and empty, before."""
+    """One runtime process: its client, streams and batcher. limits, about: of its model; None, and empty, until it is
+    loaded."""
 
     def __init__(self, number: int, config: WorkersConfig, plan: ModelPlan, series: SeriesSet) -> None:
         self.name = f"worker-{number}"
@@ -81,28 +80,25 @@ class Line:
         self.batcher = GenerateBatcher(self.client, self.registry, batcher, series=series)
 
     async def _prepare(self, client: RuntimeClient) -> None:
-        """Load the model: after every start of the process."""
+        """Load the model, after every start of the process."""
         plan = self._plan
         options = self._options(plan.config, self._number, client.restarts)
-        asked = wire.LoadModel(plan.name, str(plan.directory.resolve()), options)
-        about = await client.request(wire.LOAD, asked, timeout=None)
-        self.limits = Limits(**{name: about.pop(name) for name in Limits.__dataclass_fields__})
-        self.about = about
+        load = wire.LoadModel(plan.name, str(plan.directory.resolve()), options)
+        self.about = await client.request(wire.LOAD, load)
+        self.limits = Limits(**{name: self.about[name] for name in Limits.__dataclass_fields__})
 
     @property
     def unfinished(self) -> int:
-        """Its requests that have not ended."""
+        """Requests that have not ended."""
         return self.registry.unfinished
 
     @property
     def running(self) -> int:
-        """Those that hold a place."""
+        """Requests that hold a place."""
         return self.registry.active_count()
 
-    # -- what is asked of it -------------------------------------------------------------------------------------------
-
     async def ask(self, method: str, kind: Any = Any) -> Any:
-        """The result of a call without params, as a `kind`; None when the process does not answer."""
+        """The result of a call without params, as a `kind`; None if the process does not answer."""
         try:
             return await self.client.request(method, {}, kind, ASKED_WITHIN) if self.client.ready else None
         except ReflexError:
@@ -121,22 +117,21 @@ class Line:
 
 
 class Workers:
-    """The model in runtime processes. Made by `opened`. lines: of all processes, each of which has the model.
-    texts: by a tokenizer of the server's own, because that delays no step."""
+    """The model in runtime processes. Made by `open_workers`. texts: of the server's own tokenizer, so that tokenising
+    delays no step."""
 
-    def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
-        self._opening, self._plan, self.queueing = opening, opening.plan, asyncio.Lock()
-        self.texts = Texts(tokenizer)
-        series = SeriesSet(GENERATE_BATCHER, opening.registry)
-        self.lines = [Line(number, config, opening.plan, series) for number in range(opening.plan.config.workers)]
-        self._series = SeriesSet(WORKERS, opening.registry)
+    def __init__(
+        self, config: WorkersConfig, tokenizer: Tokenizer, plan: ModelPlan, registry: CollectorRegistry
+    ) -> None:
+        self._plan, self.queueing, self.texts = plan, asyncio.Lock(), Texts(tokenizer)
+        series = SeriesSet(GENERATE_BATCHER, registry)
+        self.lines = [Line(number, config, plan, series) for number in range(plan.config.workers)]
+        self._series = SeriesSet(WORKERS, registry)
         self._sending: set[asyncio.Task[None]] = set()
         self._refresh()
 
     async def start(self) -> None:
-        """Start all processes; returns when every one has loaded the model. Raises the error of the first that
-        fails."""
-        self._opening.reached("loading")
+        """Start all processes; returns when all have loaded the model. Raises the first error; no process is left."""
         try:
             await asyncio.gather(*(line.client.start() for line in self.lines))
         except BaseException:
@@ -148,25 +143,25 @@ class Workers:
 
     @property
     def limits(self) -> Limits:
-        """Those of the model in every process."""
+        """The limits of the model, which are the same in every process."""
         found = self.lines[0].limits
         assert found is not None, "Workers.start was not awaited"
         return found
 
     async def compiled(self, constraint: wire.Constraint | None) -> None:
-        """Checked here, compiled in the process that generates."""
+        """Check it; the process that generates compiles it."""
         if constraint is not None:
             await self.texts.compiled(check_constraint, constraint)
 
     def request(self, prompt: Sequence[int], params: GenerateParams, matcher: Matcher | None = None) -> GenerateParams:
-        """Checked here, so that a request that can never run is not sent."""
+        """A checked request: one that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
         self.limits.check_sampling(params)
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return msgspec.structs.replace(params, model_id=self._plan.name, prompt_token_ids=ids)
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
-        """All go to the same process, whose cache then has their prompt."""
+        """Queue requests with the same prompt, all in one process, whose cache has it then. Raises `Rejected`."""
         line = self._line()
         handles: list[StreamHandle] = []
         for request in requests:
@@ -190,21 +185,21 @@ class Workers:
     @staticmethod
     async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
         """Send a request; an error before it begins ends its stream."""
-        if handle.closed:  # its reader left before this task began
+        if handle.closed:  # before this task began
             return
         try:
             await line.batcher.enqueue(params, params.priority)
         except Cancelled:
-            pass  # its reader left
+            pass  # its reader closed it
         except ReflexError as error:
             if not handle.ended:
                 line.registry.release(handle, error)
 
-    # -- what the server asks ------------------------------------------------------------------------------------------
+    # -- pages ---------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """ready while one of the processes is."""
+        """ready while any process is."""
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
@@ -219,7 +214,7 @@ class Workers:
         }
 
     async def status(self) -> dict[str, Any]:
-        """The statistics of each line, and the state that its process reports."""
+        """Statistics of each process, and its own state."""
         states = await asyncio.gather(*(line.ask(wire.STATE) for line in self.lines))
         lines = [
             {
@@ -240,16 +235,16 @@ class Workers:
             self._series.counter("reflex_worker_restarts_total", line.name).value = float(line.client.restarts)
 
     async def metrics(self) -> bytes:
-        """The pages of the processes that answer, as one."""
+        """The pages of all processes as one; without those that do not answer."""
         self._refresh()
         answers = await asyncio.gather(*(line.ask(wire.METRICS) for line in self.lines))
         pages = {
             line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
         }
-        return await asyncio.get_running_loop().run_in_executor(None, _page, pages)
+        return await asyncio.to_thread(labelled, "worker", pages)
 
     def add_sink(self, sink: Sink) -> None:
-        """The batches are messages to the processes."""
+        """Call it with the events of messages to the processes."""
         for line in self.lines:
             line.batcher.add_sink(sink)
 
@@ -261,17 +256,17 @@ class Workers:
         return [line.process() for line in self.lines]
 
     def queues(self) -> dict[str, Any]:
-        """What waits for each process."""
+        """The requests that wait for each process."""
         return {line.name: line.batcher.queue() for line in self.lines}
 
     def turn(self) -> None:
         for line in self.lines:
-            if line.client.ready and line.client.pid is not None:  # before that the signal would end it
+            if line.client.ready and line.client.pid is not None:  # before, the signal would end it
                 with suppress(ProcessLookupError):
                     os.kill(line.client.pid, signal.SIGHUP)
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """No process is left."""
+        """Admit nothing more, and end the processes. drain: finish requests within `timeout` seconds."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         await asyncio.gather(*(line.batcher.close(drain and timeout > 0, timeout) for line in self.lines))
@@ -282,27 +277,22 @@ class Workers:
         return True
 
 
-def _page(pages: Mapping[str, str]) -> bytes:
-    """The Prometheus pages of the processes as one."""
-    return labelled("worker", {name: text_string_to_metric_families(text) for name, text in pages.items()})
+async def open_workers(
+    config: WorkersConfig, tokenizer: Tokenizer, plan: ModelPlan, registry: CollectorRegistry, lost: Lost | None,
+    reached: Reached,
+) -> Workers:  # fmt: skip
+    """See `Open`. Processes are started again: the model is never lost for good."""
+    reached("loading")
+    workers = Workers(config, tokenizer, plan, registry)
+    await workers.start()
+    return workers
 
 
-def opened(config: WorkersConfig, tokenizer: Tokenizer) -> Open:
-    """How to open the model in runtime processes."""
-
-    async def open(opening: Opening) -> Workers:
-        workers = Workers(config, tokenizer, opening)
-        await workers.start()
-        return workers
-
-    return open
-
-
-def labelled(label: str, pages: Mapping[str, Iterable[Metric]]) -> bytes:
-    """The families of each name as one page of Prometheus text, every sample with its name as this label."""
+def labelled(label: str, pages: Mapping[str, str]) -> bytes:
+    """Several pages of Prometheus text as one: each sample gets the name of its page as this label."""
     families: dict[str, Metric] = {}
     for name, page in pages.items():
-        for family in page:
+        for family in text_string_to_metric_families(page):
             known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             known.samples += [
                 Sample(s.name, {**s.labels, label: name}, s.value, s.timestamp, s.exemplar) for s in family.samples
@@ -311,7 +301,7 @@ def labelled(label: str, pages: Mapping[str, Iterable[Metric]]) -> bytes:
 
 
 class WorkersLive:
-    """The fold of a model in runtime processes: their steps. lines: of all processes, none before they start."""
+    """The live view of runtime processes: a fold of their own snapshots. lines: all of them."""
 
     events: frozenset[type[Event]] = frozenset()
 
@@ -321,10 +311,10 @@ class WorkersLive:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def __call__(self, event: Event) -> None:
-        """Nothing: its events come from the processes."""
+        """Events come from the processes."""
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
-        """What the processes have answered since the last one; and ask again."""
+        """The latest answers of the processes, which are called again."""
         for line in self._lines():
             if line.name not in self._asking:
                 task = self._asking[line.name] = asyncio.get_running_loop().create_task(self._ask(line))
@@ -339,8 +329,7 @@ class WorkersLive:
             self._parts.take(line.name, shown)
 
     def _told(self, server: Mapping[str, Any]) -> dict[str, Any]:
-        """The queues of the engines together, beside those of messages to each process, and how full the fullest cache
-        is."""
+        """The queues of all engines added up, beside those of messages, and the usage of the fullest cache."""
         shown = [snapshot.server for snapshot in self._parts.newest.values()]
         queues: dict[str, Any] = {}
         for told in shown:
