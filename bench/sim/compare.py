@@ -88,11 +88,13 @@ class Bench:
         return Report.of(run)
 
 
-def overload(bench: Bench, progress: Progress = lambda _: None, only: Collection[str] = ()) -> Results:
-    """On-time share by rule and load. only: names of loads, all of them when empty."""
+def overload(
+    bench: Bench, progress: Progress = lambda _: None, only: Collection[str] = (), ruled: Collection[str] = ()
+) -> Results:
+    """On-time share by rule and load. only, ruled: names of loads and of rules, all of them when empty."""
     loads = {name: load for name, load in loads_of(bench).items() if not only or name in only}
     results: Results = {}
-    for rule in OVERLOAD_RULES:
+    for rule in (rule for rule in OVERLOAD_RULES if not ruled or rule.name in ruled):
         for name, workload in loads.items():
             progress(f"overload: {rule.name}, {name}")
             results.setdefault(rule.name, {})[name] = bench.run(rule, workload)
@@ -167,10 +169,12 @@ def returning(bench: Bench, progress: Progress = lambda _: None) -> Results:
     return results
 
 
-def feeds(bench: Bench, progress: Progress = lambda _: None) -> Results:
+def feeds(
+    bench: Bench, progress: Progress = lambda _: None, only: Collection[str] = (), ruled: Collection[str] = ()
+) -> Results:
     """Cameras of equal and of different rates, and files that ask at once, on one processor; holds up to 50 ms.
 
-    Batches of at most 8, of 16 for files. Each camera keeps its newest frame.
+    Batches of at most 8, of 16 for files. Each camera keeps its newest frame. only, ruled: as of `overload`.
     """
     ms, usual = 0.001, Affine(0.005, 0.001)
     in_step = [Camera(Every(1.0 / 30.0, phase=c * ms), Request(client=c)) for c in range(4)]
@@ -189,11 +193,11 @@ def feeds(bench: Bench, progress: Progress = lambda _: None) -> Results:
         ("16 files, 120 ms whatever n", Affine(120 * ms, 0.0), [Callers(16, Around(3 * ms, 1 * ms))]),
     ]
     results: Results = {}
-    for name, device, workload in cases:
+    for name, device, workload in (case for case in cases if not only or case[0] in only):
         size = 16 if "files" in name else 8
         setting = replace(bench.setting, batch_timeout=0.050, max_batch_size=size)
         here = replace(bench, device=device, setting=setting)
-        for rule in FEED_RULES:
+        for rule in (rule for rule in FEED_RULES if not ruled or rule.name in ruled):
             progress(f"feeds: {name}, {rule.name}")
             results.setdefault(name, {})[rule.name] = here.run(rule, workload, noise=min(bench.noise, 0.03))
     return results

@@ -41,19 +41,19 @@ def balanced(figure: dict[str, int]) -> bool:
 
 def test_f14_eight_videos_get_every_result_once_in_order_and_their_own(tmp_path: Path) -> None:
     for k in range(8):
-        write_marker_video(tmp_path / f"{k}.mp4", 100 + k, 40 + k)
+        write_marker_video(tmp_path / f"{k}.mp4", 100 + k, 12 + k)
     arguments = [f"v{k}={k}.mp4" for k in range(8)]
     feeds = ran(*arguments, *READER, "--results", "r.jsonl", "--trace", "t.jsonl", cwd=tmp_path)
     found = by_feed(results(tmp_path / "r.jsonl"))
     assert set(found) == {f"v{k}" for k in range(8)}
     for k in range(8):
         lines = found[f"v{k}"]
-        assert numbers(lines) == list(range(40 + k)), "none missing, none twice, in order"
+        assert numbers(lines) == list(range(12 + k)), "none missing, none twice, in order"
         assert [line["value"]["frame"] for line in lines] == numbers(lines)
         assert {line["value"]["feed"] for line in lines} == {100 + k}
-        assert figures(feeds, f"v{k}") == {"frames": 40 + k, "answered": 40 + k}
+        assert figures(feeds, f"v{k}") == {"frames": 12 + k, "answered": 12 + k}
     sizes = [batch.size for batch in read_journal(tmp_path / "t.jsonl").batches]
-    assert sum(sizes) == sum(40 + k for k in range(8))
+    assert sum(sizes) == sum(12 + k for k in range(8))
     assert max(sizes) == 4
     assert len(sizes) < sum(sizes), "feeds shared batches"
 

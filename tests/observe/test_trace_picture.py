@@ -10,9 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.observe import picture
 from reflex_runtime.observe.journal import BatchLine, Footer, GroupInfo, Header, Journal, Member, plain
 from reflex_runtime.observe.picture import BARS, NAMED, SEGMENTS, saved, write_pictures
 from reflex_runtime.observe.trace_tables import PALETTE, Colours
+from thinned import thinned
 
 LLM = {"llm": GroupInfo("tokens", 8, 256)}
 PROD = {"prod": GroupInfo("seconds", 0.1, 256)}
@@ -51,11 +53,21 @@ def trace_of(batches: list[BatchLine], groups: dict[str, GroupInfo], dropped: in
     return Journal(Path("t.jsonl"), header, [], batches, [], [], {}, footer, False)
 
 
+@pytest.fixture(autouse=True)
+def _no_png(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PNG is the same figure, and half of the time: one test looks at it."""
+    if request.function is not test_the_same_trace_gives_the_same_bytes:
+        whole = picture.drawn
+
+        def drawn(figure: Any, format: str, **options: Any) -> bytes:
+            return b"" if format == "png" else whole(figure, format=format, **options)
+
+        monkeypatch.setattr(picture, "drawn", drawn)
+
+
 def draw(tmp_path: Path, trace: Journal, batches: Sequence[BatchLine] | None = None) -> str:
     svg, png = write_pictures(trace, trace.batches if batches is None else batches, tmp_path / "p")
     assert (svg.name, png.name) == ("p.svg", "p.png")
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert png.stat().st_size > 9_000
     ElementTree.parse(svg)
     return svg.read_text()
 
@@ -87,6 +99,8 @@ def test_the_same_trace_gives_the_same_bytes(tmp_path: Path) -> None:
         draw(tmp_path / name, trace_of(tokens(), LLM))
         pictures.append([(tmp_path / name / f"p.{kind}").read_bytes() for kind in ("svg", "png")])
     assert pictures[0] == pictures[1]
+    assert pictures[0][1].startswith(b"\x89PNG")
+    assert len(pictures[0][1]) > 9_000
 
 
 def test_cause_and_prediction_are_told(tmp_path: Path) -> None:
@@ -173,7 +187,7 @@ def test_of_too_many_clients_the_first_are_named(tmp_path: Path) -> None:
     assert "entered from the queue" in told
 
 
-@pytest.mark.parametrize("clients", [30, 100])
+@pytest.mark.parametrize("clients", thinned([30, 100], [30]))
 def test_all_that_is_said_is_in_the_picture(clients: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a second line where one is too long."""
     ends: list[float] = []

@@ -68,7 +68,9 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def _collector() -> Iterator[None]:
+    """Each collection looks only at what its test has made."""
     threshold = gc.get_threshold()
+    gc.freeze()
     yield
     gc.unfreeze()
     gc.set_threshold(*threshold)
@@ -129,6 +131,7 @@ def test_what_threads_have_freed_is_used_again_and_a_large_array_goes_back() -> 
 
 
 def test_loaded_objects_are_frozen() -> None:
+    gc.unfreeze()
     loaded: list[object] = []
     freeze_loaded()
     assert gc.get_freeze_count() > 0
@@ -170,7 +173,6 @@ def test_freed_memory_goes_back_once_the_process_has_become_much_larger() -> Non
 
 
 def test_what_cannot_go_back_is_tried_later_and_later() -> None:
-    gc.freeze()  # a collection for each try, of nothing
     memory, now, tries = Resident(), 0.0, list[float]()
     freed = FreedMemory(memory, lambda pad: tries.append(now), lambda: now)
     memory.used += 2 * LARGE

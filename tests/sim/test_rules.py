@@ -70,7 +70,8 @@ def test_learning_the_device_costs_little_against_rules_that_were_told_it(
     assert on_time(overload, "window", rate) >= on_time(overload, rival, rate) - 0.03
 
 
-def test_no_device_time_goes_into_late_answers(overload: compare.Results) -> None:
+def test_no_device_time_goes_into_late_answers() -> None:
+    overload = compare.overload(BENCH, only=("400/s",), ruled=("window", "greedy"))
     wasted = {rule: overload[rule]["400/s"].wasted or 0.0 for rule in ("window", "greedy")}
     assert wasted["window"] < 0.05
     assert wasted["greedy"] > 0.5
@@ -133,8 +134,12 @@ def test_f6_cameras_of_different_rates_lose_no_frame_and_no_time(feeds: list[com
         assert held.busy <= at_once.busy + 0.005
 
 
-def test_f6_cameras_of_equal_rates_share_batches(feeds: list[compare.Results]) -> None:
-    for results in feeds:
+EQUAL = ("4 × 30 fps, 10 + 2n ms", "12 × 5 fps, 30 + 3n ms", "4 × 30 fps in step, 10 + 2n ms")
+
+
+def test_f6_cameras_of_equal_rates_share_batches() -> None:
+    for bench in FEEDS:
+        results = compare.feeds(bench, only=EQUAL, ruled=("feeds", "greedy"))
         for case, saved in (("4 × 30 fps, 10 + 2n ms", 0.03), ("12 × 5 fps, 30 + 3n ms", 0.10)):
             held, at_once = results[case]["feeds"], results[case]["greedy"]
             assert lost(held) == lost(at_once) == 0
@@ -145,9 +150,12 @@ def test_f6_cameras_of_equal_rates_share_batches(feeds: list[compare.Results]) -
         assert (in_step["greedy"].batch_size or 0.0) < 2.5
 
 
-def test_f6_sixteen_files_on_a_flat_processor_go_sixteen_at_once(feeds: list[compare.Results]) -> None:
-    for results in feeds:
-        by_rule = results["16 files, 120 ms whatever n"]
+FILES = "16 files, 120 ms whatever n"
+
+
+def test_f6_sixteen_files_on_a_flat_processor_go_sixteen_at_once() -> None:
+    for bench in FEEDS:
+        by_rule = compare.feeds(bench, only=(FILES,), ruled=("feeds", "greedy"))[FILES]
         assert by_rule["feeds"].batch_size == pytest.approx(16.0, abs=0.2)
         assert by_rule["greedy"].batch_size == pytest.approx(8.0, abs=0.5)
         assert by_rule["feeds"].throughput > 1.8 * by_rule["greedy"].throughput

@@ -55,6 +55,7 @@ def test_p50_a_brief_policy_runs_on_the_loop_which_metrics_and_trace_tell(tiny: 
     assert not any(notes[:PROOF])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("limit", "on_loop"), [("5", True), ("0.3", False), ("0", False)])
 def test_p50_brief_ms_is_the_longest_that_runs_on_the_loop(limit: str, on_loop: bool, tiny: Path) -> None:
     with Server(tiny, "--brief-ms", limit, before=TAKES.format(seconds=0.001)) as server:
@@ -68,6 +69,7 @@ def test_p50_brief_ms_is_the_longest_that_runs_on_the_loop(limit: str, on_loop: 
             assert server.metrics()(ON_LOOP) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [("--inject-fault", "prod:slow:0"), ("--inject-latency-ms", "20")])
 def test_p52_drills_do_not_run_on_the_loop(fault: tuple[str, str], tiny: Path) -> None:
     with Server(tiny, "--brief-ms", "5", *fault) as server:
