@@ -13,12 +13,12 @@ from reflex_runtime.robots import Export
 from reflex_runtime.robots.sources.load import (
     GB,
     SKIP,
-    Room,
     check_two_policies,
     gpu_memory,
     host_memory,
     in_gb,
     read_source,
+    refusal,
     total_memory,
     weight_of,
 )
@@ -41,19 +41,17 @@ def refuse(exports: list[Export], total: int, provider: str = CPU, **environ: st
 
 
 def test_v8_the_refusal_names_sizes_and_three_ways_out() -> None:
-    assert Room(8 * GB, 16 * GB).refusal(CUDA) == (
+    assert refusal(8 * GB, 16 * GB, provider=CUDA) == (
         "2-policy mode requires 16.0 GB VRAM but only 11.2 GB (70% of 16.0 GB) is available. Either pick smaller "
         "models, run on a larger GPU, or drop to single-policy mode."
     )
-    assert "16.0 GB of memory" in Room(8 * GB, 16 * GB).refusal(CPU)
-    assert "run on a larger machine" in Room(8 * GB, 16 * GB).refusal(CPU)
+    assert "16.0 GB of memory" in refusal(8 * GB, 16 * GB)
+    assert "run on a larger machine" in refusal(8 * GB, 16 * GB)
 
 
 def test_v8_the_rule_is_twice_the_model_against_seven_tenths() -> None:
-    assert Room(35, 100).fits
-    assert not Room(36, 100).fits
-    assert Room(70, 100, policies=1).fits
-    assert not Room(71, 100, policies=1).fits
+    fits = [refusal(size, 100, policies) == "" for size, policies in ((35, 2), (36, 2), (70, 1), (71, 1))]
+    assert fits == [True, False, True, False]
 
 
 def test_v8_the_larger_of_the_two_exports_counts(pair: list[Export]) -> None:

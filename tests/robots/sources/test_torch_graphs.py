@@ -185,7 +185,8 @@ def test_p7_graphs_of_all_sizes_share_their_inputs() -> None:
     model: Any = policy.model
     assert {len(buffer) for buffer in model._captured._buffers.values()} == {8}
     assert len(model._captured._buffers) == 4  # scene, state, x, k
-    inputs = [graph.packed["scene"].data_ptr() for graph in model._captured._graphs.values()]
+    graphs = [graph for sizes in model._captured._graphs.values() for graph in sizes.values()]
+    inputs = [graph.packed["scene"].data_ptr() for graph in graphs]
     assert (len(inputs), len(set(inputs))) == (3, 1)
 
 
@@ -253,7 +254,7 @@ def test_p7_constants_from_lists_are_uploaded_before_the_capture_and_kept() -> N
     for warming in (True, False):
         moved, by_graph = step.run({}, {"x": torch.ones(2, 4)}, 4, warming)
         assert (moved.tolist(), by_graph) == ([[2.0, 1.0, 2.0, 1.0]] * 2, True)
-    ((graph),) = step._graphs.values()
+    ((graph,),) = (graphs.values() for graphs in step._graphs.values())
     (kept,) = (weakref.ref(tensor) for tensor in graph.constants._made.values())
     del graph
     gc.collect()

@@ -29,12 +29,12 @@ from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.robots.sources.export_files import CONFIG_FILE, EMBODIMENT_FILE
 from reflex_runtime.robots.sources.load import (
     SHARE,
-    Room,
     directory_of,
     in_gb,
     is_export,
     load_policy,
     read_source,
+    refusal,
     total_memory,
 )
 from reflex_runtime.run import onnx_session
@@ -310,13 +310,14 @@ def check_memory(context: CheckContext) -> str:
         total = context.total_memory(context.provider)
     except ConfigError as error:
         raise Finding("skip", error.message) from None
-    one, two = (Room(context.spec.model_bytes, total, n) for n in (1, 2))
-    actual = f"2 x {in_gb(two.model_bytes)} of {in_gb(two.available)} ({SHARE:.0%} of {in_gb(total)})"
-    if two.fits:
+    size = context.spec.model_bytes
+    one, two = (refusal(size, total, n, provider=context.provider) for n in (1, 2))
+    actual = f"2 x {in_gb(size)} of {in_gb(SHARE * total)} ({SHARE:.0%} of {in_gb(total)})"
+    if not two:
         return actual
-    if one.fits:
-        raise Finding("warn", actual, f"served alone it is fine. {two.refusal(context.provider)}")
-    raise Finding("fail", f"{in_gb(one.needed)} for one alone, of {in_gb(one.available)}", environment=True)
+    if not one:
+        raise Finding("warn", actual, f"served alone it is fine. {two}")
+    raise Finding("fail", f"{in_gb(size)} for one alone, of {in_gb(SHARE * total)}", environment=True)
 
 
 @check(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, WordTok
 from reflex_runtime.robots.policy.units import AddState, Floats
 from reflex_runtime.robots.sources.export_files import (
     CONFIG_FILE,
+    CONFIG_KEYS,
     ExportConfig,
     ExportObject,
     Names,
@@ -202,7 +202,14 @@ def from_hub(path: Path, source: str = "") -> str:
     )
 
 
+_AS_WRITTEN: Final = (
+    "model_id", "model_type", "state_dim", "action_dim", "chunk_size", "num_denoising_steps", "opset",
+    "observation_steps", "resize",
+)  # fmt: skip
+
+
 def _load(root: Path, table: ExportObject) -> Export:
+    table.only(CONFIG_KEYS)
     config = table.read(ExportConfig)
     images = _images(table, config)
     optional = frozenset(config.optional_images)
@@ -241,14 +248,8 @@ def _load(root: Path, table: ExportObject) -> Export:
         source=str(root),
         path=root,
         config=table.values,
-        model_id=config.model_id,
-        model_type=config.model_type,
+        **{name: getattr(config, name) for name in _AS_WRITTEN},
         staged=split,
-        state_dim=config.state_dim,
-        action_dim=config.action_dim,
-        chunk_size=config.chunk_size,
-        num_denoising_steps=config.num_denoising_steps,
-        opset=config.opset,
         images=images,
         takes_state=takes_state,
         takes_text=takes_text,
@@ -256,7 +257,6 @@ def _load(root: Path, table: ExportObject) -> Export:
         x_dim=x_dim,
         horizon=config.horizon or config.chunk_size,
         optional_images=optional,
-        observation_steps=config.observation_steps,
         prompt=prompt,
         state_transforms=read_transforms(table, "state_transforms", config.state_dim),
         action_transforms=action_transforms,
@@ -269,7 +269,6 @@ def _load(root: Path, table: ExportObject) -> Export:
         model_hash=model_hash(root),
         config_hash=hashlib.sha256(table.file.read_bytes()).hexdigest()[:16],
         model_bytes=model_bytes(root),
-        resize=config.resize,
         wires=read_wires(table, images, config.state_dim if takes_state else 0, config.action_dim, optional),
         state_norm=norms["state_norm"],
         action_norm=norms["action_norm"],
@@ -307,6 +306,7 @@ def _text(root: Path, table: ExportObject, takes_text: bool) -> tuple[Instructio
 MODEL_FILE: Final = "model.onnx"
 ROLES: Final = ("tokens", "state", "noise", "time", "past_kv")  # beside the names of the images
 TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
+_Flag = Annotated[bool, Meta(description="true or false")]
 
 
 class Roles:
@@ -321,7 +321,7 @@ class Roles:
         self.inputs.only([*images, "tokens", "state", "noise", *split, *self._masks])
         self._outputs = ExportObject(table.file, table.get("outputs"), "outputs")
         self._outputs.only(["actions", *split[1:]])
-        self._tensors = _tensors(config, images)
+        self._tensors = _tensors(config, images, table.get("max_tokens"))
         if self.inputs.has("state") and config.state_dim == 0:
             table.wrong("state_dim", "at least 1, because `inputs` has the role state")
         if TOKEN_MASK in self._masks and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
@@ -339,7 +339,8 @@ class Roles:
     def split(self) -> tuple[dict[str, Graph], dict[str, str]]:
         """The graphs of a decomposed export, and its `Export.past_kv`."""
         parts = ExportObject(self._table.file, self._table.get("decomposed"), "decomposed")
-        to_expert = parts.read(_Decomposed).expert_takes_state
+        parts.only(("vlm_prefix_onnx", "expert_denoise_onnx", "past_kv_tensor_names", "expert_takes_state"))
+        to_expert: bool = parts.convert("expert_takes_state", _Flag)
         names = parts.different("past_kv_tensor_names", Names)
         made, read = self._kv(self._outputs, names), self._kv(self.inputs, names)
         if to_expert and not self.inputs.has("state"):
@@ -389,11 +390,13 @@ class Roles:
         return Graph(file, taken, tensors(self._outputs, outputs, made))
 
 
-def _tensors(config: ExportConfig, images: Mapping[str, Size]) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+def _tensors(
+    config: ExportConfig, images: Mapping[str, Size], max_tokens: Any
+) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     """By role the kinds of numbers that a tensor may have, and its dims without the batch axis."""
     x_dim, steps = config.x_dim or config.action_dim, config.observation_steps
     history = (steps,) if steps > 1 else ()
-    tokens = (config.max_tokens if type(config.max_tokens) is int else None,)
+    tokens = (max_tokens if type(max_tokens) is int else None,)
     return {
         TOKEN_MASK: ("bif", tokens),
         MASKS: ("bif", (*history, len(images))),
@@ -405,10 +408,3 @@ def _tensors(config: ExportConfig, images: Mapping[str, Size]) -> dict[str, tupl
         "time": ("f", ()),
         "actions": ("f", (config.chunk_size, x_dim)),
     }
-
-
-class _Decomposed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    vlm_prefix_onnx: Any = None
-    expert_denoise_onnx: Any = None
-    past_kv_tensor_names: Any = None
-    expert_takes_state: Annotated[bool, Meta(description="true or false")]

@@ -62,8 +62,8 @@ Names = Annotated[tuple[Name, ...], Meta(min_length=1, description="a list of on
 _FileName = Annotated[str, Meta(min_length=1, description="a file name within the export directory")]
 
 
-class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `reflex_config.json`. A key that depends on another is Any here, and checked where both are read."""
+class ExportConfig(msgspec.Struct, kw_only=True):
+    """The keys of `reflex_config.json` that depend on no other."""
 
     model_id: Text
     model_type: Text
@@ -80,19 +80,12 @@ class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     x_dim: Annotated[int, whole(1)] | None = None
     horizon: Annotated[int, whole(1)] | None = None
     resize: Annotated[Resize, Meta(description=" or ".join(map(repr, get_args(Resize))))] = "stretch"
-    wires: Any = None
-    inputs: Any = None
-    outputs: Any = None
-    decomposed: Any = None
-    tokenizer: Any = None
-    prompt: Any = None
-    max_tokens: Any = None
-    state_norm: Any = None
-    action_norm: Any = None
-    state_transforms: Any = None
-    action_transforms: Any = None
-    embodiment: Any = None
-    metadata: Any = None
+
+
+CONFIG_KEYS: Final = (
+    *ExportConfig.__struct_fields__, "wires", "inputs", "outputs", "decomposed", "tokenizer", "prompt", "max_tokens",
+    "state_norm", "action_norm", "state_transforms", "action_transforms", "embodiment", "metadata",
+)  # fmt: skip
 
 
 class ExportObject(JsonObject):

@@ -190,38 +190,21 @@ GB: Final = 1 << 30  # as makers of GPUs count, and nvidia-smi shows
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The bytes that `policies` models of `model_bytes` each need, with `beside` for others, and the `total`."""
-
-    model_bytes: int
-    total: int
-    policies: int = 2
-    beside: int = 0
-
-    @property
-    def needed(self) -> int:
-        return self.policies * self.model_bytes + self.beside
-
-    @property
-    def available(self) -> float:
-        return SHARE * self.total
-
-    @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
-
-    def refusal(self, provider: str = CPU) -> str:
-        """The sizes, and the three ways out."""
-        what, where = ("VRAM", "GPU") if provider == CUDA else ("of memory", "machine")
-        mode, fewer = f"{self.policies}-policy mode requires {in_gb(self.needed)} {what}", "drop to single-policy mode"
-        if self.beside:
-            mode = f"all policies together require {in_gb(self.needed)} {what}, {in_gb(self.beside)} beside this one,"
-            fewer = "serve fewer policies"
-        return (
-            f"{mode} but only {in_gb(self.available)} ({SHARE:.0%} of {in_gb(self.total)}) is available. Either pick "
-            f"smaller models, run on a larger {where}, or {fewer}."
-        )
+def refusal(model_bytes: int, total: int, policies: int = 2, beside: int = 0, provider: str = CPU) -> str:
+    """Why `policies` models of this size do not fit a memory of `total` bytes beside others: the sizes, and the three
+    ways out. "" where they fit."""
+    needed, available = policies * model_bytes + beside, SHARE * total
+    if needed <= available:
+        return ""
+    what, where = ("VRAM", "GPU") if provider == CUDA else ("of memory", "machine")
+    mode, fewer = f"{policies}-policy mode requires {in_gb(needed)} {what}", "drop to single-policy mode"
+    if beside:
+        mode = f"all policies together require {in_gb(needed)} {what}, {in_gb(beside)} beside this one,"
+        fewer = "serve fewer policies"
+    return (
+        f"{mode} but only {in_gb(available)} ({SHARE:.0%} of {in_gb(total)}) is available. Either pick smaller models, "
+        f"run on a larger {where}, or {fewer}."
+    )
 
 
 def check_two_policies(
@@ -243,9 +226,9 @@ def check_two_policies(
         size = in_gb(larger.model_bytes)
         log.warning("%s=1: no check that %d policies of %s (%s) fit the memory", SKIP, policies, size, larger.source)
         return
-    room = Room(larger.model_bytes, (total or total_memory)(provider), policies, beside)
-    if not room.fits:
-        raise ConfigError(f"{larger.source}: {room.refusal(provider)}")
+    told = refusal(larger.model_bytes, (total or total_memory)(provider), policies, beside, provider)
+    if told:
+        raise ConfigError(f"{larger.source}: {told}")
 
 
 def in_gb(size: float) -> str:

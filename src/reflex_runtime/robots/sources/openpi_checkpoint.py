@@ -1,7 +1,7 @@
-"""A PyTorch checkpoint of openpi as a policy source: what its files and its configuration say, read without PyTorch.
+"""A PyTorch checkpoint of openpi as a policy source, read without PyTorch.
 
-openpi keeps what a policy's observations and actions mean in its own code, by the name of a training configuration. The
-file `reflex_openpi.json` in the checkpoint says which one it was.
+openpi defines a policy's observations and actions in its own code, by the name of a training configuration. The file
+`reflex_openpi.json` in the checkpoint has this name.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ZERO: Final = 0.5476  # the model's gripper counts from this angle
 
 
 class _OpenpiRobot(NamedTuple):
-    """state_dim, action_dim: of the robot. optional: images that it may not have. delta: dimensions that are changes
-    from the state where a configuration has them so."""
+    """optional: images that it may lack. delta: dimensions that are changes from the state, in configurations with
+    delta_actions."""
 
     state_dim: int
     action_dim: int
@@ -76,7 +76,7 @@ ROBOTS: Final = {
 
 
 class _Training(NamedTuple):
-    """chunk_size: action_horizon, where config.json does not say it. state_in_prompt: discrete_state_input."""
+    """chunk_size: action_horizon, unless config.json has it. state_in_prompt: discrete_state_input."""
 
     robot: str
     pi05: bool
@@ -94,7 +94,7 @@ CONFIGS: Final = {
     "pi05_aloha": _Training("aloha", True, 50, delta_actions=True, state_in_prompt=True),
     "pi0_aloha_sim": _Training("aloha", False, 50),
 }
-"""openpi's configurations that are known, by their names there."""
+"""Training configurations by openpi's names."""
 
 _Flag = Annotated[bool, Meta(description="true or false")]
 _Names = ", ".join(CONFIGS)
@@ -111,7 +111,7 @@ class _OpenpiKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Written(msgspec.Struct, kw_only=True):
-    """config.json, which the converter writes; the keys that matter here."""
+    """The keys of the converter's config.json that are read here."""
 
     action_dim: Annotated[int, whole(1, 4096)] = 32
     action_horizon: Annotated[int, whole(1, 4096)] | None = None
@@ -212,17 +212,17 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
 
 
 def _configured(root: Path) -> tuple[_OpenpiKeys, _Training]:
-    """What `reflex_openpi.json` says."""
+    """(the keys of `reflex_openpi.json`, its training configuration)."""
     file = root / OPENPI_FILE
     if not file.is_file():
         raise ConfigError(
-            f"{file}: not found: openpi does not write which configuration a checkpoint was trained with, and so what "
-            f'its observations and actions are. Write it there: {{"config": NAME}}, NAME one of {_Names}'
+            f"{file}: not found: openpi does not write the configuration of a checkpoint's training, which defines its "
+            f'observations and actions. Write it there: {{"config": NAME}}, NAME one of {_Names}'
         )
     table = JsonObject(file, read_export_json(file))
     keys: _OpenpiKeys = table.read(_OpenpiKeys)
     if keys.config not in CONFIGS:
-        table.wrong("config", f"one of {_Names}; of your own, the one with the same robot and its other keys")
+        table.wrong("config", f"one of {_Names}; for your own, the one of the same robot, with its other keys")
     trained = CONFIGS[keys.config]
     if trained.robot != "aloha" and table.has("adapt_to_pi"):
         table.wrong("adapt_to_pi", "none, because the robot is no ALOHA")
@@ -266,13 +266,13 @@ def _action_transforms(robot: _OpenpiRobot, delta: bool, aloha: bool) -> tuple[T
 
 
 def _tokenizer(root: Path) -> InstructionTokenizer:
-    """PaliGemma's: of the checkpoint, else the one that openpi itself has downloaded."""
+    """PaliGemma's: from the checkpoint, else from openpi's own downloads."""
     cache = Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser()
     there = [root / TOKENIZER, cache / "big_vision" / TOKENIZER]
     for file in there:
         if file.is_file():
             return read_sentencepiece(file)
     raise ConfigError(
-        f"{there[0]}: not found, nor {there[1]}, where openpi keeps it: it makes tokens of instructions. Copy it "
-        f"there from gs://big_vision/{TOKENIZER}"
+        f"{there[0]}: not found, nor {there[1]} of openpi: the tokenizer of instructions. Copy it there from "
+        f"gs://big_vision/{TOKENIZER}"
     )

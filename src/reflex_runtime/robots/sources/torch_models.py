@@ -1,6 +1,6 @@
 """PyTorch modules as models: rows go to the device once, prefixes stay there, and only x and actions come back.
 
-Import it only when a PyTorch policy is loaded.
+Imported only when a PyTorch policy is loaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ with needed_by("a policy in PyTorch"):
 Tensors = Mapping[str, Tensor]
 
 DEVICES: Final = {CPU: "cpu", CUDA: "cuda"}
-_PIECE: Final = 1 << 24  # bytes hashed at a time
 
 
 class StagedModule(Protocol):
     """The module that `TorchStaged` runs. Tensors are on its device; the first axis is the batch axis.
 
-    prefix: inputs → what every step needs of them: tensors by name, each [n, …].
+    prefix: inputs → tensors by name for every step, each [n, …].
     step: (the tensors of `prefix`, with "state" unless the prefix takes it; x [n, chunk_size, x_dim]; steps made so far
         k [n]; all steps n) → x after one more step. It does not write to its inputs, nor, for CUDA graphs, wait for the
         device (`.item()`, `.cpu()`, branches on values).
@@ -52,7 +51,7 @@ class StagedModule(Protocol):
 
 
 class _Placed:
-    """A module on its device, and the way of rows there and back."""
+    """A module on its device, and the copies of rows to it."""
 
     def __init__(self, module: Any, device: DeviceOptions, masks: bool) -> None:
         self.masks = masks
@@ -72,8 +71,8 @@ class _Placed:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def inputs(self, rows: Sequence[Observation], state: bool) -> dict[str, Tensor]:
-        """What rows have for a module: images by name, "image_masks" where some may be missing, "tokens" and
-        "token_mask", "state", each [n, …]."""
+        """The tensors of rows, each [n, …]: images by name, "image_masks" where some may be missing, "tokens" and
+        "token_mask", "state"."""
         roles = [*rows[0].images]
         roles += ["image_masks"] if self.masks else []
         roles += ["tokens", "token_mask"] if rows[0].tokens is not None else []
@@ -88,16 +87,16 @@ class GraphedStaged(StagedModel):
     _captured: CapturedStep | None = None
 
     def capture(self, sizes: Sequence[int], record: Record | None = None) -> None:
-        """From now on run steps as graphs of these batch sizes, ascending; the warm-up captures them."""
+        """Run steps as graphs of these batch sizes, ascending. The warm-up captures them."""
         self.captured_sizes = tuple(sizes)
         self._captured = CapturedStep(self.compute_step, sizes, record or recorder())
 
     def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
-        """x after one more of n steps, from tensors [rows, …] alone: what is captured."""
+        """x after one more of n steps, from tensors [rows, …] alone: the part that is captured."""
         raise NotImplementedError
 
     def run_step(self, packed: Tensors, moving: Tensors, n: int) -> Floats:
-        """The same on the host, by a graph where there is one."""
+        """The x of `compute_step` on the host, by a graph where one was captured."""
         if self._captured is None:
             return taken(self.compute_step(packed, moving, n))
         try:
@@ -114,7 +113,7 @@ class TorchStaged(GraphedStaged):
     """Runs a `StagedModule`. A subclass may override the three calls for inputs or prefixes of another form; with
     captured sizes, `compute_step` in place of `step`.
 
-    spec: without a model_hash it gets that of the module's weights.
+    spec: without a model_hash it gets the hash of the module's weights.
     """
 
     def __init__(self, spec: PolicySpec, module: StagedModule, device: DeviceOptions | None = None) -> None:
@@ -205,8 +204,8 @@ def weights_of(module: Any) -> tuple[str, int]:
     for name, tensor in sorted(module.state_dict().items()):
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        for start in range(0, flat.nbytes, _PIECE):
-            sha.update(flat[start : start + _PIECE].data)
+        for start in range(0, flat.nbytes, 1 << 24):  # other threads run between the pieces
+            sha.update(flat[start : start + (1 << 24)].data)
         total += flat.nbytes
     return sha.hexdigest()[:16], total
 
@@ -219,7 +218,7 @@ def _identified(spec: PolicySpec, module: Any) -> PolicySpec:
 
 
 def is_half(module: Any) -> bool:
-    """Whether it computes in 16 bits."""
+    """Whether a module computes in 16 bits."""
     kinds = {p.dtype for p in module.parameters()} if isinstance(module, torch.nn.Module) else set()
     return bool(kinds & {torch.float16, torch.bfloat16})
 
@@ -227,7 +226,6 @@ def is_half(module: Any) -> bool:
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
 
 
-_Call = Callable[[Tensors, Tensors, int], Tensor]
 _Shape = tuple[Any, ...]  # n, and (name, shape without the batch axis, type) of every input
 
 MOST_SHAPES: Final = 4  # sets of row shapes that are captured; each has its own buffers and a graph for every size
@@ -239,7 +237,7 @@ log = logging.getLogger(__name__)
 class _Graph:
     """A captured call: fill `packed` and `moving`, replay, read `moved`. All are [size, …].
 
-    constants: what the graph reads besides; kept because it reads it at these addresses.
+    constants: other tensors that the graph reads at their addresses, and which must therefore live as long as it.
     """
 
     packed: Tensors
@@ -253,34 +251,33 @@ class CapturedStep:
     """A step on rows, captured at batch sizes.
 
     call: (packed, moving, all steps n) → x after one more step, [rows, …]; see `run`. It neither writes to its inputs
-        nor waits for the device, and each row is computed from itself alone.
+        nor waits for the device, and each row depends on itself alone.
     sizes: batch sizes, ascending. Rows are padded to the next one with copies of the last.
     record: makes a graph, as that of `recorder` does.
 
-    A graph is for one size, one n and one set of row shapes and types. All share their input buffers, as large as the
-    largest size. Graphs are captured while the policy warms up and never later: capturing takes several steps' time,
-    and requests may have deadlines. So these calls run as they are, and are counted in `missed`: more rows than the
-    largest size; shapes or an n that no warm-up had; shapes beyond `MOST_SHAPES`; and calls on another thread than the
-    one that captured, as a thread that was given up may still use the buffers.
+    A graph has one size, one n and one set of row shapes and types. All share their input buffers, as large as the
+    largest size. Graphs are captured in the warm-up and never later: capturing takes as long as several steps, and
+    requests may have deadlines. Calls without a graph run as they are and count in `missed`: more rows than the largest
+    size; shapes or an n that the warm-up did not have; shapes beyond `MOST_SHAPES`; and calls on another thread than
+    the one that captured, as a thread that was given up may still use the buffers.
     """
 
-    def __init__(self, call: _Call, sizes: Sequence[int], record: Record) -> None:
+    def __init__(self, call: Callable[[Tensors, Tensors, int], Tensor], sizes: Sequence[int], record: Record) -> None:
         self.sizes = tuple(sizes)
         self.replayed = self.missed = 0
         self._call, self._record = call, record
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._graphs: dict[tuple[int, _Shape], _Graph] = {}
-        self._shapes: set[_Shape] = set()
-        self._filled: tuple[Any, Any] = (None, None)  # the packed rows whose copies are in the inputs of that graph
+        self._graphs: dict[_Shape, dict[int, _Graph]] = {}  # by shapes and size
+        self._filled: tuple[Any, Any] = (None, None)  # the packed rows that are copied into the inputs of a graph
         self._capturer: Thread | None = None
         self._warned = False
 
     def run(self, packed: Tensors, moving: Tensors, n: int, warming: bool) -> tuple[Tensor, bool]:
         """(x after one more step, whether a graph made it). x is valid until the next call.
 
-        packed: tensors [rows, …] by name; the same mapping for as long as the same rows step, so that it is copied in
-        once. moving: tensors [rows, …] that every step has anew. warming: a graph that is missing is captured.
-        ConfigError if it cannot be.
+        packed: tensors [rows, …] by name; the same mapping while the same rows step, so that it is copied once.
+        moving: tensors [rows, …] that change at every step. warming: capture a missing graph; ConfigError if that
+        fails.
         """
         rows = len(next(iter(moving.values())))
         graph = self._graph(packed, moving, rows, n, warming)
@@ -297,27 +294,27 @@ class CapturedStep:
         return graph.moved[:rows], True
 
     def snapshot(self) -> dict[str, int]:
-        """For people: graphs, sets of shapes, and since the warm-up steps with a graph and without."""
-        counts = {"graphs": len(self._graphs), "shapes": len(self._shapes)}
-        return counts | {"replayed": self.replayed, "missed": self.missed}
+        """Counts for people: graphs, sets of shapes, and the steps with a graph and without since the warm-up."""
+        graphs = sum(map(len, self._graphs.values()))
+        return {"graphs": graphs, "shapes": len(self._graphs), "replayed": self.replayed, "missed": self.missed}
 
     def _graph(self, packed: Tensors, moving: Tensors, rows: int, n: int, warming: bool) -> _Graph | None:
         size = next((size for size in self.sizes if size >= rows), None)
         if size is None or (self._capturer is not None and current_thread() is not self._capturer):
             return None
         shape = (n, *map(_kind, packed.items()), *map(_kind, moving.items()))
-        graph = self._graphs.get((size, shape))
-        if graph is not None:
-            return graph
-        if not warming or (shape not in self._shapes and len(self._shapes) == MOST_SHAPES):
+        graphs = self._graphs.get(shape, {})
+        if size in graphs:
+            return graphs[size]
+        if not warming or (not graphs and len(self._graphs) == MOST_SHAPES):
             if not self._warned:
                 self._warned = True
                 log.warning("a step runs without a CUDA graph: the warm-up captured none of %d rows of %s", size, shape)
             return None
         self._capturer = current_thread()
-        self._shapes.add(shape)
         self._filled = (None, None)
-        graph = self._graphs[size, shape] = self._captured(packed, moving, size, n)
+        graph = self._captured(packed, moving, size, n)
+        self._graphs.setdefault(shape, {})[size] = graph
         return graph
 
     def _captured(self, packed: Tensors, moving: Tensors, size: int, n: int) -> _Graph:
@@ -354,10 +351,10 @@ class CapturedStep:
 
 
 class UploadedOnce(TorchFunctionMode):  # type: ignore[misc]
-    """While it is entered, `torch.tensor` of an equal list, type and device copies from the host only once.
+    """A block in which `torch.tensor` of an equal list, type and device copies from the host only once.
 
-    Models make small constants (masks, for example) from lists at every call. While a graph is captured a copy from the
-    host is not allowed; one on the device is.
+    Models make small constants (masks, for example) from lists at every call. A capture allows no copy from the host,
+    only copies on the device.
     """
 
     def __init__(self) -> None:
@@ -382,7 +379,7 @@ def _kind(item: tuple[str, Tensor]) -> tuple[str, tuple[int, ...], Any]:
 
 
 def _fill(buffers: Tensors, given: Tensors) -> None:
-    """Copy rows into buffers that have at least as many, padded with the last."""
+    """Copy rows into buffers of at least as many; the last one fills the rest."""
     for name, rows in given.items():
         buffer, n = buffers[name], len(rows)
         buffer[:n].copy_(rows)
