@@ -8,7 +8,7 @@ import numpy as np
 import simplejpeg
 
 from reflex_runtime import Runtime
-from reflex_runtime.feeds import Pipeline, Result, to_arrays
+from reflex_runtime.feeds import Pipeline, Result
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.sources.shapes import DETECTOR, ShapesSource
 
@@ -24,9 +24,9 @@ class Crops:
         self.kept: list[Path] = []  # a stage belongs to one feed
 
     def __call__(self, result: Result) -> Result:
-        found, image = to_arrays(result, masks=False), result.frame.image
+        boxes, image = np.asarray(result.value["boxes"]).reshape(-1, 4), result.frame.image
         (self.folder / result.feed).mkdir(parents=True, exist_ok=True)
-        for place, (box, label) in enumerate(zip(found.boxes, found.labels, strict=True)):
+        for place, (box, label) in enumerate(zip(boxes, result.value["labels"], strict=True)):
             x0, y0, x1, y1 = np.concatenate([np.floor(box[:2]), np.ceil(box[2:])]).clip(0).astype(int)
             crop = np.ascontiguousarray(image[y0:y1, x0:x1])
             if min(crop.shape[:2]) >= 4:

@@ -1,4 +1,4 @@
-"""Results as arrays and as supervision's Detections, from real graphs."""
+"""Results as supervision's Detections, from real graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from feeds.graphs import RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds import to_arrays, to_supervision
+from reflex_runtime.feeds import to_supervision
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 from reflex_runtime.run.coordinator import BatchEntry
@@ -33,12 +33,12 @@ def made(value: Any) -> Result:
 
 def test_f14_boxes_scores_and_names_as_arrays_and_detections(tmp_path: Path) -> None:
     result = detected(tmp_path, "raw", (64, 64))
-    found, detections = to_arrays(result, ["blue", "red"]), to_supervision(result, ["blue", "red"])
-    assert found.boxes.tolist() == detections.xyxy.tolist() == result.value["boxes"] == [[*map(float, PLACE)]]
-    assert found.classes.tolist() == detections.class_id.tolist() == [1]
+    detections = to_supervision(result, ["blue", "red"])
+    assert detections.xyxy.tolist() == result.value["boxes"] == [[*map(float, PLACE)]]
+    assert detections.class_id.tolist() == [1]
     assert detections.confidence.tolist() == [1.0]
-    assert detections.data["class_name"].tolist() == list(found.labels) == ["red"]
-    assert (found.tracker_ids, detections.tracker_id, found.masks, len(found)) == (None, None, None, 1)
+    assert detections.data["class_name"].tolist() == ["red"]
+    assert (detections.tracker_id, detections.mask, len(detections)) == (None, None, 1)
 
 
 def test_f14_masks_cover_what_was_lit_in_pixels_of_the_frame(tmp_path: Path) -> None:
@@ -47,13 +47,7 @@ def test_f14_masks_cover_what_was_lit_in_pixels_of_the_frame(tmp_path: Path) -> 
     assert masks.shape == (1, 64, 128)
     there = result.frame.image[:, :, 0] > 0
     assert (masks[0] & there).sum() / (masks[0] | there).sum() > 0.75, "to a cell of the mask, eight pixels"
-    assert to_arrays(result, masks=False).masks is None
-
-
-def test_f14_keypoints_as_an_array(tmp_path: Path) -> None:
-    points = to_arrays(detected(tmp_path, "pose", (64, 64), task="pose", kpt_shape="[2, 3]")).keypoints
-    assert points is not None
-    assert points[:, :, :2].tolist() == [[[16, 8], [48, 56]]]
+    assert to_supervision(result, masks=False).mask is None
 
 
 def test_f14_tracker_ids_are_minus_one_where_there_is_none_and_empty_is_empty() -> None:
@@ -62,7 +56,7 @@ def test_f14_tracker_ids_are_minus_one_where_there_is_none_and_empty_is_empty() 
     assert found.tracker_id.tolist() == [-1, 3]
     assert found.class_id.tolist()[0] == 7
     assert found.confidence.tolist() == [1.0, 1.0]
-    again = to_arrays(made({"boxes": boxes, "labels": ["x", "y"]})).classes.tolist()
+    again = to_supervision(made({"boxes": boxes, "labels": ["x", "y"]})).class_id.tolist()
     assert again[0] == found.class_id.tolist()[1] != again[1], "the same number for a name in every result"
     assert len(to_supervision(made({"boxes": [], "scores": [], "labels": [], "tracker_ids": []}))) == 0
 
@@ -74,4 +68,4 @@ def test_f14_tracker_ids_are_minus_one_where_there_is_none_and_empty_is_empty() 
 )  # fmt: skip
 def test_what_has_no_detections_is_an_error(value: Any) -> None:
     with pytest.raises(ConfigError, match="a result of 'a' has no"):
-        to_arrays(made(value))
+        to_supervision(made(value))

@@ -10,7 +10,7 @@ from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
 from reflex_runtime.feeds.runtime.pipeline import Frame, Pipeline, Result, Source, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.sources import source_of
-from reflex_runtime.feeds.stages import ResultArrays, TrackStage, ZoneStage, to_arrays, to_supervision
+from reflex_runtime.feeds.stages import TrackStage, ZoneStage, to_supervision
 
 __all__ = [
     "AnnotatedVideo",
@@ -22,7 +22,6 @@ __all__ = [
     "MqttPublisher",
     "Pipeline",
     "Result",
-    "ResultArrays",
     "ResultOutput",
     "Runtime",
     "SinkError",
@@ -37,7 +36,6 @@ __all__ = [
     "source_of",
     "source_of_spec",
     "specs_of",
-    "to_arrays",
     "to_supervision",
     "webhook_address",
 ]

@@ -1,12 +1,12 @@
-"""What becomes of results: arrays of them, objects numbered from frame to frame, counts in areas and over lines."""
+"""Stages after the batch point: tracks, zones, lines, and stages of users; results for supervision."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any, Final
 
@@ -25,83 +25,36 @@ NO_CLASS: Final = -1
 MOST_CELLS: Final = 4_000_000  # of a mask
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResultArrays:
-    """The k detections of a result. Positions are pixels of its frame.
+def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bool = True) -> Any:
+    """The detections of a result as `supervision.Detections`: xyxy in pixels of the frame, confidence (1 without
+    scores), class_id, tracker_id (-1 without a track), mask, and the labels as data["class_name"].
 
-    boxes: [k, 4], x0, y0, x1, y1. scores: [k], 1 where the result has none. labels: k names or numbers, None where the
-    result has none. classes: [k], a number for each label, -1 for none: see `to_arrays`. tracker_ids: [k], -1 for no
-    track yet; None without tracking. keypoints: [k, m, 2 or 3], x, y and how visible. masks: [k, height, width] over
-    the whole frame.
-    """
-
-    boxes: NDArray[np.float64]
-    scores: NDArray[np.float64]
-    labels: tuple[Any, ...]
-    classes: NDArray[np.int64]
-    tracker_ids: NDArray[np.int64] | None = None
-    keypoints: NDArray[np.float64] | None = None
-    masks: NDArray[np.bool_] | None = None
-
-    def __len__(self) -> int:
-        return len(self.boxes)
-
-
-def to_arrays(result: Result, names: Sequence[str] | None = None, masks: bool = True) -> ResultArrays:
-    """The detections of a result as arrays.
-
-    names: the classes in order; a label's number is its place among them. Without names, a label that is a number is
-    its own, and any other one gets a number made of its text, the same in every frame and run.
+    names: the classes in order; class_id is the place of a label in them, -1 for none. Without names, a label that is a
+    number is its own class_id, and a text has a number made of it, the same in every frame and run.
     masks: whether masks are unpacked: each takes a byte for every pixel of the frame.
-    Raises ConfigError for a result that has no boxes, or whose fields differ in length.
+    Raises ConfigError if supervision is missing, for a result without boxes, or if its fields differ in length.
     """
     value = result.value
     if not isinstance(value, Mapping) or "boxes" not in value:
         raise ConfigError(f"a result of {result.feed!r} has no boxes, so it has no detections")
     try:
-        boxes = np.asarray(value["boxes"], dtype=np.float64).reshape(-1, 4)
+        boxes = np.asarray(value["boxes"], dtype=np.float32).reshape(-1, 4)
         k = len(boxes)
-        scores = np.ones(k) if value.get("scores") is None else _row(value["scores"], np.float64, k)
-        labels = tuple([None] * k if value.get("labels") is None else value["labels"])
-        if len(labels) != k:
-            raise ValueError(f"{len(labels)} labels of {k} boxes")
-        ids = value.get("tracker_ids")
-        points = value.get("keypoints")
-        return ResultArrays(
-            boxes=boxes,
-            scores=scores,
-            labels=labels,
-            classes=np.array([_number(label, names) for label in labels], np.int64),
-            tracker_ids=None if ids is None else _row([NO_TRACK if i is None else i for i in ids], np.int64, k),
-            keypoints=None if points is None else np.asarray(points, np.float64).reshape(k, -1, _columns(points)),
-            masks=_masks(value["masks"], result.frame.size) if masks and value.get("masks") is not None else None,
-        )
+        labels = [None] * k if value.get("labels") is None else list(value["labels"])
+        scores, ids = value.get("scores"), value.get("tracker_ids")
+        fields: dict[str, NDArray[Any] | None] = {
+            "confidence": np.ones(k, np.float32) if scores is None else np.asarray(scores, np.float32),
+            "class_id": np.array([_number(label, names) for label in labels], np.int64),
+            "tracker_id": None if ids is None else np.array([NO_TRACK if i is None else i for i in ids], np.int64),
+        }
+        for name, values in fields.items():
+            if values is not None and values.shape != (k,):
+                raise ValueError(f"{values.size} values of {name} for {k} boxes")
+        mask = _masks(value["masks"], result.frame.size) if masks and value.get("masks") is not None else None
     except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"a result of {result.feed!r} has no detections: {error}") from None
-
-
-def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bool = True) -> Any:
-    """The detections of a result as `supervision.Detections`: xyxy, confidence, class_id, tracker_id, mask, and the
-    labels as data["class_name"]. names, masks: see `to_arrays`.
-
-    Raises ConfigError if supervision is missing, or for a result without boxes.
-    """
-    found = to_arrays(result, names, masks)
-    return library("supervision", "this").Detections(
-        xyxy=found.boxes.astype(np.float32),
-        confidence=found.scores.astype(np.float32),
-        class_id=found.classes,
-        tracker_id=found.tracker_ids,
-        mask=found.masks,
-        data={"class_name": np.array(["" if label is None else str(label) for label in found.labels], dtype=str)},
-    )
-
-
-def _row(values: Any, kind: Any, k: int) -> NDArray[Any]:
-    found = np.asarray(values, dtype=kind)
-    if found.shape != (k,):
-        raise ValueError(f"{found.size} values of {k} boxes")
-    return found
+    texts = np.array(["" if label is None else str(label) for label in labels], dtype=str)
+    return library("supervision", "this").Detections(xyxy=boxes, mask=mask, data={"class_name": texts}, **fields)
 
 
 def _number(label: Any, names: Sequence[str] | None) -> int:
@@ -114,12 +67,8 @@ def _number(label: Any, names: Sequence[str] | None) -> int:
     return zlib.crc32(str(label).encode()) >> 1
 
 
-def _columns(points: Any) -> int:
-    shape = np.shape(points)
-    return int(shape[-1]) if len(shape) == 3 else 3
-
-
 def _masks(masks: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
+    """[k, height, width]. Masks that cannot be drawn are empty."""
     width, height = size
     found = np.zeros((len(masks), height, width), np.bool_)
     for whole, mask in zip(found, masks, strict=True):
@@ -137,13 +86,13 @@ def _masks(masks: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
 
 
 def cells_of(mask: Any) -> NDArray[np.bool_] | None:
-    """The cells [rows, columns] of a mask of a result; they cover its `box` evenly. None for what is no mask."""
+    """The cells [rows, columns] of a mask of a result; they cover its `box` evenly. None if it has another form."""
     try:
         rows, columns = (int(n) for n in mask["size"])
         counts = np.asarray(mask["counts"], np.int64)
         if not (0 < rows * columns <= MOST_CELLS and counts.ndim == 1 and counts.min(initial=0) >= 0):
             return None
-        if counts.max(initial=0) > rows * columns or counts.sum() != rows * columns:  # their sum could overflow
+        if counts.max(initial=0) > rows * columns or counts.sum() != rows * columns:  # the sum could overflow
             return None
         return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(rows, columns)
     except (TypeError, ValueError, KeyError, OverflowError):
@@ -154,16 +103,16 @@ def cells_of(mask: Any) -> NDArray[np.bool_] | None:
 
 
 def has_boxes(result: Result) -> bool:
-    """Whether a result has detections, perhaps none in this frame."""
+    """Whether a result is one of detections, with boxes or without."""
     return isinstance(result.value, Mapping) and result.value.get("boxes") is not None
 
 
 class TrackStage:
-    """Adds `tracker_ids` to each result: for each box the number of its track, None while it has none.
+    """Adds `tracker_ids` to each result: for each box the number of its track, None without a track.
 
-    ByteTrack, by the library trackers. score: a box that scores this begins a track, on its second frame; one that
-    scores less only continues one. A track that is not seen for a second of the stream ends, and its number is not
-    used again. A result without boxes passes as it is.
+    ByteTrack, by the library trackers. score: a box with this score begins a track, on its second frame; one with less
+    only continues a track. A track ends when it is not seen for a second of the stream; its number is not used again.
+    Results without boxes pass unchanged.
     """
 
     name = "track"
@@ -176,19 +125,19 @@ class TrackStage:
     def __call__(self, result: Result) -> Result:
         if not has_boxes(result):
             return result
-        found = to_arrays(result, masks=False)
-        fine = np.flatnonzero(np.isfinite(found.boxes).all(axis=1) & np.isfinite(found.scores))
-        detections = self._detections(
-            xyxy=found.boxes[fine], confidence=found.scores[fine], data={"row": np.arange(len(found))[fine]}
-        )
+        value = result.value
+        boxes = np.asarray(value["boxes"], np.float64).reshape(-1, 4)
+        scores = np.ones(len(boxes)) if value.get("scores") is None else np.asarray(value["scores"], np.float64)
+        fine = np.flatnonzero(np.isfinite(boxes).all(axis=1) & np.isfinite(scores))
+        detections = self._detections(xyxy=boxes[fine], confidence=scores[fine], data={"row": fine})
         tracked = self._tracker.update(detections, timestamp=result.frame.time)
-        ids: list[int | None] = [None] * len(found)
+        ids: list[int | None] = [None] * len(boxes)
         for row, number in zip(tracked.data.get("row", ()), tracked.tracker_id, strict=True):
             ids[row] = None if number == NO_TRACK else int(number)
-        return replace(result, value={**result.value, "tracker_ids": ids})
+        return replace(result, value={**value, "tracker_ids": ids})
 
 
-FARTHEST: Final = 8192  # a coordinate: a zone has a mask of so many pixels
+FARTHEST: Final = 8192  # pixels of a coordinate: a zone has a mask up to there
 MOST: Final = 64  # zones, and lines, of a feed
 CORNERS: Final = 100  # of a zone
 
@@ -198,9 +147,9 @@ Points = tuple[tuple[float, float], ...]
 class ZoneStage:
     """Adds `zones` and `lines` to each result that has boxes.
 
-    zones: {NAME: [places of the boxes inside]}. lines: {NAME: {"in": n, "out": n, "crossed_in": [places],
-    "crossed_out": [places]}}, the first two since the start; a line needs `tracker_ids`. A box is where the middle of
-    its lower edge is. `in` is from the right to the left of a line, as seen from its first point to its second.
+    zones: {NAME: [indices of the boxes inside]}. lines: {NAME: {"in": n, "out": n, "crossed_in": [indices],
+    "crossed_out": [indices]}}, n since the start; a line needs `tracker_ids`. The middle of its lower edge is the
+    place of a box. `in` is from the right of a line to its left, seen from its first point to its second.
     """
 
     name = "zones"
@@ -290,7 +239,7 @@ def _places(chosen: Any) -> list[int]:
 
 
 def stages_of(config: FeedsConfig) -> list[After]:
-    """Those of one feed, new: tracks, then zones and lines, then its own in their order. Raises ConfigError."""
+    """New stages for one feed: tracks, zones and lines, then those of --stage in order. Raises ConfigError."""
     found: list[After] = []
     zones, lines = zones_of(config.zone), lines_of(config.line)
     if config.track:
@@ -308,13 +257,12 @@ def stages_of(config: FeedsConfig) -> list[After]:
 
 
 class OwnStage:
-    """A stage that MODULE:NAME names: a function of a `Result`, which all feeds share, or a class, of which each feed
-    has an instance. It returns a `Result`, or None to keep this one from the sinks."""
+    """A stage of MODULE:NAME: a function, which all feeds share, or a class, of which each feed has an instance."""
 
-    def __init__(self, name: str, call: Callable[[Result], Any]) -> None:
+    def __init__(self, name: str, call: After) -> None:
         self.name, self._call = name, call
 
-    def __call__(self, result: Result) -> Any:
+    def __call__(self, result: Result) -> Result | None:
         return self._call(result)
 
 
