@@ -25,7 +25,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import record_of
 from reflex_runtime.feeds.outputs.mqtt import WINDOW, MqttPublisher
-from reflex_runtime.feeds.outputs.output import WAITING, Outbox, ResultOutput, mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.output import WAITING, ResultOutput, mqtt_address, webhook_address
 from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.runtime.runtime import Runtime
@@ -52,46 +52,59 @@ def balanced(output: ResultOutput) -> bool:
 # -- the queue ---------------------------------------------------------------------------------------------------------
 
 
+class Kept(ResultOutput):
+    """Sends nothing by itself: the test is its thread."""
+
+    kind = "kept"
+
+    def waits(self) -> int:
+        return self.snapshot().waiting
+
+    def next(self, most: int) -> list[Any]:
+        return self._next(most)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_f14_an_output_keeps_the_newest_and_counts_every_result_once(seed: int) -> None:
-    rng, box, now = random.Random(seed), Outbox[int](5, lambda: 0.0), 0
-    hand: list[int] = []
+    rng, kept, now = random.Random(seed), Kept("nowhere", 5), 0
+    hand: list[Any] = []
     arrived: list[int] = []
     for _ in range(300):
         match rng.randrange(5):
             case 0 | 1:
-                box.put(now)
+                kept.take(result(now))
                 now += 1
-            case 2 if box.figures()["waiting"] > len(hand):
-                hand += box.take(rng.randrange(1, 4))
+            case 2 if kept.waits() > len(hand):
+                hand += kept.next(rng.randrange(1, 4))
             case 3 if hand:
-                box.sent(len(hand))
-                arrived, hand = arrived + hand, []
+                kept._sent(len(hand))
+                arrived, hand = arrived + [record.sequence for record in hand], []
             case 4 if hand:
                 if rng.random() < 0.5:
-                    box.back(hand)
+                    kept._back(hand)
                 else:
-                    box.drop("lost", len(hand))
+                    kept._drop("lost", len(hand))
                 hand = []
-        told = box.figures()
-        assert told["taken"] == now == told["sent"] + sum(told["drops"].values()) + told["waiting"]
-        assert told["waiting"] <= 5 + len(hand)
+        assert balanced(kept)
+        assert kept.snapshot().taken == now
+        assert kept.waits() <= 5 + len(hand)
         assert arrived == sorted(set(arrived))
-    box.drop("lost", len(hand))
-    waits = box.figures()["waiting"]
-    assert (box.take(9) if waits else []) == list(range(now - waits, now)), "the newest, in order"
+    kept._drop("lost", len(hand))
+    waits = kept.waits()
+    left = [record.sequence for record in kept.next(9)] if waits else []
+    assert left == list(range(now - waits, now)), "the newest, in order"
 
 
 def test_f14_what_comes_after_the_close_is_unsent() -> None:
-    box = Outbox[int](5)
-    box.put(1)
-    box.close(0.0)
-    box.put(2)
-    assert box.take(1) == []
-    assert box.end() == 1
-    box.sent()  # of a thread that hung until now
-    assert box.figures()["drops"]["unsent"] == 2
-    assert box.figures()["sent"] == 0
+    kept = Kept("nowhere", 5)
+    kept.take(result(1))
+    kept.signal(0.0)
+    kept.take(result(2))
+    assert kept.next(1) == []
+    assert kept.join()
+    kept._sent()  # of a thread that hung until now
+    assert kept.snapshot().drops["unsent"] == 2
+    assert kept.snapshot().sent == 0
 
 
 # -- MQTT --------------------------------------------------------------------------------------------------------------
@@ -363,7 +376,7 @@ def test_f14_a_webhook_is_asked_again_after_a_pause_that_grows_and_not_before_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(Outbox, "pause", lambda _, seconds: pauses.append(seconds))
+    monkeypatch.setattr(Webhook, "_pause", lambda _, seconds: pauses.append(seconds))
     answers = {0: (503, {}), 1: (429, {"Retry-After": "7"}), 2: (500, {}), 3: (503, {"Retry-After": "999999"})}
     with Receiver(lambda n: answers.get(n, (204, {}))) as receiver:
         output = Webhook(webhook_address(receiver.url))
@@ -380,7 +393,7 @@ def test_f14_a_webhook_is_asked_again_after_a_pause_that_grows_and_not_before_it
 
 
 def test_f14_a_webhook_that_always_fails_gives_a_group_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outbox, "pause", lambda *_: None)
+    monkeypatch.setattr(Webhook, "_pause", lambda *_: None)
     with Receiver(lambda n: (500, {}) if n < 8 else (200, {})) as receiver:
         output = Webhook(webhook_address(receiver.url))
         output.take(result(0))

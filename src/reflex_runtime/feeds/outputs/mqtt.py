@@ -69,16 +69,16 @@ class MqttPublisher(ResultOutput):
     def _send_all(self) -> None:
         self._client.loop_start()
         try:
-            while records := self.box.take(1, self._ready):
+            while records := self._next(1, self._ready):
                 self._publish(records[0])
-            with self.box.news:
-                self.box.news.wait_for(lambda: not self._on_way or not self._connected, self.box.time_left)
+            with self.news:
+                self.news.wait_for(lambda: not self._on_way or not self._connected, self.time_left)
         finally:
             self._leave()
 
     def _ready(self) -> bool:
-        if self._state == "away" and self.box.time_left is not None:
-            self.box.close(0.0)  # it will not come back in time
+        if self._state == "away" and self.time_left is not None:
+            self.signal(0.0)  # it will not come back in time
         return self._connected and len(self._on_way) < WINDOW
 
     def _publish(self, record: ResultRecord) -> None:
@@ -87,16 +87,16 @@ class MqttPublisher(ResultOutput):
         if text is None:
             return
         if len(text) > MOST_BYTES:
-            self.box.drop("refused")
-            self._unsuited(f"a result of {record.feed} has {len(text)} bytes, a message at most {MOST_BYTES}")
+            self._drop("refused")
+            self._failed(f"a result of {record.feed} has {len(text)} bytes, a message at most {MOST_BYTES}")
             return
         told = self._client.publish(f"{self._topic}/feeds/{path_name(record.feed)}", text, qos=self._qos)
-        with self.box.news:
+        with self.news:
             if self._qos == 0 and told.rc != 0:  # the connection was lost just now
-                self.box.back([record])
+                self._back([record])
             elif told.mid in self._early:
                 self._early.discard(told.mid)
-                self.box.sent()
+                self._sent()
             else:
                 self._on_way.add(told.mid)
 
@@ -119,14 +119,14 @@ class MqttPublisher(ResultOutput):
             return
         client.subscribe(f"{self._topic}/status", qos=1)
         self._say_online()
-        with self.box.news:
+        with self.news:
             if self._qos == 0 and self._on_way:  # the client forgets these
-                self.box.drop("lost", len(self._on_way))
+                self._drop("lost", len(self._on_way))
                 self._on_way.clear()
             self._early.clear()
             self._connected = True
             self._well()
-            self.box.news.notify_all()
+            self.news.notify_all()
 
     def _on_status(self, _: Any, __: Any, message: Any) -> None:
         """Somebody on the same topic has left, or was cut off, while this one is here."""
@@ -140,21 +140,21 @@ class MqttPublisher(ResultOutput):
         self._lost("nothing answers there as an MQTT broker")
 
     def _on_disconnect(self, _: Any, __: Any, ___: Any, reason: Any, ____: Any) -> None:
-        known = self._refused or self.box.time_left is not None
+        known = self._refused or self.time_left is not None
         self._lost(None if known else f"the connection was lost ({reason})")
 
     def _lost(self, why: str | None) -> None:
-        with self.box.news:
+        with self.news:
             self._connected = False
             if why is not None:
                 self._unwell(why)
-            self.box.news.notify_all()
+            self.news.notify_all()
 
     def _on_publish(self, _: Any, __: Any, number: int, ___: Any, ____: Any) -> None:
-        with self.box.news:
+        with self.news:
             if number in self._on_way:
                 self._on_way.discard(number)
-                self.box.sent()
+                self._sent()
             elif number in self._statuses:
                 self._statuses.discard(number)
             else:

@@ -1,4 +1,4 @@
-"""Results on their way to a receiver that may be slow or away: a bounded queue, a thread, figures, a bounded end."""
+"""Sends results to a receiver that may be slow or away: a bounded queue, a thread, figures, a bounded end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import ClassVar, Final
 from urllib.parse import unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
@@ -17,7 +17,6 @@ from reflex_runtime.feeds.runtime.health import OUTPUT_DROPS, OutputSnapshot
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.pacing import Throttle
-from reflex_runtime.run.device import Clock
 from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.run.processor import WALL
 from reflex_runtime.settings.declare import one_line
@@ -25,134 +24,33 @@ from reflex_runtime.settings.declare import one_line
 log = logging.getLogger("reflex.feeds.outputs")
 
 WAITING: Final = 1024  # results that wait in an output
-GRACE_S: Final = 1.0  # that a thread has to end after its time is over
-SELDOM: Final = 30.0  # seconds between two lines on the same trouble
+GRACE_S: Final = 1.0  # for a thread to end after its time is over
+SELDOM: Final = 30.0  # seconds between two log lines on failures
 LONGEST: Final = 2000  # characters of an address
 LONGEST_TOPIC: Final = 200
 _PORTS: Final = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
 
-Item = TypeVar("Item")
-
-
-class Outbox(Generic[Item]):
-    """Items between the feeds' threads, which `put`, and the thread of an output, which takes and settles them. Every
-    item is counted in exactly one place.
-
-    capacity: items that wait; those that are taken and not settled yet come on top.
-    news: notified when something comes, at the close, and by the output when `ready` may have changed.
-    """
-
-    def __init__(self, capacity: int, clock: Clock = time.monotonic) -> None:
-        self.news = threading.Condition()
-        self._capacity, self._clock = capacity, clock
-        self._items: deque[Item] = deque()
-        self._in_hand = 0  # taken, neither sent nor dropped
-        self._taken = self._sent = 0
-        self._drops = dict.fromkeys(OUTPUT_DROPS, 0)
-        self._until: float | None = None  # once it closes: when its time is over
-        self._over = False  # everything is counted
-
-    def put(self, item: Item) -> None:
-        """Never waits. The oldest item is dropped where there is no room."""
-        with self.news:
-            self._taken += 1
-            if self._until is not None:
-                self._drops["unsent"] += 1
-                return
-            self._items.append(item)
-            self._cut()
-            self.news.notify_all()
-
-    def take(self, most: int, ready: Callable[[], bool] = lambda: True) -> list[Item]:
-        """Up to so many, the oldest first; waits for one, and until it is `ready`. Empty at the end."""
-        with self.news:
-            while not (self._items and ready()):
-                left = self.time_left
-                if left is not None and (left <= 0.0 or not self._items):
-                    return []
-                self.news.wait(left)
-            if self._until is not None and self._until <= self._clock():
-                return []
-            taken = [self._items.popleft() for _ in range(min(most, len(self._items)))]
-            self._in_hand += len(taken)
-            return taken
-
-    def sent(self, count: int = 1) -> None:
-        """Items in hand arrived."""
-        with self.news:
-            if self._settle(count):
-                self._sent += count
-
-    def drop(self, reason: str, count: int = 1) -> None:
-        """Items in hand are given up, for one of `OUTPUT_DROPS`."""
-        with self.news:
-            if self._settle(count):
-                self._drops[reason] += count
-
-    def back(self, items: Sequence[Item]) -> None:
-        """Items in hand wait again, as the oldest ones."""
-        with self.news:
-            if self._settle(len(items)):
-                self._items.extendleft(reversed(items))
-                self._cut()
-
-    def pause(self, seconds: float) -> bool:
-        """Wait, until it closes at most. Returns whether it closes."""
-        with self.news:
-            return self.news.wait_for(lambda: self._until is not None, seconds)
-
-    def close(self, timeout: float) -> None:
-        """Take nothing more; what waits may be sent for so many seconds. The earlier end counts."""
-        with self.news:
-            until = self._clock() + timeout
-            self._until = until if self._until is None else min(until, self._until)
-            self.news.notify_all()
-
-    def end(self) -> int:
-        """Count what is left as unsent; how many that are. Later calls of the output's thread count nothing."""
-        with self.news:
-            left = 0 if self._over else len(self._items) + self._in_hand
-            self._over, self._in_hand = True, 0
-            self._items.clear()
-            self._drops["unsent"] += left
-            return left
-
-    @property
-    def time_left(self) -> float | None:
-        """Seconds for what waits once it closes; None before."""
-        return None if self._until is None else self._until - self._clock()
-
-    def figures(self) -> dict[str, Any]:
-        """Its part of an `OutputSnapshot`, all of one moment."""
-        with self.news:
-            waiting = len(self._items) + self._in_hand
-            return {"taken": self._taken, "sent": self._sent, "waiting": waiting, "drops": dict(self._drops)}
-
-    def _settle(self, count: int) -> bool:
-        """Whether these items still count."""
-        self._in_hand -= 0 if self._over else count
-        self.news.notify_all()
-        return not self._over
-
-    def _cut(self) -> None:
-        while len(self._items) > self._capacity:
-            self._items.popleft()
-            self._drops["overrun"] += 1
-
-
 class ResultOutput:
-    """Results on their way out. `take` is the sink that feeds get; one output may be shared by any number of feeds.
+    """Sends results to one receiver, on its own thread. Every result is counted in exactly one place.
 
     name: in metrics and logs. where: the receiver, without secrets. capacity: results that wait; then the oldest is
-    dropped. A runtime starts and closes it; see `Runtime.output`.
+    dropped. take: the sink for feeds, any number of them. news: notified when a result comes, when no more are taken,
+    and by the output when `ready` of `_next` may have changed. `Runtime.output` starts and stops it.
     """
 
     kind: ClassVar[str]
 
     def __init__(self, where: str, capacity: int = WAITING, name: str = "") -> None:
         self.name, self.where = name or self.kind, where
-        self.box: Outbox[ResultRecord] = Outbox(capacity)
-        self.take = self._take  # one object: feeds that share a sink know it by its identity
+        self.take = self._take  # one object: a shared sink is recognised by its identity
+        self.news = threading.Condition()
+        self._capacity = capacity
+        self._waiting: deque[ResultRecord] = deque()
+        self._in_hand = 0  # given to the output's thread, neither sent nor dropped
+        self._taken = self._sent_count = 0
+        self._drops = dict.fromkeys(OUTPUT_DROPS, 0)
+        self._until: float | None = None  # end of the time for sending what waits, once no more results are taken
+        self._over = False  # everything is counted
         self._state = "connecting"
         self._error: str | None = None
         self._retries = 0
@@ -164,31 +62,100 @@ class ResultOutput:
         self._thread.start()
 
     def signal(self, timeout: float) -> None:
-        """Take nothing more, and send what waits within so many seconds."""
-        self.box.close(timeout)
+        """Take no more results, and send those that wait within so many seconds. An earlier end counts."""
+        with self.news:
+            until = time.monotonic() + timeout
+            self._until = until if self._until is None else min(until, self._until)
+            self.news.notify_all()
 
     def join(self) -> bool:
-        """After `signal`: wait until its time is over, and count what was not sent. Returns whether it ended."""
+        """After `signal`: wait for its end, and count what was not sent. Returns whether the thread ended."""
         if self._thread.ident is not None:
-            self._thread.join(max(0.0, self.box.time_left or 0.0) + GRACE_S)
-        left = self.box.end()
-        self._state = "closed"
+            self._thread.join(max(0.0, self.time_left or 0.0) + GRACE_S)
+        with self.news:
+            left = 0 if self._over else len(self._waiting) + self._in_hand
+            self._over, self._in_hand, self._state = True, 0, "closed"
+            self._waiting.clear()
+            self._drops["unsent"] += left
         if left:
             log.warning("%s: %d results were not sent before the end", self.where, left)
         return not self._thread.is_alive()
 
-    def snapshot(self) -> OutputSnapshot:
-        """Its figures now."""
-        state, retries, error = self._state, self._retries, self._error
-        return OutputSnapshot(
-            name=self.name, where=self.where, state=state, retries=retries, error=error, **self.box.figures()
-        )
+    @property
+    def time_left(self) -> float | None:
+        """Seconds for sending what waits, after `signal`; None before."""
+        return None if self._until is None else self._until - time.monotonic()
 
-    # -- for the outputs -----------------------------------------------------------------------------------------------
+    def snapshot(self) -> OutputSnapshot:
+        """Its figures, all of one moment."""
+        with self.news:
+            return OutputSnapshot(
+                name=self.name,
+                where=self.where,
+                state=self._state,
+                taken=self._taken,
+                sent=self._sent_count,
+                waiting=len(self._waiting) + self._in_hand,
+                drops=dict(self._drops),
+                retries=self._retries,
+                error=self._error,
+            )
+
+    def _take(self, result: Result) -> None:
+        """Never waits. The oldest result is dropped where there is no room."""
+        record = record_of(result)
+        with self.news:
+            self._taken += 1
+            if self._until is not None:
+                self._drops["unsent"] += 1
+                return
+            self._waiting.append(record)
+            self._trim()
+            self.news.notify_all()
+
+    # -- on the output's thread ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Take and send until nothing more comes. Called once, on the output's thread."""
+        """Send results until there are no more. Called once."""
         raise NotImplementedError
+
+    def _next(self, most: int, ready: Callable[[], bool] = lambda: True) -> list[ResultRecord]:
+        """Wait for results, and until it is `ready`. Returns at most so many, the oldest first; none at the end."""
+        with self.news:
+            while not (self._waiting and ready()):
+                left = self.time_left
+                if left is not None and (left <= 0.0 or not self._waiting):
+                    return []
+                self.news.wait(left)
+            if (left := self.time_left) is not None and left <= 0.0:
+                return []
+            found = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            self._in_hand += len(found)
+            return found
+
+    def _sent(self, count: int = 1) -> None:
+        """Results in hand arrived."""
+        with self.news:
+            if self._settle(count):
+                self._sent_count += count
+
+    def _drop(self, reason: str, count: int = 1) -> None:
+        """Results in hand are given up, for one of `OUTPUT_DROPS`."""
+        with self.news:
+            if self._settle(count):
+                self._drops[reason] += count
+
+    def _back(self, records: Sequence[ResultRecord]) -> None:
+        """Results in hand wait again, as the oldest."""
+        with self.news:
+            if self._settle(len(records)):
+                self._waiting.extendleft(reversed(records))
+                self._trim()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, at most until `signal`."""
+        with self.news:
+            self.news.wait_for(lambda: self._until is not None, seconds)
 
     def _well(self) -> None:
         """The receiver takes results."""
@@ -197,33 +164,39 @@ class ResultOutput:
         self._state = "connected"
 
     def _unwell(self, why: object, again: bool = True) -> None:
-        """The receiver is away, or refuses: logged seldom. again: whether it is tried again."""
+        """The receiver is away or refuses. again: it is tried again."""
         self._state = "away"
         self._retries += again
-        self._unsuited(why, again)
+        self._failed(why, again)
 
     def _line(self, record: ResultRecord) -> bytes | None:
-        """One line, without its end, of a result in hand; None if it cannot be written: it alone is refused."""
+        """The line of a result in hand, without its end. None if it is no JSON: then it is dropped."""
         try:
             with WALL:
                 return record.as_json()
         except Exception as error:  # of the value's own class
-            self.box.drop("refused")
-            self._unsuited(f"a result of {record.feed} cannot be written as JSON: {type(error).__name__}: {error}")
+            self._drop("refused")
+            self._failed(f"a result of {record.feed} cannot be written as JSON: {type(error).__name__}: {error}")
             return None
 
-    def _unsuited(self, why: object, again: bool = False) -> None:
-        """A result cannot be sent, though the receiver is there: logged seldom."""
+    def _failed(self, why: object, again: bool = False) -> None:
+        """Log a failure, at most one in `SELDOM` seconds."""
         self._error = in_one_line(why)
         count = self._trouble.count(time.monotonic())
         if count:
             times = f" ({count} times)" if count > 1 else ""
             log.warning("%s: %s%s%s", self.where, self._error, "; trying again" if again else "", times)
 
-    # -- within --------------------------------------------------------------------------------------------------------
+    def _settle(self, count: int) -> bool:
+        """Whether these results still count: not after `join`."""
+        self._in_hand -= 0 if self._over else count
+        self.news.notify_all()
+        return not self._over
 
-    def _take(self, result: Result) -> None:
-        self.box.put(record_of(result))
+    def _trim(self) -> None:
+        while len(self._waiting) > self._capacity:
+            self._waiting.popleft()
+            self._drops["overrun"] += 1
 
     def _run(self) -> None:
         try:
@@ -233,13 +206,15 @@ class ResultOutput:
             log.exception("%s: the output died", self.where)
         finally:
             self._state = "closed"
-            self.box.close(0.0)
+            self.signal(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAddress:
-    """secure: over TLS. path: with the leading slash; of a web server as it is written, with the query. user, password:
-    None without; they appear in no error, log or figure, nor in `shown`."""
+    """Where a receiver is. secure: over TLS. path: with the leading slash, of a web server also with the query.
+
+    shown: for people, without user, password and query.
+    """
 
     secure: bool
     host: str

@@ -50,7 +50,7 @@ class Webhook(ResultOutput):
 
     def join(self) -> bool:
         """See `ResultOutput`. A request that hangs is cut off when the time is over."""
-        cut = threading.Timer(max(0.0, self.box.time_left or 0.0), self._cut)
+        cut = threading.Timer(max(0.0, self.time_left or 0.0), self._cut)
         cut.daemon = True
         cut.start()
         try:
@@ -61,7 +61,7 @@ class Webhook(ResultOutput):
     # -- on the output's thread ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        while records := self.box.take(GROUP):
+        while records := self._next(GROUP):
             self._send(records)
         self._close()
 
@@ -77,7 +77,7 @@ class Webhook(ResultOutput):
             return
         if 200 <= answer.status < 300:
             self._failures = 0
-            self.box.sent(len(lines))
+            self._sent(len(lines))
             self._well()
         elif answer.status in _AGAIN:
             self._again(records, f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
@@ -85,7 +85,7 @@ class Webhook(ResultOutput):
             self._failures = 0
             more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
             self._unwell(f"answers {answer.status}{more}; the results are dropped", again=False)
-            self.box.drop("refused", len(lines))
+            self._drop("refused", len(lines))
 
     def _lines(self, records: Sequence[ResultRecord]) -> tuple[list[bytes], list[ResultRecord]]:
         """The lines of as many results as a request may have, and these results; the others wait again."""
@@ -94,7 +94,7 @@ class Webhook(ResultOutput):
         size = 0
         for number, record in enumerate(records):
             if size >= GROUP_BYTES:
-                self.box.back(records[number:])
+                self._back(records[number:])
                 break
             if (line := self._line(record)) is not None:
                 lines.append(line + b"\n")
@@ -107,14 +107,14 @@ class Webhook(ResultOutput):
         self._failures += 1
         self._unwell(why)
         if self._failures % ATTEMPTS:
-            self.box.back(records)
+            self._back(records)
         else:
-            self.box.drop("lost", len(records))
-        if self.box.time_left is not None:
-            self.box.close(0.0)  # it will not come back in time
+            self._drop("lost", len(records))
+        if self.time_left is not None:
+            self.signal(0.0)  # it will not come back in time
             return
         pause = doubled(FIRST_S, LONGEST_S, self._failures - 1) * (1 - self._chance.random() / 2)
-        self.box.pause(min(LONGEST_S, max(pause, wait)))
+        self._pause(min(LONGEST_S, max(pause, wait)))
 
     def _post(self, body: bytes) -> HTTPResponse:
         """The answer. An idle connection that the server has closed is opened again, once."""
