@@ -560,21 +560,17 @@ class Feed:
 
     def _staged(self, stage: After, result: Result) -> Result | None:
         """The result as a stage leaves it. Counts its time and its failures; an error names it."""
-        name, began, failed = name_of(stage), self.clock(), True
-        self.ledger.stage_begins()
+        name = name_of(stage)
         try:
-            with WALL:
+            with self.ledger.stage(name, self.clock), WALL:
                 made = stage(result)
-            if made is not None and not isinstance(made, Result):
-                raise TypeError(f"returned {type(made).__name__}, must return a Result or None")
-            failed = False
+                if made is not None and not isinstance(made, Result):
+                    raise TypeError(f"returned {type(made).__name__}, must return a Result or None")
+                return made
         except Exception as error:
             fault = StageFailed(f"stage {name}: {type(error).__name__}: {error}")
             fault.place = place_of(error)
             raise fault from error
-        finally:
-            self.ledger.stage_ended(name, self.clock() - began, failed)
-        return made
 
     def _time_left(self, hand: CurrentFrame) -> float | None:
         """Seconds until it is too old, None without a limit. Raises _Out if it is."""

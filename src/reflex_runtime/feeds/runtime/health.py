@@ -1,11 +1,8 @@
-"""What an operator learns of feeds and coordinators: events as something happens, and figures at any time.
+"""The health of feeds and coordinators for an operator: events as something happens, and figures at any time.
 
-The first event of a kind and source is emitted at once, then at most one a second; the counts in the events add up to
-what happened. `pacing.Throttle` is that rule, and `Health` the fold over a coordinator's events that applies it. A feed
-and its runtime emit the other events themselves.
-
-A feed's threads write its figures into a `Ledger`; callers get frozen copies. Every frame that was read is in exactly
-one place, so that in every snapshot
+The first event of a kind and source is emitted at once, then at most one a second; their counts add up to what happened
+(`pacing.Throttle`). `Health` makes those of a coordinator from its scheduler's events; a feed and its runtime emit the
+others. A feed's threads write its figures into a `Ledger`; callers get frozen copies, in which
 
     frames == processed + the sum of drops + waiting
 """
@@ -15,7 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, ClassVar
@@ -36,12 +34,12 @@ from reflex_runtime.observe.batch_metrics import BatchMetrics, Durations, Times,
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.run.modules import in_one_line
 
-FEEDS = 4096  # feeds that a coordinator's health remembers
+FEEDS = 4096  # most feeds that a coordinator's health remembers
 
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """Something that an operator should know. at: seconds, monotonic. source: the feed's id, or the coordinator's."""
+    """at: monotonic seconds. source: the id of the feed or of the coordinator."""
 
     at: float
     source: str
@@ -72,7 +70,7 @@ class BatchSubmissionRejected(_FramesLost):
 
 @dataclass(frozen=True, slots=True)
 class BatchInFlightExceeded(_FramesLost):
-    """`count` frames of a feed exceeded its in-flight limit: the processor is too slow for it."""
+    """`count` frames of a feed exceeded its in-flight limit."""
 
     says = "{frames} refused, {coordinator} had not answered the one before"
 
@@ -97,7 +95,7 @@ class BatchError(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageError(HealthEvent):
-    """A feed's coordinator died. Once for each feed, never at an ordinary stop."""
+    """A feed's coordinator died: once for each feed, never at an ordinary stop."""
 
     error: str
     coordinator: str = ""
@@ -123,7 +121,7 @@ class FeedConnected(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class FeedDisconnected(HealthEvent):
-    """A feed's source was lost or could not be opened. retry_in: seconds until it is tried again; None: never."""
+    """A feed's source was lost or could not be opened. retry_in: seconds until it is opened again; None: never."""
 
     error: str
     retry_in: float | None = None
@@ -164,20 +162,18 @@ class ThreadDetached(HealthEvent):
     says = "thread {name} did not end in time and is abandoned"
 
 
-_Counted = type[_FramesLost]
+_Counted = type[_FramesLost] | type[BatchError]
 
 
 class Health:
     """A sink that reports the health of one coordinator and of the feeds that use it (a request's `client`).
 
-        health = Health("detector", print)
-
     emit: gets each `HealthEvent`, on the thread and under the lock that the sink is called with; must be quick.
     every: seconds between two events of one kind and source. Held counts are reported within twice that, by a recovery
-    (an admission, for refusals; an answer, for the rest), and by `flush`.
+    (an admission after refusals; an answer after other failures), and by `flush`.
 
     Beyond `FEEDS` feeds the oldest is forgotten, but never its held counts. A forgotten feed gets the event of a lost
-    coordinator when it submits again.
+    coordinator at its next submission.
     """
 
     events = frozenset({RequestQueued, RequestRejected, RequestAbandoned, RequestSettled, DeviceLost})
@@ -185,10 +181,9 @@ class Health:
     def __init__(self, source: str, emit: Callable[[HealthEvent], None], every: float = 1.0) -> None:
         self.source = source
         self._emit, self._every = emit, every
-        self._feeds: dict[Any, bool] = {}  # those that were seen: whether the coordinator's loss was reported
+        self._feeds: dict[Any, bool] = {}  # known feeds: whether the coordinator's loss was reported
         self._throttles: dict[tuple[Any, _Counted], Throttle] = {}  # of what failed lately
-        self._batches = Throttle(every)
-        self._batch = 0  # the last one counted in it
+        self._batch = 0  # the last failed batch
         self._error = ""
         self._sweep_at = inf
         self._lost: str | None = None
@@ -205,14 +200,14 @@ class Health:
         elif isinstance(event, RequestSettled):
             if type(event.ticket.outcome) is not Done:
                 self._failed(now, event.ticket)
-            elif self._throttles or self._batches.held:
-                self._tell_batches(now, self._batches.recover(now))
+            elif self._throttles:
+                self._recovered(self.source, BatchError, now)
                 if not event.ticket.abandoned:  # an answer after the caller gave up is no recovery
                     self._recovered(event.ticket.request.client, BatchTimeout, now)
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):
-            self._count(event.ticket.request.client, BatchTimeout, now)
+            self._lose(event.ticket.request.client, BatchTimeout, now)
         elif isinstance(event, DeviceLost):
             self._lost = str(event.error)
             for client in list(self._feeds):
@@ -224,32 +219,33 @@ class Health:
         """Report all held counts; to be called at the stop."""
         for key, throttle in self._throttles.items():
             self._tell(key, now, throttle.flush(now))
-        self._tell_batches(now, self._batches.flush(now))
 
     def _rejected(self, event: RequestRejected) -> None:
         client = event.request.client
         if not isinstance(event.error, Closed):
             kind = BatchInFlightExceeded if isinstance(event.error, InFlightCapReached) else BatchSubmissionRejected
-            self._count(client, kind, event.at)
+            self._lose(client, kind, event.at)
         elif self._lost is not None and (client in self._feeds or len(self._feeds) < FEEDS):
             self._tell_lost(client, event.at)  # reported once: so it is remembered, and no feed is forgotten now
 
     def _failed(self, now: float, ticket: Ticket) -> None:
         admission = ticket.admission
         if isinstance(ticket.outcome.error, Displaced):  # a late refusal
-            self._count(ticket.request.client, BatchSubmissionRejected, now)
+            self._lose(ticket.request.client, BatchSubmissionRejected, now)
         if not isinstance(ticket.outcome.error, ProcessorError) or admission is None:
             return
         self._error = ticket.outcome.error.logged()
-        if admission.id != self._batch:  # the first of its batch; the others follow it at once
+        if admission.id != self._batch:  # its first failure; the others of the batch follow at once
             self._batch = admission.id
-            self._tell_batches(now, self._batches.count(now))
-            self._sweep_at = min(self._sweep_at, now + self._every)
+            self._count((self.source, BatchError), now)
 
-    def _count(self, client: Any, kind: _Counted, now: float) -> None:
+    def _lose(self, client: Any, kind: type[_FramesLost], now: float) -> None:
         self._know(client)
-        throttle = self._throttles.setdefault((client, kind), Throttle(self._every))
-        self._tell((client, kind), now, throttle.count(now))
+        self._count((client, kind), now)
+
+    def _count(self, key: tuple[Any, _Counted], now: float) -> None:
+        throttle = self._throttles.setdefault(key, Throttle(self._every))
+        self._tell(key, now, throttle.count(now))
         self._sweep_at = min(self._sweep_at, now + self._every)
 
     def _recovered(self, client: Any, kind: _Counted, now: float) -> None:
@@ -257,27 +253,23 @@ class Health:
             self._tell((client, kind), now, throttle.recover(now))
 
     def _sweep(self, now: float) -> None:
-        """Report what is due; check the rest again, at most once per `every`."""
-        self._tell_batches(now, self._batches.due(now))
+        """Report what is due; look again after `every` seconds."""
         for key, throttle in list(self._throttles.items()):
             self._tell(key, now, throttle.due(now))
             if throttle.quiet(now):
                 del self._throttles[key]
-        self._sweep_at = now + self._every if self._throttles or self._batches.held else inf
+        self._sweep_at = now + self._every if self._throttles else inf
 
     def _know(self, client: Any) -> None:
-        if self._feeds.setdefault(client, False) or len(self._feeds) <= FEEDS:
-            return
-        del self._feeds[next(iter(self._feeds))]
+        if not self._feeds.setdefault(client, False) and len(self._feeds) > FEEDS:
+            del self._feeds[next(iter(self._feeds))]
 
     def _tell(self, key: tuple[Any, _Counted], now: float, count: int) -> None:
-        if count:
-            client, kind = key
+        client, kind = key
+        if count and issubclass(kind, BatchError):
+            self._emit(kind(now, self.source, count, self._error))
+        elif count:
             self._emit(kind(now, str(client), count, self.source))
-
-    def _tell_batches(self, now: float, count: int) -> None:
-        if count:
-            self._emit(BatchError(now, self.source, count, self._error))
 
     def _tell_lost(self, client: Any, now: float) -> None:
         if not self._feeds.get(client):
@@ -295,7 +287,7 @@ def words_of(event: HealthEvent) -> tuple[int, str]:
 
 
 def frames(count: int) -> str:
-    """1 frame, 2 frames."""
+    """The words 1 frame, 2 frames."""
     return f"{count} frame{'s'[: count != 1]}"
 
 
@@ -319,12 +311,12 @@ OUTPUT_DROPS = {
     "refused": "the receiver did not take it",
     "unsent": "the end came before it was sent",
 }
-RATE_S = 2.0  # seconds that a feed's fps is taken over
+RATE_S = 2.0  # seconds over which a feed's fps is measured
 
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """One stage of a feed. runs: frames that it got. errors: of these, on which it failed. seconds: in it, in all."""
+    """One stage of a feed. runs: frames that it got. errors: on which it failed. seconds: the sum of its time."""
 
     runs: int = 0
     errors: int = 0
@@ -335,16 +327,16 @@ class StageFigures:
 class FeedSnapshot:
     """One feed at one moment.
 
-    mode: live (newest wins) or file (nothing is lost). source: what it is called, without credentials.
-    state: connecting, running, reconnecting; then ended (of itself), failed (given up) or stopped.
-    frames: read from the source. processed: answered and through every stage. waiting: read, and neither of processed
-    or dropped yet. in_flight: of these, at the batch point. drops: by reason, see `DROPS`.
-    fps: answered per second, over the last two. age: seconds since the last answered frame was captured; None before.
+    mode: live (newest wins) or file (nothing is lost). source: its name, without credentials.
+    state: connecting, running, reconnecting; then ended (by itself), failed (given up) or stopped.
+    frames: read from the source. processed: answered and through every stage. waiting: neither processed nor dropped
+    yet. in_flight: of these, at the batch point. drops: by reason, see `DROPS`.
+    fps: answers a second, over the last two. age: seconds since the last answered frame was captured; None before one.
     latency: from a frame's capture to its answer. restarts: how often the source was opened again. error: the last one.
-    sink_errors: results on which a sink failed; they count as processed. total: frames the source says it has, or None.
-    position: pts of the last answered frame. resolution: width and height of the last frame read. corrupt: packets and
-    pictures that the source could not decode, and which are in none of the figures above. stages: those of its
-    pipeline, by name. zones: boxes in each, in the last frame. lines: objects that crossed each, `in` and `out`.
+    sink_errors: results on which a sink failed; they count as processed. total: frames that the source expects, or
+    None. position: pts of the last answered frame. resolution: width and height of the last frame read. corrupt:
+    packets and pictures that could not be decoded; no other figure has them. stages: by name. zones: boxes in each, in
+    the last frame. lines: objects that crossed each, `in` and `out`.
     """
 
     name: str
@@ -375,9 +367,8 @@ class FeedSnapshot:
 class OutputSnapshot:
     """One output at one moment: taken == sent + the sum of drops + waiting.
 
-    where: its address, without user, password and query. state: connecting, connected, away or closed. taken: results
-    that were given to it. waiting: those that are not sent yet. drops: by reason, see `OUTPUT_DROPS`. retries: times
-    that it tried again. error: the last one.
+    where: its address, without secrets. state: connecting, connected, away or closed. taken: results given to it.
+    waiting: not sent yet. drops: by reason, see `OUTPUT_DROPS`. retries: how often it tried again. error: the last one.
     """
 
     name: str
@@ -408,9 +399,9 @@ class RuntimeSnapshot:
 
 
 class Ledger:
-    """Where each frame of a feed is. Thread-safe; a frame is `read` once and then `drop`ped or `answered` once.
+    """Where each frame of a feed is. Thread-safe. A frame is `read` once, then `drop`ped or `answered` once.
 
-    read_so_far: frames; also the number of the next one.
+    read_so_far: number of frames; also the number of the next one.
     """
 
     def __init__(self) -> None:
@@ -418,8 +409,8 @@ class Ledger:
         self.read_so_far = self._processed = self._waiting = self._sink_errors = 0
         self._drops = dict.fromkeys(DROPS, 0)
         self._latency = Times()
-        self._began: float | None = None  # when the first frame came
-        self._answers: deque[float] = deque()  # when, over the last RATE_S
+        self._began: float | None = None  # capture of the first frame
+        self._answers: deque[float] = deque()  # their times, over the last RATE_S
         self._captured: float | None = None
         self._position: float | None = None
         self._resolution: tuple[int, int] | None = None
@@ -443,28 +434,30 @@ class Ledger:
             self._drops["skipped"] += 1
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Frames left, for one of `DROPS`."""
+        """Frames are dropped, for one of `DROPS`."""
         with self._lock:
             self._waiting -= count
             self._drops[reason] += count
 
     def overrun(self) -> None:
-        """A frame left the queue for a newer one."""
+        """A newer frame took the place of a frame."""
         self.drop("slow_stage" if self._in_stage else "overrun")
 
-    def stage_begins(self) -> None:
-        """The pipeline's thread is in a stage."""
-        self._in_stage = True
-
-    def stage_ended(self, name: str, seconds: float, failed: bool) -> None:
-        """It is out of it."""
-        self._in_stage = False
-        with self._lock:
-            was = self._stages.get(name, StageFigures())
-            self._stages[name] = StageFigures(was.runs + 1, was.errors + failed, was.seconds + seconds)
+    @contextmanager
+    def stage(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
+        """Inside, a stage works on a frame: counts its time, and an exception as its error."""
+        began, failed, self._in_stage = clock(), True, True
+        try:
+            yield
+            failed = False
+        finally:
+            self._in_stage = False
+            with self._lock:
+                was = self._stages.get(name, StageFigures())
+                self._stages[name] = StageFigures(was.runs + 1, was.errors + failed, was.seconds + clock() - began)
 
     def answered(self, frame: Frame, now: float) -> None:
-        """A frame went all the way."""
+        """A frame has its answer and went through every stage."""
         with self._lock:
             self._waiting -= 1
             self._processed += 1
@@ -480,6 +473,7 @@ class Ledger:
             self._sink_errors += 1
 
     def note(self, error: str) -> None:
+        """Keep the last error."""
         with self._lock:
             self._error = error
 
@@ -504,7 +498,7 @@ class Ledger:
         return figures | {"latency": latency()}
 
     def _span(self, now: float) -> float:
-        """Seconds that the rate is taken over; a young feed has fewer than RATE_S, and not so few that it jumps."""
+        """Seconds over which the rate is measured: fewer at the start, but not so few that it jumps."""
         return RATE_S if self._began is None else min(RATE_S, max(0.5, now - self._began))
 
     def _forget(self, now: float) -> None:
