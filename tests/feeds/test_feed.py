@@ -43,7 +43,6 @@ from reflex_runtime.feeds.runtime.health import (
     FeedDisconnected,
     FeedEnded,
     FeedFailed,
-    FeedFrozen,
     FeedStageError,
     StageError,
     StageFigures,
@@ -132,7 +131,7 @@ def test_a_frame_without_a_batch_point_has_no_value() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_age", 0.0), ("max_age", float("nan")), ("queue", 0), ("restarts", -1), ("retries", -1),
-     ("retries", None), ("frozen_after", -1.0), ("queue", 2.5)],
+     ("retries", None), ("queue", 2.5)],
 )  # fmt: skip
 def test_a_wrong_option_is_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"FeedConfig\.{field}="):
@@ -141,7 +140,6 @@ def test_a_wrong_option_is_named(field: str, value: Any) -> None:
 
 def test_without_a_limit_no_frame_is_too_old() -> None:
     clock = Clock()
-    assert FeedConfig(frozen_after=None).frozen_after is None
     made = Made(Camera(0, END), clock=clock, max_age=None).run()
     assert (made.drops, made.point.asked) == ({}, [("cam", 0, None)])
 
@@ -374,20 +372,6 @@ def test_any_exception_of_a_source_is_a_lost_source() -> None:
     made = Made(Camera(0, OSError("bus reset"), 1, END), queue=8).run()
     assert made.sink.sequences == [0, 1]
     assert made.log.of(FeedDisconnected)[0].error == "OSError: bus reset"
-
-
-def test_a_camera_that_sends_nothing_is_told_once_for_each_gap() -> None:
-    camera, patience = Camera(0), []
-    made = Made(camera, frozen_after=0.02)
-    get = made.feed.queue.get
-    made.feed.queue.get = lambda timeout: (patience.append(timeout), get(timeout))[1]  # type: ignore[method-assign]
-    made.feed.start()
-    made.log.wait(FeedFrozen)
-    camera.give(1)
-    made.log.wait(FeedFrozen, 2)
-    assert made.feed.state == "running"
-    assert made.feed.stop(PATIENCE)
-    assert patience.count(None) == len(made.log.of(FeedFrozen))  # once told, it sleeps until a frame comes
 
 
 # -- failures within ---------------------------------------------------------------------------------------------------

@@ -113,7 +113,6 @@ def test_f14_without_a_terminal_a_feed_is_a_line_and_many_are_one() -> None:
     [
         (health.FeedConnected(0, "door"), logging.INFO, "door: connected"),
         (health.FeedEnded(0, "door"), logging.INFO, "door: came to its end"),
-        (health.FeedFrozen(0, "door"), logging.WARNING, "door: connected, but sends nothing"),
         (health.FeedDisconnected(0, "door", "gone"), logging.ERROR, "door: gone"),
         (health.FeedDisconnected(0, "door", "gone", 2.04), logging.WARNING, "door: gone; trying again in 2.0 s"),
         (health.FeedFailed(0, "door", "gone"), logging.ERROR, "door: given up: gone"),

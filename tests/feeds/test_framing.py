@@ -14,7 +14,7 @@ from feeds.fakes import END, Camera, Point, picture
 from feeds.test_feed import Made
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.runtime import pipeline
-from reflex_runtime.feeds.runtime.health import FeedFrozen, FeedStageError
+from reflex_runtime.feeds.runtime.health import FeedStageError
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Region, SourceClock, Taking, turned
 
 
@@ -159,20 +159,6 @@ def test_pictures_that_are_not_taken_are_numbered_and_counted() -> None:
     assert made.drops == {"skipped": 4}
     snapshot = made.feed.snapshot()
     assert (snapshot.frames, snapshot.processed, snapshot.waiting) == (7, 3, 0)
-
-
-def test_a_camera_whose_pictures_are_not_taken_is_not_silent() -> None:
-    camera = Camera(*range(2))
-    made = Made(camera, every=1000, frozen_after=0.02)
-    frozen = partial(made.feed._silent, 0.02)
-    made.feed.start()
-    camera.idle()
-    made.feed._latest = made.feed.clock() + 60.0
-    assert not frozen(), "a picture came lately"
-    made.feed._latest = made.feed.clock() - 60.0
-    assert frozen()
-    made.log.wait(FeedFrozen)
-    assert made.feed.stop()
 
 
 class _Seeing(Point):

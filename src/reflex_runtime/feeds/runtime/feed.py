@@ -44,7 +44,6 @@ from reflex_runtime.feeds.runtime.health import (
     FeedDisconnected,
     FeedEnded,
     FeedFailed,
-    FeedFrozen,
     FeedSnapshot,
     FeedStageError,
     HealthEvent,
@@ -103,14 +102,12 @@ class FeedConfig:
     every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
         The others have numbers, and count as `skipped`.
     rotate: degrees by which pictures are turned clockwise; positions in results are pixels of the turned picture.
-    frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
     """
 
     max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
     queue: int | None = option(None, low=1, high=4096)
     restarts: int | None = option(None, low=0, high=10**9)
     retries: int = option(10, low=0, high=10**9)
-    frozen_after: float | None = option(3.0, low=0, above=True, high=86_400, unit="seconds")
     every: int = option(1, low=1, high=1_000_000)
     fps: float = option(0.0, low=0, high=1000, unit="pictures a second")
     rotate: int = 0
@@ -291,7 +288,6 @@ class Feed:
         self._connection = "connecting"  # then running, reconnecting
         self._restarts = 0
         self._total: int | None = None
-        self._latest = clock()  # when the newest picture came, taken or not
         # the pipeline's
         self._handle = self.pipeline.batch
         self._newest = live and (config.queue or 1) == 1
@@ -451,7 +447,7 @@ class Feed:
             if self._pause(self._stop, self._times.ahead(now)):
                 return
             now = self.clock()
-        self._latest, self._losses = now, 0
+        self._losses = 0
         if pts is None and config.fps and ledger.read_so_far == 0:
             log.warning("%s: fps has no effect: its pictures have neither times nor a rate; use every", self.name)
         if not self._taking.takes(pts):
@@ -482,23 +478,18 @@ class Feed:
 
     def _consume(self) -> Exception | None:
         """Take frames from the queue to their ends. Returns None after the last one, or why the feed cannot go on."""
-        queue, frozen_after = self.queue, self.config.frozen_after if self._live else None
-        patience = frozen_after
+        queue = self.queue
         ahead: deque[tuple[CurrentFrame, Future[Any] | None]] = deque()  # in order, at most as many as `_most`
         try:
             while self._lost is None or ahead:
                 room = self._lost is None and len(ahead) < self._most
-                frame = queue.get(0.0 if ahead else patience) if room else None
+                frame = queue.get(0.0 if ahead else None) if room else None
                 if frame is not None:
-                    patience = frozen_after
                     ahead.append(self._submitted(frame))
                 elif ahead:
                     self._settle(*ahead.popleft())
-                elif queue.closed and not len(queue):
+                else:  # the queue is closed and empty
                     break
-                elif self._silent(frozen_after or 0.0):
-                    patience = None  # reported once for each gap
-                    self._emit(FeedFrozen(self.clock(), self.name))
             return self._lost
         finally:
             for _, answer in ahead:  # the thread dies of another frame
@@ -507,11 +498,6 @@ class Feed:
                     self.in_flight -= 1
             self.ledger.drop("stopped", len(ahead))
             self._tell(self._throttle.flush(self.clock()))
-
-    def _silent(self, seconds: float) -> bool:
-        """Whether an open source has sent no picture for so long, not even one that is left out."""
-        lately = not self._taking.all and self.clock() - self._latest < seconds
-        return self._connection == "running" and not lately
 
     def _submitted(self, frame: Frame) -> tuple[CurrentFrame, Future[Any] | None]:
         """The frame and, of a file whose frames may wait together, its future. Whatever raises here raises again in

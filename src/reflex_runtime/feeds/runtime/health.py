@@ -133,13 +133,6 @@ class FeedDisconnected(HealthEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class FeedFrozen(HealthEvent):
-    """A source is open and sends nothing."""
-
-    level, says = logging.WARNING, "connected, but sends nothing"
-
-
-@dataclass(frozen=True, slots=True)
 class FeedEnded(HealthEvent):
     """A feed reached the end of its source."""
 

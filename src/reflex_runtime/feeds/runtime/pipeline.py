@@ -168,11 +168,6 @@ class Taking:
         self._count, self._due = 0, -inf
         self._every, self._period = every, 1.0 / fps if fps else 0.0
 
-    @property
-    def all(self) -> bool:
-        """Whether every picture is taken."""
-        return self._every == 1 and not self._period
-
     def takes(self, time: float | None) -> bool:
         """Whether the next picture, with this time, is taken. Without a time only `every` counts."""
         self._count += 1

@@ -1,12 +1,12 @@
-"""Feeds and coordinators started, watched and stopped together, in an order that cannot deadlock.
+"""Starts, watches and stops feeds, coordinators and outputs together, in an order that cannot deadlock.
 
     with Runtime() as runtime:
         detector = runtime.coordinator(Detector(), BatchConfig(max_batch_size=8))
         runtime.feed("door", source_of("door.mp4"), Pipeline(batch=detector), sinks=[JsonLines("door.jsonl")])
         runtime.wait()
 
-A stop signals the feeds, then the coordinators, then waits for the feeds, then for the coordinators. So no camera is
-read any more when the last batch is formed, and a feed that waits for an answer gets one.
+A stop signals the feeds, then the coordinators, then waits for the feeds, then for the coordinators. So a feed that
+waits for an answer gets one, and no camera is read while the last batch is formed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.run.audience import Sink as EventSink
 from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchProcessor
 
-LIMIT = 1024  # events kept for a reader
+LIMIT = 1024  # events that wait for a reader
 
 
 class Events:
-    """A subscription: every health event since it was made, in order; `for event in events` waits until the runtime
-    stops. A slow reader delays only itself: beyond `LIMIT` events the oldest is dropped, and `missed` counts it.
+    """A subscription: every health event since it was made, in order; `for event in events` ends when the runtime
+    stops. Beyond `LIMIT` events that wait the oldest is dropped, and counted by `missed`.
     """
 
     def __init__(self, leave: Callable[[Events], Any] = lambda events: None) -> None:
@@ -48,7 +48,7 @@ class Events:
         self.missed = 0
 
     def add(self, event: HealthEvent) -> None:
-        """Called by the runtime; never waits for the reader."""
+        """Called by the runtime. Never waits for the reader."""
         with self._news:
             if not self._closed:
                 self.missed += len(self._kept) == LIMIT
@@ -56,13 +56,13 @@ class Events:
                 self._news.notify_all()
 
     def next(self, timeout: float | None = None) -> HealthEvent | None:
-        """The next event; waits for it. None when the time is over (seconds), or at the end."""
+        """Wait up to `timeout` seconds for the next event. None after that time, or at the end."""
         with self._news:
             self._news.wait_for(lambda: self._kept or self._closed, timeout)
             return self._kept.popleft() if self._kept else None
 
     def close(self) -> None:
-        """End the stream: a reader gets the events that are left, then the end."""
+        """End it: a reader gets the events that wait, then the end."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -76,12 +76,12 @@ log = logging.getLogger("reflex.feeds")
 
 NEW, STARTING, RUNNING, STOPPING, STOPPED = "new", "starting", "running", "stopping", "stopped"
 FEEDS_SHARE = 0.8  # of the time that a stop has, before the coordinators are waited for
-LAST_CALL_S = 0.2  # for feeds which a coordinator's end released
-OUTPUTS_S = 2.0  # for what waits in outputs, once no more results come
+LAST_CALL_S = 0.2  # for feeds that the end of a coordinator released
+OUTPUTS_S = 2.0  # for results that wait in outputs
 
 
 class RuntimeOutput(Protocol):
-    """What a runtime needs of an output; see `ResultOutput`."""
+    """The part of `ResultOutput` that a runtime calls."""
 
     name: str
 
@@ -96,8 +96,8 @@ AnyOutput = TypeVar("AnyOutput", bound=RuntimeOutput)
 
 @dataclass(frozen=True, slots=True)
 class StopReport:
-    """How a stop went. seconds: what it took. detached: threads and outputs that did not end. errors: by coordinator,
-    what its `on_stop` raised."""
+    """seconds: how long the stop took. detached: threads and outputs that did not end. errors: pairs of a coordinator
+    and what its `on_stop` raised."""
 
     seconds: float
     detached: tuple[str, ...] = ()
@@ -110,9 +110,9 @@ class StopReport:
 
 
 class Runtime:
-    """Owns feeds, coordinators and outputs. Any thread may call it; it is started once and stopped once.
+    """Owns feeds, coordinators and outputs. Any thread may call it. It is started once and stopped once.
 
-    Feeds and coordinators may be added before `start` (then they are checked, and started by it) and while it runs.
+    What is added before `start` is started by it, what is added later at once.
     """
 
     def __init__(self) -> None:
@@ -136,10 +136,9 @@ class Runtime:
         config: BatchConfig | None = None,
         sinks: Iterable[EventSink] = (),
     ) -> BatchCoordinator:
-        """A coordinator that owns this processor; started now if the runtime runs, else by `start`.
+        """A coordinator that owns this processor. sinks: get its scheduler's events.
 
-        sinks: get its scheduler's events. Raises ConfigError if the processor's id is taken, ProcessorError if it does
-        not start.
+        Raises ConfigError if the processor's id is taken, ProcessorError if it does not start.
         """
         health = Health(str(getattr(processor, "id", "")), self._emit)
         coordinator = BatchCoordinator(processor, config, (health, *sinks))
@@ -150,18 +149,20 @@ class Runtime:
                     raise ConfigError(f"Runtime.coordinator: the processor id {coordinator.id!r} is used already")
                 self._coordinators[coordinator.id] = (coordinator, health)
                 running = self._state == RUNNING
+            if running:
+                coordinator.start()
+                with self._lock:
+                    self._check_open()
         except BaseException:
+            with self._lock:
+                if self._coordinators.get(coordinator.id, (None,))[0] is coordinator:
+                    del self._coordinators[coordinator.id]
             coordinator.stop()  # it owns its processor until then
             raise
-        if running:
-            self._start_late(coordinator)
         return coordinator
 
     def output(self, output: AnyOutput) -> AnyOutput:
-        """Own an output: it is started now or by `start`, and drained by `stop`. Its `take` is the sink for feeds.
-
-        Raises ConfigError if its name is taken.
-        """
+        """Own an output, whose `take` is a sink for feeds. Raises ConfigError if its name is taken."""
         with self._lock:
             self._check_open()
             if output.name in self._outputs:
@@ -171,18 +172,6 @@ class Runtime:
                 output.start()
         return output
 
-    def _start_late(self, coordinator: BatchCoordinator) -> None:
-        """Start one while others run."""
-        try:
-            coordinator.start()
-            with self._lock:
-                self._check_open()
-        except BaseException:
-            with self._lock:
-                self._coordinators.pop(coordinator.id, None)
-            coordinator.stop()
-            raise
-
     def feed(
         self,
         name: str,
@@ -191,11 +180,11 @@ class Runtime:
         sinks: Sequence[Sink] = (),
         **options: Any,
     ) -> Feed:
-        """A feed; started now if the runtime runs, else by `start`. options: see `FeedConfig`.
+        """A new feed. options: see `FeedConfig`.
 
-        pipeline: one of its own, or a function that makes it. sinks: may be shared with other feeds unless they say
+        pipeline: one, or a function that makes it. sinks: may be shared with other feeds unless they have
         `shared = False`; each is closed when the last feed that has it is over.
-        Raises ConfigError if the name is taken, an option is wrong, or a pipeline that keeps state is given twice.
+        Raises ConfigError if the name is taken, an option is wrong, or a pipeline with stages belongs to another feed.
         """
         config = FeedConfig(**options)
         made = pipeline() if callable(pipeline) else pipeline
@@ -209,7 +198,7 @@ class Runtime:
         return feed
 
     def _register(self, feed: Feed) -> None:
-        """Add it, then start it if the runtime runs: a start that fails closes the feed's sinks."""
+        """Add a feed, and start it if the runtime runs. A start that fails closes its sinks."""
         for sink in feed.sinks:
             self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
         self._feeds[feed.name] = feed
@@ -218,13 +207,13 @@ class Runtime:
                 feed.start()
         except BaseException:
             del self._feeds[feed.name]
-            feed.signal()  # lets go of its sinks, if nothing did yet
+            feed.signal()  # releases its sinks
             raise
 
     def remove(self, name: str, timeout: float = 2.0) -> bool:
-        """Stop a feed and forget it. Returns whether its threads ended within `timeout`; KeyError if there is none.
+        """Stop a feed and forget it. Returns whether its threads ended within `timeout` seconds. Raises KeyError.
 
-        A thread that does not end is reported (`ThreadDetached`), and its results no longer reach a sink.
+        A thread that does not end is reported (`ThreadDetached`), and its results are discarded.
         """
         with self._lock:
             feed = self._feeds[name]
@@ -241,10 +230,8 @@ class Runtime:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the coordinators, then the feeds.
-
-        If a coordinator does not start, those that did are stopped again, and its ProcessorError is raised.
-        """
+        """Start the coordinators, then outputs and feeds. If a coordinator does not start, stop all and raise its
+        ProcessorError."""
         with self._lock:
             if self._state != NEW:
                 raise ConfigError(f"Runtime.start: it is {self._state}, and can be started once")
@@ -275,8 +262,8 @@ class Runtime:
                 started.add(coordinator.id)
 
     def stop(self, timeout: float = 5.0) -> StopReport:
-        """Stop everything and say how it went. Takes at most about `timeout` seconds, and `OUTPUTS_S` where results
-        wait in outputs; again, it returns the same."""
+        """Stop everything. Takes about `timeout` seconds at most, and `OUTPUTS_S` where results wait in outputs. A second
+        call returns the same report."""
         with self._stopping:
             if self._report is None:
                 self._report = self._stop(timeout)
@@ -323,10 +310,8 @@ class Runtime:
         return StopReport(time.monotonic() - began, tuple(detached), errors)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every file feed is over, or `timeout` seconds. Returns whether they are.
-
-        Without any it waits until the runtime stops.
-        """
+        """Wait until every file has ended, without files until the runtime stops. Returns whether that was within
+        `timeout` seconds."""
 
         def over() -> bool:
             files = [feed.over for feed in self._feeds.values() if feed.mode == FILE]
@@ -342,10 +327,10 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # -- what can be seen ----------------------------------------------------------------------------------------------
+    # -- watching ------------------------------------------------------------------------------------------------------
 
     def events(self) -> Events:
-        """A new subscription to the health of feeds and coordinators, from now on until the stop or its `close`."""
+        """A new subscription to health events, until the stop or its `close`."""
         reader = Events(self._forget_reader)
         with self._lock:
             if self._state != STOPPED:
@@ -356,7 +341,7 @@ class Runtime:
 
     @property
     def names(self) -> frozenset[str]:
-        """The feeds there are."""
+        """The names of its feeds."""
         with self._lock:
             return frozenset(self._feeds)
 
@@ -367,7 +352,7 @@ class Runtime:
             return all(feed.over for feed in self._feeds.values())
 
     def snapshot(self) -> RuntimeSnapshot:
-        """Every figure now: of each feed those of one moment, and of each coordinator."""
+        """All figures: of each feed, coordinator and output those of one moment."""
         with self._lock:
             state, since = self._state, self._since
             feeds, coordinators, outputs = dict(self._feeds), list(self._coordinators.values()), dict(self._outputs)
@@ -405,7 +390,7 @@ class Runtime:
                 raise ConfigError(f"Runtime.feed: {type(sink).__name__} of {feed.name!r} belongs to another feed")
 
     def _release(self, sink: Sink) -> None:
-        """A feed lets a sink go; the last feed that used it closes it."""
+        """A feed needs a sink no more. The last one closes it."""
         with self._lock:
             left = self._sinks[id(sink)] = self._sinks.get(id(sink), 1) - 1
             if left <= 0:
