@@ -5,14 +5,15 @@ from __future__ import annotations
 import http.client
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from reflex_runtime.feeds.pages import FeedPages, StatusServer, monitor_routes
+from reflex_runtime.feeds.pages import FeedPages, monitor_routes, status_server
 
 PATIENCE = 60.0
 
@@ -26,6 +27,28 @@ class Settings:
     allow_host: tuple[str, ...] = ()
 
 
+class Server:
+    """A status server that a test starts and stops."""
+
+    def __init__(self, settings: Any, pages: Callable[[], FeedPages]) -> None:
+        self._settings, self._pages, self._closing = settings, pages, ExitStack()
+        self.address = ("", 0)
+
+    def start(self) -> None:
+        url = urlsplit(self._closing.enter_context(status_server(self._settings, self._pages)))
+        self.address = url.hostname or "", url.port or 0
+
+    def stop(self) -> None:
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
 class Page:
     """A server with one series, a health that the test sets, and further pages."""
 
@@ -33,7 +56,7 @@ class Page:
         self.registry = CollectorRegistry()
         Gauge("weather", "Degrees", registry=self.registry).set(21.5)
         self.health: Mapping[str, Any] | Exception = {"status": "ok", "feeds": {}, "coordinators": {}}
-        self.server = StatusServer(Settings(**settings), pages or self._plain)
+        self.server = Server(Settings(**settings), pages or self._plain)
 
     def _plain(self) -> FeedPages:
         """/metrics and /health alone."""

@@ -1,6 +1,6 @@
 """The port of `reflex feeds`: /dashboard, /feeds, their pictures, /metrics, /health, /status and /docs.
 
-Its server is on a thread with an event loop of its own: a caller cannot delay a feed.
+The server runs on its own thread with its own event loop, so that callers do not delay feeds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -48,16 +48,16 @@ from reflex_runtime.web.serve import Host, ReflexServer, ServerLife, uvicorn_con
 from reflex_runtime.web.supervisor import bind, url_of
 from reflex_runtime.web.watchers import Watchers, dashboard_routes, grid_route
 
-MOST: Final = 256  # feeds in a snapshot: by name
+MOST: Final = 256  # feeds in the dashboard's snapshot, the first by name
 ERROR: Final = 200  # characters of an error
-FAILING: Final = 3  # batches in a row without an answer, from which on a coordinator is not well
+FAILING: Final = 3  # batches in a row without an answer: the coordinator fails
 WELL: Final = frozenset({"running", "ended", "stopped"})  # states of a feed that need no attention
 
 
 class FeedPages:
     """The pages of one coordinator and its feeds.
 
-    registry: what /metrics shows. keys: of the server. find: the route of a path that is not in `routes`.
+    registry: its series are /metrics. keys: of the server. find: the route of a path that is not in `routes`.
     """
 
     def __init__(
@@ -68,21 +68,20 @@ class FeedPages:
         registry: CollectorRegistry,
         keys: Keys = NO_KEYS,
     ) -> None:
-        told = partial(_server, runtime, coordinator)
-        self._watchers = Watchers(partial(_FeedsLive, coordinator), coordinator.add_sink, coordinator.remove_sink, told)
+        live, facts = partial(_FeedsLive, coordinator), partial(_server, runtime, coordinator)
+        self._watchers = Watchers(live, coordinator.add_sink, coordinator.remove_sink, facts)
         self._pictures = pictures
-
-        def health(snapshot: RuntimeSnapshot) -> dict[str, Any]:
-            return health_of(snapshot, {coordinator.id: coordinator.lost})
 
         async def status(request: HttpRequest) -> HttpResponse:
             snapshot = runtime.snapshot()
-            return HttpResponse(200, encode(health(snapshot) | snapshot.as_dict()))
+            return HttpResponse(200, encode(health_of(snapshot, coordinator.lost) | snapshot.as_dict()))
 
-        routes = monitor_routes(registry, lambda: health(runtime.snapshot()))
+        routes = monitor_routes(registry, lambda: health_of(runtime.snapshot(), coordinator.lost))
         routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status, operators=True)]
-        routes += _documents([*routes, *pictures.every], keys)
-        self.routes = {route.path: route for route in routes} | pictures.routes
+        documents = document_routes(lambda request: document)
+        every = [*documents, *routes, *pictures.every]
+        document = described("Reflex feeds", every, _OPERATIONS, PLAIN_ERROR, _ERRORS, keys)
+        self.routes = {route.path: route for route in (*routes, *documents)} | pictures.routes
         self.find = pictures.find
 
     def close(self) -> None:
@@ -92,27 +91,27 @@ class FeedPages:
 
 
 def monitor_routes(registry: CollectorRegistry, health: Callable[[], Mapping[str, Any]]) -> list[Route]:
-    """/metrics, Prometheus text of the registry; /health, 200 when its `status` is `ok`, otherwise 503."""
+    """/metrics, Prometheus text of the registry; /health, 200 if its `status` is `ok`, else 503."""
 
     async def metrics(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, generate_latest(registry), CONTENT_TYPE_LATEST.encode())
 
-    async def told(request: HttpRequest) -> HttpResponse:
+    async def answer(request: HttpRequest) -> HttpResponse:
         found = health()
-        return HttpResponse(200 if found.get("status") == "ok" else 503, encode(found))
+        return HttpResponse(200 if found["status"] == "ok" else 503, encode(found))
 
-    return [Route("/metrics", metrics, open=True), Route("/health", told, open=True)]
+    return [Route("/metrics", metrics, open=True), Route("/health", answer, open=True)]
 
 
-def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str, Any]:
-    """The answer of `/health`, JSON-safe. lost: by coordinator, why it died, or None.
+def health_of(snapshot: RuntimeSnapshot, lost: object) -> dict[str, Any]:
+    """The answer of `/health`, JSON-safe. lost: why the coordinator died, or None.
 
-    `status` is `ok` when every feed is running, ended or was stopped, and every coordinator is alive and gave an answer
-    within its last three batches; otherwise `failing`. A feed is not well before it is connected.
+    `status` is `ok` if every feed is running, ended or was stopped, and the coordinator is alive and answered within
+    its last three batches; otherwise `failing`, also while a feed connects.
     """
     feeds = {name: {"state": feed.state, "age": feed.age} for name, feed in snapshot.feeds.items()}
     coordinators = {
-        name: {"alive": lost.get(name) is None, "consecutive_errors": figures.consecutive_errors}
+        name: {"alive": lost is None, "consecutive_errors": figures.consecutive_errors}
         for name, figures in snapshot.coordinators.items()
     }
     well = all(feed["state"] in WELL for feed in feeds.values()) and all(
@@ -122,10 +121,9 @@ def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str
 
 
 class FeedSeries:
-    """A Prometheus collector over a runtime. Nothing is counted here: a scrape takes one snapshot, so all series of a
-    page belong to the same moment.
+    """A Prometheus collector: a scrape takes one snapshot of a runtime, so all its series are of one moment.
 
-    snapshot: `Runtime.snapshot`, called on the thread of the scrape. registry: it is registered there.
+    snapshot: `Runtime.snapshot`, called on the thread of the scrape. registry: it registers itself there.
     """
 
     def __init__(self, snapshot: Callable[[], RuntimeSnapshot], registry: CollectorRegistry) -> None:
@@ -133,11 +131,11 @@ class FeedSeries:
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        """Every series by name, type and help, without samples and without a snapshot."""
+        """Every series, without samples."""
         return _series(RuntimeSnapshot(state="", uptime=0.0, feeds={}, coordinators={}))
 
     def collect(self) -> Iterable[Metric]:
-        """Every series as it is now."""
+        """Every series with its samples."""
         return _series(self._snapshot())
 
 
@@ -154,7 +152,7 @@ def _series(now: RuntimeSnapshot) -> Iterator[Metric]:
 
 
 class _FeedsLive(Live):
-    """The fold over a coordinator's events, which come on its threads: a snapshot is taken between two of them."""
+    """The dashboard's figures. Events come on the coordinator's threads: a snapshot is taken between two of them."""
 
     def __init__(self, coordinator: BatchCoordinator, now: float) -> None:
         super().__init__(now)
@@ -165,6 +163,7 @@ class _FeedsLive(Live):
 
 
 def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
+    """The facts of the server and its feeds, for the dashboard."""
     now, queues = runtime.snapshot(), coordinator.queues()
     waiting = queues[coordinator.id]["queued"]
     running = queues[coordinator.id]["unsettled"] - waiting
@@ -176,7 +175,7 @@ def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
     return {
         "product": "feeds",
         "version": __version__,
-        "state": "ready" if health_of(now, {coordinator.id: coordinator.lost})["status"] == "ok" else "failing",
+        "state": "ready" if health_of(now, coordinator.lost)["status"] == "ok" else "failing",
         "error": error,
         "unit": "requests",
         "queues": queues,
@@ -225,78 +224,56 @@ _OPERATIONS: Final = PAGES | {
 }
 
 
-def _documents(others: Iterable[Route], keys: Keys) -> list[Route]:
-    """The document of these and the other routes, and its page."""
-    routes = document_routes(lambda request: document)
-    document = described("Reflex feeds", [*routes, *others], _OPERATIONS, PLAIN_ERROR, _ERRORS, keys)
-    return routes
-
-
 log = logging.getLogger("reflex.feeds.status")
 
 
-class StatusServer:
-    """Answers with these pages, which are made and called on its thread. address, url: where it listens, once it does.
+@contextmanager
+def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iterator[str]:
+    """Inside, the address that it yields answers with these pages, which are made and called on its thread.
 
-    A context manager. ConfigError when the address cannot be bound.
+    Raises ConfigError if the address cannot be bound.
     """
-
-    def __init__(self, settings: FeedsConfig, pages: Callable[[], FeedPages]) -> None:
-        self.address, self.url = (settings.host, settings.port), ""
-        self._settings, self._pages = _limits_of(settings), pages
-        self._thread: threading.Thread | None = None
-        self._stop: Callable[[], Any] = lambda: None
-
-    def start(self) -> None:
-        """Bind and answer from now on."""
-        listening = bind(*self.address)
-        listening.set_inheritable(False)
-        self.address, self.url = listening.getsockname()[:2], url_of(listening)
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._main, args=(listening, ready), name="reflex-status", daemon=True)
-        self._thread.start()
-        ready.result()
-
-    def stop(self) -> None:
-        """Stop answering and cut off open connections. May be called twice."""
-        if self._thread is not None:
-            with suppress(RuntimeError):  # the loop has ended by itself
-                self._stop()
-            self._thread.join()
-            self._thread = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _main(self, listening: socket.socket, ready: Future[None]) -> None:
+    listening = bind(settings.host, settings.port)
+    listening.set_inheritable(False)
+    ready: Future[Callable[[], Any]] = Future()  # what stops it
+    main = partial(_run, settings, pages, listening, ready)
+    thread = threading.Thread(target=main, name="reflex-status", daemon=True)
+    thread.start()
+    try:
+        stop = ready.result()
         try:
-            with listening, asyncio.Runner(loop_factory=loop_factory) as runner:
-                runner.run(self._serve(listening, ready))
-        except BaseException as error:
-            if ready.done():
-                log.exception("the status pages are gone")
-            else:
-                ready.set_exception(error)
-
-    async def _serve(self, listening: socket.socket, ready: Future[None]) -> None:
-        pages = self._pages()
-        app = App(self._settings, pages.routes, PLAIN, pages.find, missing=partial(_missing, pages.routes))
-        host = Host("ready")
-        host.on_drain.append(pages.close)
-        life = ServerLife(app, host, drain_s=0.0)
-        self._stop = partial(asyncio.get_running_loop().call_soon_threadsafe, life.stop.set)
-        server = ReflexServer(uvicorn_config(app, self._settings), life)
-        server.on_listening = partial(ready.set_result, None)
-        await server.serve([listening])
+            yield url_of(listening)
+        finally:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                stop()
+    finally:
+        thread.join()
 
 
-def _limits_of(settings: FeedsConfig) -> ServerConfig:
-    """The settings of the HTTP layer: those of the feeds, and limits for a server with few callers."""
-    return ServerConfig(
+def _run(
+    settings: FeedsConfig,
+    pages: Callable[[], FeedPages],
+    listening: socket.socket,
+    ready: Future[Callable[[], Any]],
+) -> None:
+    try:
+        with listening, asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve(settings, pages, listening, ready))
+    except BaseException as error:
+        if ready.done():
+            log.exception("the status pages are gone")
+        else:
+            ready.set_exception(error)
+
+
+async def _serve(
+    settings: FeedsConfig,
+    make: Callable[[], FeedPages],
+    listening: socket.socket,
+    ready: Future[Callable[[], Any]],
+) -> None:
+    pages = make()
+    limits = ServerConfig(  # for few callers
         host=settings.host,
         api_key=settings.api_key,
         admin_key=settings.admin_key,
@@ -306,6 +283,14 @@ def _limits_of(settings: FeedsConfig) -> ServerConfig:
         max_bodies_mb=1.0,
         max_body_bytes=1 << 16,
     )
+    app = App(limits, pages.routes, PLAIN, pages.find, missing=partial(_missing, pages.routes))
+    host = Host("ready")
+    host.on_drain.append(pages.close)
+    life = ServerLife(app, host, drain_s=0.0)
+    stop = partial(asyncio.get_running_loop().call_soon_threadsafe, life.stop.set)
+    server = ReflexServer(uvicorn_config(app, limits), life)
+    server.on_listening = partial(ready.set_result, stop)
+    await server.serve([listening])
 
 
 def _missing(routes: Mapping[str, Route], path: str) -> str:

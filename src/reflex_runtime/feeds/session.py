@@ -143,16 +143,16 @@ class FeedsSession:
         return self._registry
 
     def _serve(self, pictures: FeedPictures, closing: ExitStack) -> None:
-        from reflex_runtime.feeds.pages import FeedPages, FeedSeries, StatusServer
+        from reflex_runtime.feeds.pages import FeedPages, FeedSeries, status_server
         from reflex_runtime.web.access import Keys, warn_if_open
 
         registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)
         keys = Keys(config.api_key, config.admin_key)
         pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry, keys)
-        server = closing.enter_context(StatusServer(config, pages))
+        url = closing.enter_context(status_server(config, pages))
         warn_if_open(config)
-        logging.info("%s/dashboard, /feeds, /metrics and /health", server.url)
+        logging.info("%s/dashboard, /feeds, /metrics and /health", url)
 
     def _pipeline(self, spec: FeedSpec) -> Pipeline:
         return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)

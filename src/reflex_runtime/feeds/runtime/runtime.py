@@ -262,7 +262,7 @@ class Runtime:
                 started.add(coordinator.id)
 
     def stop(self, timeout: float = 5.0) -> StopReport:
-        """Stop everything. Takes about `timeout` seconds at most, and `OUTPUTS_S` where results wait in outputs. A second
+        """Stop everything, in about `timeout` seconds, and `OUTPUTS_S` where results wait in outputs. A second
         call returns the same report."""
         with self._stopping:
             if self._report is None:
