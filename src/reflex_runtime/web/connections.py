@@ -10,37 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
 from math import inf
 from typing import Any, Final, cast
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.access import UNIX
-from reflex_runtime.web.app import App, ConnectionLimits
+from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import CallerLeft, ClientError, Headers, Overloaded, TooSlow
-from reflex_runtime.web.request import CANCELS, CLOSE, DROPPED, GOING_AWAY, RESPOND, TRY_LATER, Seldom
+from reflex_runtime.web.request import CANCELS, CLOSE, GOING_AWAY, RESPOND, TRY_LATER, Seldom
 
 log = logging.getLogger("reflex.server")
 
-HEAD_BYTES: Final = 64 * 1024  # of a request's head
+HEAD_BYTES: Final = 64 * 1024  # of a request's head, within a slice
 UNREAD: Final = 180.0  # seconds that an answer may wait for its client to read
 RESERVE: Final = 64  # file descriptors left to models, recordings and the like
 LEAST: Final = 16  # connections, even with very few descriptors
 BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
 AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
-SLICE: Final = 16 * 1024  # bytes of requests that are parsed in one turn of the loop, if they begin or end many
-MANY: Final = 256  # parts of bodies, and beginnings of requests
-FRAMES: Final = 64  # of a websocket, in one turn
+SLICE: Final = 4096  # bytes that are parsed at once
+TURN_S: Final = 0.002  # seconds of parsing in one turn of the loop, and one slice more
 HEAD_S: Final = 10.0  # seconds at most for the head of a request
-REFUSED_S: Final = 1.0  # that a connection too many has to send its request: an answer before it may be lost
+LINGER_S: Final = 1.0  # for a refused peer to send on: an answer or a close code that comes before may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
 _NUMBERS: Final = count(1)
@@ -48,83 +47,90 @@ _LATE: Final = Seldom()
 _FULL: Final = Seldom()
 
 
-class _Timed:
-    """One timer for a connection: it is set again only when it fires early, so that a request costs no timer."""
+class _Timer:
+    """Calls `late` when a time has passed. The loop's timer is set again only when it fires early, so that a request
+    costs none."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits, late: Callable[[TooSlow], None]
-    ) -> None:
-        """late: called when a phase has taken too long."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, late: Callable[[], None]) -> None:
         self._loop, self._late = loop, late
-        self._limits = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD, ANSWERED: inf}
-        self._limits[REFUSED] = REFUSED_S
-        self._timer: asyncio.TimerHandle | None = None
+        self._handle: asyncio.TimerHandle | None = None
         self._due = inf
-        self.phase = ANSWERED
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase, or the same one again; its time runs from now on."""
-        self.phase = phase
-        seconds = self._limits[phase]
-        self._due = inf if seconds == inf else self._loop.time() + seconds
-        if self._due < inf and (self._timer is None or self._due < self._timer.when()):
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._loop.call_at(self._due, self._look)
+    def start(self, seconds: float) -> None:
+        """From now on; inf is never."""
+        self._due = self._loop.time() + seconds
+        if self._due < inf and (self._handle is None or self._due < self._handle.when()):
+            self.cancel()
+            self._handle = self._loop.call_at(self._due, self._look)
 
     def cancel(self) -> None:
-        self._due = inf
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
     def _look(self) -> None:
-        self._timer = None
-        if self._due == inf:
-            return
-        if self._loop.time() < self._due - 0.005:
-            self._timer = self._loop.call_at(self._due, self._look)
-            return
-        seconds = self._limits[self.phase]
-        if self.phase not in (IDLE, REFUSED) and _LATE.first():
-            told = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
-            log.warning(told, self.phase, seconds)
-        self._late(TooSlow(f"the {self.phase} of the request did not come within {seconds:g} s"))
+        self._handle = None
+        if self._loop.time() >= self._due - 0.005:
+            self._late()
+        elif self._due < inf:
+            self._handle = self._loop.call_at(self._due, self._look)
 
 
-class _PipelineFlow(FlowControl):
-    """Reads on while little waits behind the request that is answered, to notice when the caller leaves. unparsed: what
-    was read, and waits for its turn."""
+class _Connection:
+    """What both protocols add to uvicorn's: a number, a timer, and parsing in slices. client: with that number in place
+    of the port, because ports are reused. unparsed: what was read and waits for its turn."""
 
-    def __init__(self, transport: asyncio.Transport, behind: deque[Any]) -> None:
-        super().__init__(transport)
-        self._behind, self.unparsed = behind, b""
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    client: tuple[str, int] | None
+    reflex: App  # uvicorn's `app`
+    unparsed = b""
+
+    def _number(self) -> None:
+        self.client = (self.client[0] if self.client else UNIX, next(_NUMBERS))
+
+    def _parse(self) -> None:
+        """Parse for a moment, slice by slice; the rest in another turn of the loop, or when the application is free."""
+        data, self.unparsed, at = self.unparsed, b"", 0
+        until = time.monotonic() + TURN_S
+        while at < len(data) and not self._full:
+            if at and time.monotonic() >= until:
+                self.loop.call_soon(self._parse)
+                break
+            at = self._feed(data, at)
+        self.unparsed = data[at:]
+        if not self.transport.is_closing():
+            self._pace()
+
+    @property
+    def _full(self) -> bool:
+        """Whether the application must take something first."""
+        raise NotImplementedError
+
+    def _feed(self, data: bytes, at: int) -> int:
+        """Parse a slice that begins there. Returns its end."""
+        raise NotImplementedError
+
+    def _pace(self) -> None:
+        """Read on, unless something waits."""
+        raise NotImplementedError
+
+
+class _ReadFlow(FlowControl):
+    """Reads on while little waits behind the request that is answered, to notice when the caller leaves."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
 
     def resume_reading(self) -> None:
-        if self.unparsed or self.full:
+        if self._connection.unparsed or self._connection._full:
             self.pause_reading()
         else:
             super().resume_reading()
 
-    @property
-    def full(self) -> bool:
-        if not self._behind:
-            return False
-        return len(self._behind) > BEHIND or sum(len(cycle.body) for cycle, _ in self._behind) > HEAD_BYTES
 
-
-class _OfApp:
-    """What both protocols have of ours."""
-
-    reflex: App  # uvicorn's `app`
-    client: tuple[str, int] | None
-
-    def _number(self) -> None:
-        """A number in place of the port: ports are reused."""
-        self.client = (self.client[0] if self.client else UNIX, next(_NUMBERS))
-
-
-class HttpConnection(_OfApp, HttpToolsProtocol):
+class HttpConnection(_Connection, HttpToolsProtocol):
     """One HTTP connection."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -132,26 +138,30 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         self.reflex = cast(App, self.app)
         self._task: asyncio.Task[None] | None = None
         self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the last that came
-        self._time = _Timed(self.loop, self.reflex.limits, self._slow)
-        self._head_bytes = self._parts = 0
+        limits, self._phase = self.reflex.limits, ANSWERED
+        self._seconds = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD}
+        self._seconds |= {ANSWERED: inf, REFUSED: LINGER_S}
+        self._timer = _Timer(self.loop, self._late)
+        self._head_bytes = 0
         self._in_head = self._declined = self._broken = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow: _PipelineFlow = _PipelineFlow(transport, self.pipeline)
+        self.flow: _ReadFlow = _ReadFlow(self)
         self._number()
         self.reflex.shares.opened(self.client)
-        over = self._over()
-        self._time.enter(IDLE if over <= 0 else REFUSED)
-        if over > RESERVE // 2:  # they hold file descriptors, too
-            self._refuse()
+        self._enter(IDLE)
+        if refusal := self._refusal():
+            self._enter(REFUSED)
+            if len(self.connections) > self.reflex.limits.most + RESERVE // 2:  # they hold file descriptors, too
+                self._end(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.reflex.shares.closed(self.client)
-        self._time.cancel()
+        self._timer.cancel()
         self.pipeline.clear()
-        self.flow.unparsed = b""
+        self.unparsed = b""
         self.reflex.left(len(self.connections))
         self._cancel()
 
@@ -169,70 +179,52 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             self._cancel()
             self.transport.close()
 
-    def _over(self) -> int:
-        """So many connections too many."""
-        return max(len(self.connections) - self.reflex.limits.most, self.reflex.shares.over(self.client))
-
-    def _refuse(self) -> None:
-        """There are too many connections, unless others have left meanwhile."""
-        if self._over() <= 0:
-            self._time.enter(IDLE)
-            return
-        if self.reflex.shares.over(self.client) > 0:
-            self._end(self.reflex.shares.refused(self.client))
-            return
+    def _refusal(self) -> Overloaded | None:
+        """The error while there are too many connections."""
+        most, shares = self.reflex.limits.most, self.reflex.shares
+        if shares.over(self.client) > 0:
+            return shares.refused(self.client)
+        if len(self.connections) <= most:
+            return None
         if _FULL.first():
-            log.warning("%d connections are open (--max-connections): new ones are refused", self.reflex.limits.most)
-        full = f"{self.reflex.limits.most} connections are open, as many as there may be"
-        self._end(Overloaded(full, retry_after=1.0))
+            log.warning("%d connections are open (--max-connections): new ones are refused", most)
+        return Overloaded(f"{most} connections are open, as many as there may be", retry_after=1.0)
 
     def data_received(self, data: bytes) -> None:
-        if self._time.phase == REFUSED:
-            self._refuse()
-        self.flow.unparsed += data
+        if self._phase == REFUSED:
+            self._late()
+        self.unparsed += data
         self._parse()
 
-    def _parse(self) -> None:
-        """Parse what was read slice by slice, as long as few requests and parts are in it; the rest in another turn."""
-        flow, closing, at, self._parts = self.flow, self.transport.is_closing, 0, 0
-        data, flow.unparsed = flow.unparsed, b""
-        while at < len(data) and not (self._broken or closing() or self._parts > MANY or (self.pipeline and flow.full)):
-            part = data if len(data) <= SLICE else data[at : at + SLICE]
-            at += len(part)
-            if self._in_head or self._time.phase == IDLE:
-                self._head_bytes += len(part)
-            while part and not (self._broken or closing()):
-                part = self._feed(part, data[at:])
-            if self._in_head and self._head_bytes > HEAD_BYTES:
-                self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
-        if at < len(data) and not (self._broken or closing()):
-            flow.unparsed = data[at:]
-            if not flow.full:  # else when an answer is complete
-                self.loop.call_soon(self._parse)
-        if self.pipeline or flow.unparsed:
-            flow.resume_reading()
-        self._take_time()
+    @property
+    def _full(self) -> bool:
+        waits = self.pipeline
+        return bool(waits) and (len(waits) > BEHIND or sum(len(cycle.body) for cycle, _ in waits) > HIGH_WATER_LIMIT)
 
-    def _feed(self, data: bytes, behind: bytes) -> bytes:
-        """Parse what has come. Returns what is to be parsed next: a request whose offer to upgrade is declined. behind:
-        what has come behind it; a websocket takes it over."""
+    def _feed(self, data: bytes, at: int) -> int:
+        if self._broken or self.transport.is_closing():
+            return len(data)
+        part = data[at : at + SLICE]
+        self._head_bytes += len(part)
         try:
-            self.parser.feed_data(data)
+            self.parser.feed_data(part)
         except httptools.HttpParserUpgrade as upgrade:
+            at += upgrade.args[0]
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
-                if rest := data[upgrade.args[0] :] + behind:
-                    self.transport.get_protocol().data_received(rest)  # type: ignore[attr-defined]
-                return b""
-            return self._without_offer() + data[upgrade.args[0] :]
+                if at < len(data):
+                    self.transport.get_protocol().data_received(data[at:])  # type: ignore[attr-defined]
+                return len(data)
+            self._decline()
+            return at
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            broken = cause if isinstance(cause, ClientError) else ClientError(f"this is not HTTP/1.1: {cause or error}")
-            self._end(broken)
-        return b""
+            self._end_broken(error)
+        if self._in_head and self._head_bytes > HEAD_BYTES:
+            self._end(ClientError(f"the head of the request has over {HEAD_BYTES} bytes"))
+        return at + len(part)
 
-    def _without_offer(self) -> bytes:
-        """The head that has just come, without its offer to upgrade, for a new parser."""
+    def _decline(self) -> None:
+        """Answer a request whose offer to upgrade is declined: its head goes to a new parser without the offer."""
         self.parser, method = httptools.HttpRequestParser(self), self.parser.get_method()
         lines = [b"%b %b HTTP/1.1" % (method, self.url)]
         for name, value in self.headers:
@@ -240,24 +232,19 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
                 value = b", ".join(part for part in value.split(b",") if part.strip().lower() != b"upgrade")
             if name != b"upgrade" and value:
                 lines.append(b"%b: %b" % (name, value))
-        return b"\r\n".join([*lines, b"", b""])
+        try:
+            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+        except httptools.HttpParserError as error:
+            self._end_broken(error)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
-        self._parts += 1
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._parts += 1
+        self._in_head, self._head_bytes = True, SLICE
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
-        version, hosts, size = self.parser.get_http_version(), 0, len(self.url)
-        for name, value in self.headers:
-            hosts += name == b"host"
-            size += len(name) + len(value)
-        if size > HEAD_BYTES:
+        self._in_head = False
+        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers].count(b"host")
+        if self._head_bytes > HEAD_BYTES:
             raise ClientError(f"the head of the request has over {HEAD_BYTES} bytes")
         if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
             raise ClientError("HTTP/1.0 has no Transfer-Encoding")
@@ -314,14 +301,14 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        if self.flow.unparsed:
+        if self.unparsed:
             self.loop.call_soon(self._parse)
         self.flow.resume_reading()
         self._take_time()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._time.enter(SLOW)
+        self._enter(SLOW)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -329,21 +316,27 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         self._broken = True  # for HTTP: the rest is the websocket's
-        self._time.cancel()
+        self._timer.cancel()
         super().handle_websocket_upgrade()
 
-    def _slow(self, error: TooSlow) -> None:
-        """The connection took too long."""
-        if self._time.phase == REFUSED:
-            self._refuse()
-        elif self._time.phase == IDLE:
-            self.transport.close()
-        elif self._time.phase == SLOW:
-            self.cycle.disconnected = True
+    def _late(self) -> None:
+        """The phase of the connection takes too long, or a refused one has sent something."""
+        phase, seconds = self._phase, self._seconds[self._phase]
+        if phase == REFUSED:
+            if refusal := self._refusal():
+                self._end(refusal)
+            else:
+                self._enter(IDLE)
+            return
+        if phase != IDLE and _LATE.first():
+            told = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
+            log.warning(told, phase, seconds)
+        error = TooSlow(f"the {phase} of the request did not come within {seconds:g} s")
+        if phase == SLOW:
             self.transport.abort()
-        elif self._time.phase == BODY and self.cycle.response_complete:
+        elif phase == IDLE or (phase == BODY and self.cycle.response_complete):
             self.transport.close()
-        elif self._time.phase == BODY and not self.cycle.response_started:
+        elif phase == BODY and not self.cycle.response_started:
             self._cancel(error)  # its coroutine answers, and closes behind it
             self.cycle.keep_alive = False
         else:
@@ -354,6 +347,10 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
         running = self._running
         if running is not None and not running.response_complete and self._task is not None:
             self._task.cancel(error or CallerLeft("the caller left"))
+
+    def _end_broken(self, error: httptools.HttpParserError) -> None:
+        cause = error.__context__
+        self._end(cause if isinstance(cause, ClientError) else ClientError(f"this is not HTTP/1.1: {cause or error}"))
 
     def _end(self, error: ReflexError) -> None:
         """What comes is no request: answer that, or what came before it, and close."""
@@ -372,11 +369,19 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             broke_off = ClientError(f"the body broke off: {error.message}")
             self.loop.call_soon(self._cancel, broke_off)  # its coroutine may not have begun
 
+    def _pace(self) -> None:
+        cycle = self.cycle
+        if self._broken:
+            return
+        if self.unparsed or cycle is None or cycle.response_complete or len(cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # else its coroutine takes the body first
+        self._take_time()
+
     def _take_time(self) -> None:
         cycle = self.cycle
-        if self._broken or self.flow is None or self.transport.is_closing() or self.flow.write_paused:
+        if self._broken or self.transport.is_closing() or self.flow.write_paused:
             return
-        if self.flow.unparsed:
+        if self.unparsed:
             phase = ANSWERED  # it waits for us
         elif self._in_head:
             phase = HEAD
@@ -384,97 +389,75 @@ class HttpConnection(_OfApp, HttpToolsProtocol):
             phase = IDLE
         else:
             phase = BODY if cycle.more_body else ANSWERED
-        if phase != self._time.phase or phase == IDLE:
-            self._time.enter(phase)
+        if phase != self._phase or phase == IDLE:
+            self._enter(phase)
+
+    def _enter(self, phase: str) -> None:
+        """Begin a phase, or the same one again; its time runs from now on."""
+        self._phase = phase
+        self._timer.start(self._seconds[phase])
 
 
-class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
+class SocketConnection(_Connection, WebSocketsSansIOProtocol):
     """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes that have come
     of messages that the application has not taken, see `Bodies`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.reflex = cast(App, self.app)
-        self._app_task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._idles = False  # the application waits for a message
-        self.held = self._frames = 0  # frames: that may be parsed before others have their turn
-        self._next: asyncio.Handle | None = None
-        reader = self.conn.reader
-        self._at_eof, reader.at_eof = reader.at_eof, self._at_frame  # type: ignore[method-assign]
-        self._exact, reader.read_exact = reader.read_exact, self._exactly  # type: ignore[method-assign]
-        self._most, self.conn.max_message_size = self.config.ws_max_size, None  # a larger one does not end the socket
-        self._dropped = 0  # bytes of the message that comes, which is larger
-        self._time = _Timed(self.loop, self.reflex.limits, self._idle)
+        self.held = 0
+        self._timer = _Timer(self.loop, self._late)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._number()
-        self._time.enter(IDLE)
+        self._timer.start(self.reflex.limits.idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.reflex.shares.closed(self.client)  # the connection of HTTP that it was opened it
-        self._time.cancel()
+        self._timer.cancel()
         self.conn.reader.discard()  # its parser is in a reference cycle, and what has come with it
         self.frames.clear()
+        self.unparsed = b""
         while self.queue.qsize() > 1:
             self.queue.get_nowait()
         self.reflex.bodies.release(self)
         self.reflex.left(len(self.connections))
-        if self._app_task is not None and not self._app_task.done():
-            self._app_task.cancel(CallerLeft("the caller left"))
+        if self._task is not None and not self._task.done():
+            self._task.cancel(CallerLeft("the caller left"))
 
     def data_received(self, data: bytes) -> None:
-        self._time.enter(IDLE)
+        self._timer.start(self.reflex.limits.idle)
         try:
             self.reflex.bodies.take(self, len(data))
         except Overloaded as error:
             self._leave(error.message[:100], TRY_LATER)
             return
-        self._parse(data)
+        self.unparsed += data
+        self._parse()
 
-    def _parse(self, data: bytes = b"") -> None:
-        """The next frames of what has come."""
-        self._frames, self._next = FRAMES, None
+    @property
+    def _full(self) -> bool:
+        return self.queue.qsize() > AHEAD and not self.close_sent
+
+    def _feed(self, data: bytes, at: int) -> int:
         if self.transport.is_closing():
-            return
-        super().data_received(data)
+            return len(data)
+        super().data_received(data[at : at + SLICE])
         if not self.handshake_initiated and self.conn.handshake_exc is not None:
             self._refuse(self.conn.handshake_exc)
-        self._release()
-        self._pace()
-
-    def _at_frame(self) -> Generator[None, None, bool]:
-        """In the place of the reader's `at_eof`, with which the parser begins a frame: it may have to wait."""
-        while not self._frames:
-            yield
-        self._frames -= 1
-        return (yield from self._at_eof())
-
-    def _exactly(self, n: int) -> Generator[None, None, bytearray]:
-        """In the place of the reader's `read_exact`: what is larger than a message may be is dropped as it comes."""
-        if n <= self._most:
-            return (yield from self._exact(n))
-        buffer, self._dropped = self.conn.reader.buffer, self._dropped + n
-        while n:
-            gone = min(n, len(buffer))
-            n -= gone
-            del buffer[:gone]
-            if n:
-                if self.conn.reader.eof:
-                    raise EOFError
-                yield
-        return bytearray()
+        return at + SLICE
 
     def _pace(self) -> None:
-        """Read on, unless messages wait for the application, or frames for their turn."""
-        full = self.queue.qsize() > AHEAD
-        waits = not self._frames and bool(self.conn.reader.buffer)
-        if waits and not full and self._next is None:
-            self._next = self.loop.call_soon(self._parse)
-        if self.read_paused != (full or waits):
-            self.read_paused = not self.read_paused
-            (self.transport.pause_reading if self.read_paused else self.transport.resume_reading)()
+        waits = bool(self.unparsed) or self._full
+        if self.read_paused != waits:
+            self.read_paused = waits
+            (self.transport.pause_reading if waits else self.transport.resume_reading)()
+        if self.held and not (any(self.frames) or self.conn.reader.buffer or self.queue.qsize() or self.unparsed):
+            self.reflex.bodies.release(self)  # all that has come is whole and taken
 
     def handle_connect(self, event: Any) -> None:
         if self.conn.accept(event).status_code != 101:
@@ -487,34 +470,22 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
         self.transport.write(self.reflex.refuse_bytes(ClientError(f"no websocket can be opened: {why}")))
         self.transport.close()
 
-    def _release(self) -> None:
-        """Release what has come, once all of it is whole and taken."""
-        if self.held and not (any(self.frames) or self.conn.reader.buffer or self.queue.qsize()):
-            self.reflex.bodies.release(self)
-
     def handle_cont(self, event: Any) -> None:
         """One buffer for all parts of a message: apart, those of one byte would have a hundred times their size."""
-        whole: Any = self.frames[0]
-        if self._dropped or len(whole) + len(event.data) > self._most:
-            self._dropped += len(whole) + len(event.data)
-            whole = b""
-        elif not isinstance(whole, bytearray):
-            whole = bytearray(whole)
-        whole += b"" if self._dropped else event.data
+        whole: Any = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
+        whole += event.data
         self.frames[0] = bytes(whole) if event.fin else whole
         if event.fin:
             self.send_receive_event_to_app()
 
-    def send_receive_event_to_app(self) -> None:
-        paused, self.read_paused = self.read_paused, True  # so that it is not paused for one message
-        dropped, self._dropped = self._dropped, 0
-        if dropped and not self.close_sent:
-            self.frames = []
-            empty: Any = {"type": "websocket.receive", "bytes": b"", DROPPED: dropped}
-            self.queue.put_nowait(empty)
-        else:
-            super().send_receive_event_to_app()
-        self.read_paused = paused
+    def handle_parser_exception(self) -> None:
+        """The peer broke the protocol, or its message is too large. It reads the close code only while the connection
+        is not closed under what it sends."""
+        if not self.close_sent:
+            self.close_sent = True
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.loop.call_later(LINGER_S, self.transport.close)
 
     def shutdown(self) -> None:
         self._leave("the server is shutting down")
@@ -532,32 +503,27 @@ class SocketConnection(_OfApp, WebSocketsSansIOProtocol):
 
     async def receive(self) -> Any:
         self._idles = True
-        self._time.enter(IDLE)
+        self._timer.start(self.reflex.limits.idle)
         try:
             message = await self.queue.get()
         finally:
             self._idles = False
-        self._release()
-        self._pace()
+        self._parse()
         return message
 
     async def run_asgi(self) -> None:
         self.scope["extensions"] = {**(self.scope.get("extensions") or {}), CANCELS: {}}
-        self._app_task = asyncio.current_task()
+        self._task = asyncio.current_task()
         await super().run_asgi()
 
-    async def send(self, message: Any) -> None:
-        await super().send(message)
-        self._time.enter(IDLE)
-
-    def _idle(self, error: TooSlow) -> None:
-        """Nothing has come or gone for long. A peer that waits for an answer, or for the first frame, is not idle."""
+    def _late(self) -> None:
+        """Nothing has come for long. A peer that waits for an answer, or for the first frame, is not idle."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         elif self._idles:
             self._leave("idle")
         else:
-            self._time.enter(IDLE)
+            self._timer.start(self.reflex.limits.idle)
 
 
 @cache

@@ -45,7 +45,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 CANCELS: Final = "reflex.cancels"  # extension: the server cancels the coroutine of a caller that left
 RESPOND: Final = "reflex.respond"  # extension: sends a whole answer, `HttpConnection._respond`
-DROPPED: Final = "reflex.dropped"  # of a message that was larger than may be: its bytes, which are not kept
 CLOSE: Final = (b"connection", b"close")
 DENIAL: Final = "websocket.http.response"
 GOING_AWAY, UNSUPPORTED, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1008, 1011, 1013
@@ -264,14 +263,12 @@ class HttpRequest:
 
 
 class SocketMessage:
-    """One message of a websocket. id: made by the server, unique. received: when it was here (`time.monotonic`).
-    error: what it is answered with, where it was too large to be kept."""
+    """One message of a websocket. id: made by the server, unique. received: when all of it was (`time.monotonic`)."""
 
-    __slots__ = ("data", "error", "held", "id", "received", "started")
+    __slots__ = ("data", "held", "id", "received", "started")
 
-    def __init__(self, data: str | bytes, id: str, dropped: int = 0) -> None:
+    def __init__(self, data: str | bytes, id: str) -> None:
         self.data, self.id, self.held = data, id, 0
-        self.error = BodyTooLarge(f"the message has {dropped} bytes, more than --max-body-bytes") if dropped else None
         self.started = self.received = time.monotonic()
 
 
@@ -325,15 +322,13 @@ class WebSocket(HttpRequest):
         if message["type"] != "websocket.receive":
             self.open = False
             raise StopAsyncIteration
-        text, data, dropped = message.get("text"), message.get("bytes"), message.get(DROPPED, 0)
-        self._message = SocketMessage(text if text is not None else data or b"", self.app.enter(), dropped)
+        text, data = message.get("text"), message.get("bytes")
+        self._message = SocketMessage(text if text is not None else data or b"", self.app.enter())
         self.app.bodies.take(self._message, len(self._message.data))
         return self._message
 
-    def refuse_message(self, message: SocketMessage) -> None:
-        """Raise what stands against answering a message: it is too large, or the server drains."""
-        if message.error is not None:
-            raise message.error
+    def check_open(self) -> None:
+        """Raise Closed while the server drains."""
         if self.app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
 

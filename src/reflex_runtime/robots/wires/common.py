@@ -294,9 +294,8 @@ class MessageSession(ABC):
     async def answer(self, message: SocketMessage, data: bytes) -> Frame | None:
         """The frame that answers a message."""
         try:
-            if message.error is None:
-                self.read(data)
-            self.socket.refuse_message(message)
+            self.read(data)
+            self.socket.check_open()
             return await self.take(message)
         except Reported as reported:
             return self.error(reported.error, reported.request_id)
