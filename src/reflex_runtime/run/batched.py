@@ -42,7 +42,6 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
 from reflex_runtime.run.audience import Cancels, Sink, resolve
 from reflex_runtime.run.batcher import Dispatcher
-from reflex_runtime.run.device import Device
 from reflex_runtime.run.process import tell_of_forks
 from reflex_runtime.run.processor import (
     ASYNC_WALL,
@@ -69,7 +68,7 @@ _numbers = itertools.count(1)  # of clients, in all loops and threads
 
 
 class Handle:
-    """The object that replaces a batched function, and the `object.method` of a batched method.
+    """Replaces a batched function, and the `object.method` of a batched method.
 
     A call may raise `QueueFull` or `Closed` (refused), `Expired`, `Shed`, `Drained` (not computed), or `ProcessorError`
     (it ran and failed; only then a retry computes the item a second time).
@@ -82,13 +81,13 @@ class Handle:
         self._owner: object = None
 
     def held_by(self, owner: object) -> Self:
-        """The same function through a handle that keeps its owner alive, as a bound method does its object."""
+        """The same handle, which also keeps its owner alive, as a bound method does."""
         handle = object.__new__(type(self))
         handle.__dict__.update(self.__dict__, _owner=owner)
         return handle
 
     def owner_deleted(self) -> None:
-        """The owner was deleted, so there are no callers. Called by the garbage collector: takes no lock."""
+        """The owner was deleted, and with it all callers. The garbage collector calls it: it takes no lock."""
 
     def _request(
         self, item: Any, client: str, timeout: float | None, priority: Priority, time_limit: float | None
@@ -96,6 +95,30 @@ class Handle:
         if timeout is not None and not timeout >= 0.0:
             raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
         return Request(item, group=GROUP, client=client, priority=priority, time_limit=time_limit)
+
+    async def _result(
+        self, calls: _Calls | _Inbox, item: Any, timeout: float | None, priority: Priority, time_limit: float | None
+    ) -> Any:
+        """The result for one item of a coroutine."""
+        client = calls.clients.take()
+        try:
+            ticket, future = calls.submit(self._request(item, client, timeout, priority, time_limit))
+            try:
+                return await (future if timeout is None else self._within(timeout, future))
+            except (asyncio.CancelledError, WaitTimeout):
+                calls.cancel(ticket)
+                raise
+        finally:
+            calls.clients.give_back(client)
+
+    async def _within(self, timeout: float, future: asyncio.Future[Any]) -> Any:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await future
+        except TimeoutError:  # the function's own, or this one
+            if not limit.expired():
+                raise
+            raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s") from None
 
 
 class LoopClients:
@@ -127,7 +150,7 @@ class LoopClients:
 
 
 class _Thread(threading.local):
-    """client: of this thread. Not its ident, which the next thread gets when this one has ended."""
+    """client: of this thread. The system reuses a thread's ident."""
 
     def __init__(self) -> None:
         self.client = f"thread {next(_numbers)}"
@@ -142,8 +165,7 @@ Made = TypeVar("Made")
 
 
 def _of_this_loop(by_loop: dict[asyncio.AbstractEventLoop, Made], make: Callable[[], Made]) -> Made:
-    """What belongs to the running loop, made at first use. A program may run loops one after another: what belongs to
-    closed ones is dropped."""
+    """The object of the running loop, made at first use. Objects of closed loops are dropped."""
     loop = asyncio.get_running_loop()
     found = by_loop.get(loop)
     if found is None:
@@ -152,17 +174,6 @@ def _of_this_loop(by_loop: dict[asyncio.AbstractEventLoop, Made], make: Callable
                 by_loop.pop(other, None)
         found = by_loop.setdefault(loop, make())
     return found
-
-
-async def _within(timeout: float, waits: Awaitable[Result], name: str) -> Result:
-    """The result; WaitTimeout where it takes longer."""
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await waits
-    except TimeoutError:  # the function's own, or this one
-        if not limit.expired():
-            raise
-        raise WaitTimeout(f"{name}: no answer within {timeout:g} s") from None
 
 
 # -- an `async def` ----------------------------------------------------------------------------------------------------
@@ -181,9 +192,9 @@ class _Rules(NamedTuple):
 
 
 class BatchedCoroutine(Handle, Generic[Item, Result]):
-    """A coroutine function over a list that is awaited with single items; `batched` makes it.
+    """A coroutine function over a list that is awaited with single items. `Handle` lists its errors.
 
-    `Handle` lists the errors of its calls. Callers, sinks and `close` are those of the running loop.
+    Batches, sinks and `close` are those of the running loop.
     """
 
     def __init__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], rules: _Rules) -> None:
@@ -200,40 +211,30 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         priority: Priority = DEFAULT,
         time_limit: float | None = None,
     ) -> Result:
-        """The result for one item; cancelling the task that awaits it cancels the item.
+        """The result for one item. Cancelling the task cancels the item.
 
-        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
-        has no use, then Expired.
+        timeout: most seconds to wait, then WaitTimeout. time_limit: seconds from now after which the result has no use,
+        then Expired.
         """
         calls = _of_this_loop(self._calls, self._make)
         if (running := _inside.get()) is not None and running is calls.running:
             raise ConfigError(_CALLS_ITSELF)
-        client = calls.clients.take()
-        try:
-            ticket = calls.dispatcher.submit(self._request(item, client, timeout, priority, time_limit))
-            try:
-                waits: Awaitable[Result] = ticket.waiter
-                return await (waits if timeout is None else _within(timeout, waits, self._name))
-            except (asyncio.CancelledError, WaitTimeout):
-                calls.dispatcher.cancel(ticket)
-                raise
-        finally:
-            calls.clients.give_back(client)
+        return await self._result(calls, item, timeout, priority, time_limit)  # type: ignore[no-any-return]
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with every event of this loop from now on, in order; it must be quick."""
+        """Call the sink with every later event of this loop, in order. It must be quick."""
         _of_this_loop(self._calls, self._make).dispatcher.add_sink(sink)
 
     async def close(self, drain: bool = True, timeout: float = 5.0) -> None:
-        """Accept no more items in this loop, and finish or drop those queued within `timeout` seconds.
+        """Accept no more items in this loop, and finish or drop queued ones within `timeout` seconds.
 
-        Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
+        Every caller is answered: without a result by then with Drained, or CutShort if the function still runs.
         """
         await _of_this_loop(self._calls, self._make).dispatcher.close(drain, timeout)
 
 
 class _Calls:
-    """The calls of one function in one loop. running: the batch that it is awaited for, if there is one."""
+    """The calls of one function in one loop. running: the batch in the call that is out."""
 
     def __init__(self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], rules: _Rules) -> None:
         self._function, self._rules = function, rules
@@ -241,6 +242,11 @@ class _Calls:
         self.dispatcher = Dispatcher([rules.group], self._run, max_batches=1)
         self.dispatcher.start()
         self.clients = LoopClients()
+        self.cancel = self.dispatcher.cancel
+
+    def submit(self, request: Request) -> tuple[Ticket, asyncio.Future[Any]]:
+        ticket = self.dispatcher.submit(request)
+        return ticket, ticket.waiter
 
     async def _run(self, batch: Batch) -> Sequence[Outcome]:
         self.running = batch
@@ -261,7 +267,7 @@ class _Calls:
 
 
 class BatchedFunction(Handle, Generic[Item, Result]):
-    """A function over a list that is called with single items; `batched` makes it. `Handle` lists its errors."""
+    """A function over a list that is called with single items. `Handle` lists its errors."""
 
     def __init__(self, function: Callable[[list[Item]], Sequence[Result]], rules: _Rules) -> None:
         super().__init__(function)
@@ -276,10 +282,10 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         priority: Priority = DEFAULT,
         time_limit: float | None = None,
     ) -> Result:
-        """The result for one item; this thread waits for it.
+        """The result for one item. Blocks the thread: RuntimeError in one that runs an event loop; await `aio` there.
 
-        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
-        has no use, then Expired. RuntimeError in a thread that runs an event loop: there, await `aio`.
+        timeout: most seconds to wait, then WaitTimeout. time_limit: seconds from now after which the result has no use,
+        then Expired.
         """
         driver = self._driver
         if driver.device.current:
@@ -298,30 +304,18 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         priority: Priority = DEFAULT,
         time_limit: float | None = None,
     ) -> Result:
-        """The same without blocking the loop; cancelling the task cancels the item, as `timeout` does."""
-        driver, loop = self._driver, asyncio.get_running_loop()
-        inbox = _of_this_loop(driver.inboxes, partial(_Inbox, loop, driver.device))
-        client, future = inbox.clients.take(), loop.create_future()
-        try:
-            request = self._request(item, client, timeout, priority, time_limit)
-            ticket = driver.admit(request, partial(inbox.put, future), wake=False)
-            inbox.wake_soon()
-            try:
-                return await (future if timeout is None else _within(timeout, future, self._name))
-            except (asyncio.CancelledError, WaitTimeout):
-                inbox.cancels.add(ticket, loop)
-                raise
-        finally:
-            inbox.clients.give_back(client)
+        """The same without blocking the loop. Cancelling the task or a `timeout` cancels the item."""
+        inbox = _of_this_loop(self._driver.inboxes, partial(_Inbox, self._driver))
+        return await self._result(inbox, item, timeout, priority, time_limit)  # type: ignore[no-any-return]
 
     def add_sink(self, sink: Sink) -> None:
-        """Call the sink with every event from now on, in order, on any thread. It must be quick, and call no handle."""
+        """Call the sink with every later event, in order, on any thread. It must be quick, and call no handle."""
         self._driver.add_sink(sink)
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
-        """Accept no more items, finish or drop those queued, stop the thread. Returns whether it ended in `timeout`.
+        """Accept no more items, finish or drop queued ones, stop the thread. Returns whether it ended in `timeout`.
 
-        Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
+        Every caller is answered: without a result by then with Drained, or CutShort if the function still runs.
         """
         self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
         return self._driver.stop_threads(timeout)
@@ -331,7 +325,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 
 
 class _Driver(ThreadDriver):
-    """The thread of one batched function; it starts with the first item."""
+    """The driver of one batched function. Its threads start with the first item."""
 
     def __init__(self, function: Callable[[list[Any]], Any], rules: _Rules, name: str, sinks: Iterable[Sink] = ()):
         self._made_of = function, rules, name
@@ -341,7 +335,7 @@ class _Driver(ThreadDriver):
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Start anew; the sinks stay. The callers that wait are threads of the other process."""
+        """Start anew in a forked process; the sinks stay. Waiting callers are threads of the parent."""
         self.__init__(*self._made_of, self._audience.sinks)  # type: ignore[misc]
 
     def _start_threads(self) -> None:
@@ -351,7 +345,7 @@ class _Driver(ThreadDriver):
         super()._start_threads()
 
     def deliver(self) -> None:
-        """Wake the loops that have answers, too: each once for all of them."""
+        """Wake each loop that has answers, too, once for all of them."""
         super().deliver()
         for inbox in tuple(self.inboxes.values()):
             inbox.call()
@@ -359,27 +353,31 @@ class _Driver(ThreadDriver):
 
 class _Inbox:
     """The items of one loop's coroutines. The device is woken once for the items of a turn, the loop once for the
-    answers of a batch. cancels: cancelled items.
-    """
+    answers of a batch."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, device: Device) -> None:
-        self._loop, self._device = loop, device
-        self.clients = LoopClients(device.clock)
-        self.cancels = Cancels(device.input)
+    def __init__(self, driver: _Driver) -> None:
+        self._loop, self._driver = asyncio.get_running_loop(), driver
+        self.clients = LoopClients(driver.clock)
+        self._cancels = Cancels(driver.device.input)
         self._wake_due = self._called = False
         self._come: deque[Ticket] = deque()
 
-    def wake_soon(self) -> None:
-        """Let the device look at what was submitted in this turn of the loop."""
+    def submit(self, request: Request) -> tuple[Ticket, asyncio.Future[Any]]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        ticket = self._driver.admit(request, partial(self._put, future), wake=False)
         if not self._wake_due:
             self._wake_due = True
             self._loop.call_soon(self._wake)
+        return ticket, future
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._cancels.add(ticket, self._loop)
 
     def _wake(self) -> None:
         self._wake_due = False
-        self._device.wake()
+        self._driver.device.wake()
 
-    def put(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
+    def _put(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
         """Keep an answer for the loop until `call`; on any thread."""
         ticket.waiter = future
         self._come.append(ticket)
@@ -417,10 +415,9 @@ Bound = TypeVar("Bound", bound=Handle)
 
 
 class BatchedMethod(Generic[Bound]):
-    """A batched method in its class; `object.method` is the object's own batched function.
+    """A batched method in its class. `object.method` is the object's own batched function.
 
-    That function is made at first use and closed when the object is deleted. It does not keep the object alive; a call
-    does.
+    That is made at first use and closed when the object is deleted. It does not keep the object alive; a call does.
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[[Callable[[list[Any]], Any]], Bound]) -> None:
@@ -462,7 +459,7 @@ class BatchedMethod(Generic[Bound]):
 
 
 def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None]) -> Callable[[list[Any]], Any]:
-    """The method of one object as a function of the list that does not keep the object alive."""
+    """The method of one object as a function of the list. It does not keep the object alive."""
 
     def call(items: list[Any]) -> Any:  # of an `async def` it returns the coroutine
         owner = owner_of()
@@ -476,7 +473,7 @@ def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None])
 
 
 class Decorator(Protocol):
-    """The decorator that `batched(...)` returns, for functions and methods, with `def` or `async def`."""
+    """The decorator that `batched(...)` returns."""
 
     @overload
     def __call__(
@@ -523,15 +520,14 @@ def batched(
 ) -> Any:
     """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
 
-    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs; it waits only for
-    callers that were just answered and are expected to call again, so a lone caller is never held. Items that come
-    while a call runs form the next batch. capacity: most waiting items. repeatable: False if it must not see an item
-    twice (then one bad item fails its whole call). watchdog: seconds that a call may take; then its callers get
-    `ProcessorHung`. A thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
+    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs, for callers that were
+    just answered and are expected to call again; a lone caller is never held. Items that come while a call runs form
+    the next batch. capacity: most waiting items. repeatable: False for a function that must not see an item twice; then
+    one bad item fails its whole call. watchdog: seconds that a call may take; then its callers get `ProcessorHung`. A
+    thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
 
-    A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one of these
-    for every object. Raises TypeError for anything but a function of one list: a generator, a class method, two
-    parameters.
+    A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one for every
+    object. TypeError for anything but a function of one list: a generator, a class method, two parameters.
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched(32, max_latency, capacity, repeatable, watchdog)(max_batch_size)
