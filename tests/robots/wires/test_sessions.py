@@ -29,7 +29,7 @@ def _openpi(seen: dict[str, Any]) -> bytes:
 
 
 def _vla_eval(seen: dict[str, Any]) -> bytes:
-    return vla_eval.encode(vla_eval.EvalMessage("observation", seen))
+    return vla_eval.encode(vla_eval.EvalMessage("observation", seen, 0))
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_w23_without_a_key_only_programs_on_this_machine_say_how_an_episode_ende
                     ("episode_start", {"recording": {"eid": f"e{i}"}}), ("observation", seen()),
                     ("episode_end", {"success": True}), ("hello", {}),
                 ):  # fmt: skip
-                    client.send(encode(EvalMessage(said, told)))
+                    client.send(encode(EvalMessage(said, told, 0)))
                 assert (decode(client.recv()).type, decode(client.recv()).type) == ("action", "hello")
         outcomes = rollout(server)["outcomes"]
         assert sum(outcomes[slot]["episodes"] for slot in "ab") == 1
@@ -293,7 +293,7 @@ def test_w23_two_robots_that_name_their_episodes_alike_have_an_outcome_each(pair
                     ("episode_start", {"recording": {"eid": "0"}}), ("observation", seen() | more),
                     ("episode_end", {"success": True}), ("hello", {}),
                 ):  # fmt: skip
-                    client.send(encode(EvalMessage(said, told)))
+                    client.send(encode(EvalMessage(said, told, 0)))
                 assert (decode(client.recv()).type, decode(client.recv()).type) == ("action", "hello")
         outcomes = rollout(server)["outcomes"]
         assert sum(outcomes[slot]["episodes"] for slot in "ab") == 4

@@ -72,9 +72,9 @@ def image(**more: Any) -> bytes:
         (image(format="raw", dtype="|u1"), "1 bytes do not make"),
         (msgpack.packb([1]), "must be a map"),
         (msgpack.packb({"type": "hello", "payload": {}}), "`seq`"),
-        (msgpack.packb({"type": "hello", "payload": {}, "seq": True}), "`seq`"),
-        (msgpack.packb({"type": "hello", "payload": [], "seq": 1}), "`payload`"),
-        (msgpack.packb({"type": 3, "payload": {}, "seq": 1}), "`type`"),
+        (msgpack.packb({"type": "hello", "payload": {}, "seq": True}), r"\$\.seq"),
+        (msgpack.packb({"type": "hello", "payload": [], "seq": 1}), r"\$\.payload"),
+        (msgpack.packb({"type": 3, "payload": {}, "seq": 1}), r"\$\.type"),
         (b"", "breaks off"),
     ],
 )

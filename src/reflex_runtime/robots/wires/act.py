@@ -107,7 +107,7 @@ def _images(sent: ActJson | ActMsgpack) -> Sequence[tuple[str, str, Image]]:
 
 
 def _decode_json(body: bytes) -> ActJson:
-    # A decoder lets nothing else run: what it takes is bounded by what it is given.
+    # A decoder holds the interpreter, so what it gets is bounded.
     if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise _too_many_values(body)
     if len(body) > MAX_ESCAPES and body.count(b"\\") > MAX_ESCAPES:
@@ -120,7 +120,7 @@ def _decode_json(body: bytes) -> ActJson:
         raise invalid_field(error, ActJson) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
-    # NaN and Infinity are no JSON, but a client that sends them deserves the name of the field.
+    # NaN and Infinity are no JSON, but the error names their field.
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _decode_json(body: bytes) -> ActJson:
 
 
 def _too_many_values(body: bytes) -> InvalidRequest:
-    """The 422 for a body with more values than all fields may hold: what is wrong so far, else the field it is in."""
+    """The 422 for a body with more values than all fields may hold: the first error, else the field that has them."""
     enough = len(body) - len(body.split(b",", MAX_VALUES)[-1])
     try:
         _json.decode(memoryview(body)[:enough])
@@ -181,7 +181,7 @@ def routes(handler: RequestHandler) -> list[Route]:
 
 
 class Act:
-    """What HTTP adds to `RequestHandler`: bodies and headers."""
+    """Bodies and headers of HTTP around `RequestHandler`."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self.handler = handler
@@ -198,7 +198,7 @@ class Act:
                     questions = asked.questions(self.handler.of(asked.policy).reading(asked.block))
                 if len(questions) == 1:
                     answers = [await self.handler.infer(pending, questions[0], request.received)]
-            if len(questions) > 1:  # robots whose observations came as one: each is a request, and the message is none
+            if len(questions) > 1:  # observations of several robots in one: each is a request, the message is none
                 answers = await self.handler.infer_all(pending, questions, request.received)
         except CallerLeft:
             raise
@@ -220,7 +220,7 @@ class Act:
         return HttpResponse(200, encode_json(answers[0]), JSON, _routed(pending))
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
-        """Clients of GR00T send it before an episode: nothing is kept of requests that do not name theirs."""
+        """Clients of GR00T send it before an episode. Nothing is kept of requests that name no episode."""
         self.handler.runtime.need_loaded()
         await request.body()
         return HttpResponse(200, b"{}")
@@ -235,7 +235,7 @@ def _pending(request: HttpRequest) -> PendingRequest:
 
 
 async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
-    """The question of a request; its body is not kept."""
+    """The question of a request."""
     body, packed = await request.body(), request.sent_msgpack
     request.refuse_query()
     if len(body) <= LARGE:
@@ -247,7 +247,7 @@ async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
 
 
 def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
-    """The question in a body. One that /act's own fields refuse may be json-numpy: the usual one is decoded once."""
+    """The question in a body. Only a body that /act's own fields refuse is tried as json-numpy."""
     try:
         return decode(body, packed)
     except InvalidRequest:
@@ -258,7 +258,7 @@ def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
 
 
 def _routed(pending: PendingRequest) -> Headers:
-    """Headers of the policy and the version that answers; none with one of each, or before they are known."""
+    """Headers that name policy and version; none with one of each, or before they are known."""
     routing, served = pending.routing, pending.served
     if routing is None or served is None:
         return []

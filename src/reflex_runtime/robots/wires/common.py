@@ -1,4 +1,4 @@
-"""Shared by the wires: frames and arrays within bounds, identity and limits of a request, sessions of websockets."""
+"""Parts that several wires need: bounded msgpack and arrays, identity and limits of a request, websocket sessions."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ _TOLD: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model
 
 LIMITS: Final = RequestLimits.__struct_fields__
 OF_SOCKETS: Final = ("robot_id", "episode_id", "priority", "deadline_ms", "policy")
-"""What the query of a URL may say, for all requests of its websocket."""
+"""The parameters of a websocket's URL; they hold for all its requests."""
 
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
-    """The limits of one request; 422 names the wrong field. Numbers may be text."""
+    """The limits of one request; the 422 names a wrong field. Numbers may be text."""
     try:
         return msgspec.convert(said, RequestLimits, strict=False)
     except msgspec.ValidationError as error:
@@ -80,7 +80,7 @@ def limits_among(values: Mapping[str, Any]) -> RequestLimits:
 
 
 def limits_of_row(limits: RequestLimits, row: int) -> RequestLimits:
-    """Those of one of several robots, where they came once for all: its ids have its number."""
+    """The limits of one of several robots that share them: its ids have its number."""
     ids = {name: getattr(limits, name, None) for name in IDS}
     return msgspec.structs.replace(limits, **{name: f"{id}{IDS[name]}{row}" for name, id in ids.items() if id})
 
@@ -91,7 +91,7 @@ def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
 
 
 def socket_limits(query: Mapping[str, str]) -> RequestLimits:
-    """The limits in the query of a websocket's URL: what is wrong refuses its handshake."""
+    """The limits in the query of a websocket's URL; an error refuses the handshake."""
     said = limits_of(query)
     for name in query.keys() - set(OF_SOCKETS):
         raise invalid_input(name, f"is of a request, not of a websocket, which takes {', '.join(OF_SOCKETS)}")
@@ -108,7 +108,7 @@ def question_of(
     episode_id: str | None = None,
     said: RequestLimits | None = None,
 ) -> Question:
-    """Build the question. limits: of the request; said: of its websocket. robot_id: default if `limits` has none."""
+    """A question. limits: of the request; said: of its websocket. robot_id: used if `limits` has none."""
     images, state, instruction = observed
     own = msgspec.structs.asdict(limits) | {"robot_id": limits.robot_id or robot_id, "episode_id": episode_id}
     if said is not None:
@@ -118,7 +118,8 @@ def question_of(
 
 
 class Episodes:
-    """Names the episodes of one robot. A reset begins a new one; so does a new instruction if the caller names none."""
+    """Names the episodes of one robot. A reset begins a new one; so does a new instruction if the caller names no
+    episode."""
 
     def __init__(self, own: str) -> None:
         """own: the name of the episode if the caller gives none."""
@@ -157,12 +158,12 @@ Hook = Callable[[dict[str, Any]], Any]
 
 
 def unpack(data: bytes, hook: Hook) -> Any:
-    """The value of a frame; ClientError when it is none. Maps have keys of text, whether they came as text or bytes,
-    and pass through `hook`: the wires differ in how they write an array as a map.
+    """The value of a frame; ClientError for a malformed one. Keys of maps become text. Each map passes through `hook`,
+    because the wires write arrays as maps in different ways.
 
-    A frame makes at most `FRAME_VALUES` values, keys included. The library bounds the length of one container, and
-    16 MB of empty maps are a gigabyte: its hooks count all of a frame. Lists within each other claim their lengths
-    first: 160 MB at most, for as long as the library reads.
+    A frame has at most `FRAME_VALUES` values, keys included. The library bounds only single containers, and 16 MB of
+    empty maps take a gigabyte: so its hooks count all values. Nested lists reserve their lengths first: 160 MB at most,
+    while the library reads.
     """
     left, most = FRAME_VALUES, min(FRAME_VALUES, len(data))
 
@@ -218,7 +219,7 @@ def _text(key: Any) -> str:
     return key
 
 
-# -- one websocket that is one robot, whatever the codec of its messages ----------------------------------------------
+# -- one websocket is one robot ----------------------------------------------------------------------------------------
 
 
 Frame = str | bytes
@@ -236,15 +237,14 @@ def socket_route(
 
 
 async def _websocket_only(request: HttpRequest) -> HttpResponse:
-    """What answers a plain request on the path of a websocket."""
+    """Answers a plain request on the path of a websocket."""
     raise NotFound(f"{request.path} is for websockets; docs/wires.md says which protocol it speaks")
 
 
 class MessageSession(ABC):
     """The base of a wire's session. Clients send one request at a time.
 
-    robot: its name. said: limits of the URL's query. first: `hello` is sent before anything came; else it answers the
-    client's own.
+    robot: its name. said: limits of the URL's query. first: `hello` opens the session; else it answers the client's.
     """
 
     first: ClassVar = False
@@ -312,7 +312,7 @@ class MessageSession(ABC):
         return None
 
     async def infer(self, message: SocketMessage, question: Callable[[], Question]) -> bytes:
-        """The frame for the policy's answer. question: made of the message once it is admitted."""
+        """The frame for the policy's answer. question: called once the request is admitted."""
         return self.answered(await self.handler.infer_row(self.pending(message), 0, question, message.received))
 
     def pending(self, message: SocketMessage) -> PendingRequest:
@@ -327,7 +327,7 @@ class MessageSession(ABC):
 
 
 def _success_in(result: dict[str, Any]) -> bool | None:
-    """The success in the result of an episode; None if it is not reported."""
+    """The success in the result of an episode; None without one."""
     for found in (result.get("metrics"), result.get("result"), result):
         success = found.get("success") if isinstance(found, dict) else None
         if isinstance(success, (bool, int, float)) and success in (0, 1):

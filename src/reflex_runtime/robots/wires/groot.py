@@ -1,20 +1,20 @@
-"""GR00T's protocol: endpoints, tokens, episodes, and calls whose rows are as many requests.
+"""GR00T's protocol over ZeroMQ. Each row of a call is a request.
 
 Messages are msgpack, with arrays in one of two forms. The keys of these maps may be text or bytes. Answers have the
-first form, which all clients read. No array is unpickled: numpy reads the header of the one form only.
+first form, which all clients read. No array is unpickled: numpy reads only the header of the first form.
 
     {"__ndarray_class__": True, "as_npy": bytes}                           numpy.save: until the release of N1.7
     {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   msgpack-numpy: N1.7 as it is now
 
-Observations have flat or nested names, with or without a batch axis, which the dimensions of an array say. Of several
-steps T the last counts.
+Observations have flat or nested names. The number of an array's dimensions shows whether it has a batch axis. Of
+several steps T the last counts.
 
     {"video.front": [T, H, W, C], "state.arm": [T, D], "annotation.human.task": [text]}                      N1.5
     {"video": {"front": [B, T, H, W, C]}, "state": {"arm": [B, T, D]}, "language": {"task": [[text]]}}       N1.6, N1.7
 
-One `GrootSession` serves all clients of a listener, because ZeroMQ says who sent a message and not who left. A client
-(a routing id) is a robot of its own. Every message is answered, also an invalid one, because a REQ client without an
-answer waits for ever.
+One `GrootSession` serves all clients of a listener, because ZeroMQ does not report that a client left. Each client (a
+routing id) is a robot. Every message is answered, an invalid one too, because a REQ client without an answer waits for
+ever.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-_MAX_HEADER: Final = 1024
-
-
 def decode(frame: bytes) -> dict[str, Any]:
     """The map in a message, arrays as read-only views of it; ClientError when there is none."""
     value = decode_answer(frame)
@@ -80,37 +77,35 @@ def decode(frame: bytes) -> dict[str, Any]:
 
 
 def decode_answer(frame: bytes) -> Any:
-    """What a server answers, with arrays in either form."""
+    """The value in an answer, arrays in either form."""
     return unpack(frame, _decoded)
 
 
 def encode(value: Any) -> bytes:
-    """A message, as N1.6 writes it."""
+    """A message in the form of N1.6."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
 def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, Any]:
-    """One modality in the answer to get_modality_config. as_text: as N1.5 reads it."""
+    """One modality in the answer to get_modality_config. as_text: in the form of N1.5."""
     told = {"delta_indices": list(range(steps)), "modality_keys": names}
     return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
 
 
 def _decoded(found: dict[str, Any]) -> Any:
-    """The array that a map stands for, else the map."""
-    if "__ndarray_class__" in found:
-        return _npy(found.get("as_npy"))
-    return nd_in(found)
+    """The array in a map, else the map."""
+    return _npy(found.get("as_npy")) if "__ndarray_class__" in found else nd_in(found)
 
 
 def _npy(data: Any) -> Any:
-    """The array in a file of numpy.save, as a view: only its header is read by numpy."""
+    """The array in a file of numpy.save, as a view: numpy reads only its header."""
     if not isinstance(data, bytes):
         raise ClientError("as_npy is no file of numpy.save")
     file, form = io.BytesIO(data), np.lib.format
     try:
         read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
-        shape, turned, dtype = read(file, max_header_size=_MAX_HEADER)
-    except Exception as error:  # of Python's parser, whatever the text meets
+        shape, turned, dtype = read(file, max_header_size=1024)
+    except Exception as error:  # numpy parses the header as Python, which may raise anything
         raise ClientError(f"as_npy is no file of numpy.save: {str(error)[:100]}") from None
     array = array_in(memoryview(data)[file.tell() :], dtype.str, list(shape[::-1] if turned else shape))
     return array.T if turned else array
@@ -134,8 +129,8 @@ _AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
 
 
 class GrootObservation:
-    """An observation. flat: names have prefixes, and so will those of actions. batched: arrays have a batch axis, and
-    so will actions."""
+    """An observation. flat: names have prefixes, those of the actions too. batched: arrays have a batch axis, the
+    actions too."""
 
     def __init__(self, observation: Mapping[str, Any]) -> None:
         self.flat = not any(isinstance(observation.get(name), dict) for name in GROUPS)
@@ -146,7 +141,7 @@ class GrootObservation:
         self.batched = any(array.ndim == _axes(name) + 2 for name, array in self._arrays.items())
 
     def rows(self, reading: ObservationReader) -> list[dict[str, Any]]:
-        """The last step for each robot, as `ObservationReader` takes it."""
+        """The last step of each robot, for `ObservationReader`."""
         wire, seen = reading.wire, {}
         states = [name for name in self._arrays if name.startswith(STATE)]
         for name, array in self._arrays.items():
@@ -166,7 +161,7 @@ class GrootObservation:
         return [seen] if rows is None else list(rows.values())
 
     def actions(self, reading: ObservationReader, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The answer: the actions of all rows, split into groups."""
+        """The actions of all rows, split into groups."""
         stacked = np.stack(chunks) if self.batched else chunks[0]
         found, at = {}, 0
         for name, size in groups_of(reading):
@@ -193,7 +188,7 @@ def groups_of(reading: ObservationReader) -> Sequence[tuple[str, int]]:
 
 
 def modalities(reading: ObservationReader, flat: bool) -> dict[str, Any]:
-    """The answer to get_modality_config. flat: with names as in N1.5."""
+    """The answer to get_modality_config. flat: with the names of N1.5."""
     wire, spec = reading.wire, reading.spec
     names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
     names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if spec.takes_state else []
@@ -226,7 +221,7 @@ def _axes(name: str) -> int:
 
 
 def array_of(name: str, value: Any) -> NDArray[Any]:
-    if _is_numbers(value, 5):  # with a text among them numpy would allocate the longest text for each
+    if _is_numbers(value, 5):  # for a text among them numpy would allocate the longest text for each value
         try:
             value = np.asarray(value)
         except (ValueError, OverflowError):
@@ -269,7 +264,7 @@ MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one 
 
 
 class GrootClient:
-    """The state of one routing id. name: of the robot. said: options of its last reset."""
+    """The state of one routing id. name: the robot's. said: options of its last reset."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -296,7 +291,7 @@ class GrootClient:
 
 
 def listener(app: App, handler: RequestHandler) -> ZmqListener:
-    """What clients send waits until there is a policy."""
+    """Clients' messages wait until a policy is loaded."""
     from reflex_runtime.web.zeromq import ZmqListener
 
     config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
@@ -318,7 +313,7 @@ class GrootSession:
         self._clients: Lru[tuple[bytes, ...], GrootClient] = Lru(MAX_CLIENTS)
 
     async def answer(self, message: ZmqMessage) -> bytes:
-        """The answer to a message; errors are answers too."""
+        """The answer to a message, also an error."""
         try:
             return await self._answer(message)
         except Reported as reported:
@@ -358,7 +353,7 @@ class GrootSession:
         return _error(error, message.id)
 
     def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> RequestHandler:
-        """What takes the requests of a client: for the policy that its options name, those of its last reset too."""
+        """The handler of the policy that a client's options name, or those of its last reset."""
         name = (self._client(message).said if options is None else options).get("policy")
         return self._handler.of(limits_of({"policy": name}).policy)
 
@@ -367,7 +362,7 @@ class GrootSession:
         return self._clients.use(message.peer, lambda: GrootClient(f"gr00t-{message.id}"))
 
     async def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> bytes:
-        """One get_action. Each row is a request; they are answered together."""
+        """One get_action: its rows are requests that are answered together."""
         client, nested = self._client(message), "observation" in data
         if nested:
             only(data, ("observation", "options"))
@@ -382,9 +377,9 @@ class GrootSession:
         rows = observation.rows(reading)
         parts = _parts(options.get("env_id"), len(rows))
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
-        for row, question in enumerate(questions):
-            if len(questions) > 1 and question.request_id:
-                question.request_id = f"{question.request_id}.{row}"
+        if len(questions) > 1 and limits.request_id:
+            for row, question in enumerate(questions):
+                question.request_id = f"{limits.request_id}.{row}"
         pending = PendingRequest(GROOT, message.id, client.name, message.started)
         answers = await handler.infer_all(pending, questions, message.received)
         actions = observation.actions(reading, [answer.actions for answer in answers])
@@ -432,7 +427,7 @@ def options_of(data: Mapping[str, Any], names: Collection[str] = OPTIONS) -> dic
 
 
 def _parts(environments: Any, rows: int = 1) -> list[str]:
-    """The suffix of each row's robot and episode: its environment, otherwise its number."""
+    """The suffix of each row's robot and episode: its environment, else its number."""
     if environments is None:
         return [""] if rows == 1 else [f"/{row}" for row in range(rows)]
     named = environments if isinstance(environments, list) else [environments]

@@ -1,10 +1,10 @@
-"""json-numpy on POST /act, as clients of OpenVLA, OpenVLA-OFT, X-VLA, open-pi-zero and GR00T send it: JSON with arrays
-as maps, as the text of such a map, or as nested lists.
+"""json-numpy on POST /act, for clients of OpenVLA, OpenVLA-OFT, X-VLA, open-pi-zero and GR00T: JSON with arrays as
+maps, as the text of such a map, or as nested lists.
 
     {"__numpy__": base64, "dtype": "|u1", "shape": [224, 224, 3]}
     {"__ndarray__": base64, "dtype": "uint8", "shape": [224, 224, 3]}
 
-Six forms, recognised by their keys. Each is answered in its own form; errors are those of /act.
+The keys of a body tell six forms apart. Each is answered in its own form; errors are those of /act.
 
     {"image": array, "instruction": text, …}        an array: the first action of the chunk
     {"encoded": "<the JSON of that>"}               a text: the JSON of that array
@@ -12,8 +12,8 @@ Six forms, recognised by their keys. Each is answered in its own form; errors ar
     {"image0": "<array>", "proprio": "<array>", …}  {"action": lists}: every action of the chunk, as X-VLA
     {"image": array, "proprio": array,
      "unnorm_key": text, …}                         an array: every action of the chunk, as open-pi-zero
-    {"observation": {"video.x": array, …}, …}       {"action.x": array}: the groups of GR00T, as lists where none of
-                                                    the observation's arrays came as `__numpy__`
+    {"observation": {"video.x": array, …}, …}       {"action.x": array}: the groups of GR00T; lists unless an array
+                                                    of the observation is a map with `__numpy__`
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ _TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLe
 
 @dataclass(slots=True)
 class JsonNumpy:
-    """A decoded observation. quoted: it came as JSON within JSON. form: of its answer, the first action or all of a
-    chunk. arrays: the client reads json-numpy, because it sent no nested lists."""
+    """A decoded observation. quoted: it is JSON within JSON. form: of its answer. arrays: the client reads json-numpy,
+    because it sent no nested lists."""
 
     block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
     quoted: bool
     form: str
     arrays: bool
-    together: bool = False  # it is of several robots, with a leading axis
+    together: bool = False  # of several robots, with a leading axis
 
     @property
     def policy(self) -> str | None:
-        """The policy that it names."""
+        """The name of its policy."""
         return limits_of({"policy": self.observation.get("policy")}).policy
 
     def questions(self, reading: ObservationReader) -> list[Asked]:
-        """One for each robot, made when it is called; 422 names what is missing or wrong."""
+        """One for each robot; the 422 names a missing or wrong field."""
         if self.form == ACTION:
             self._name_views(reading)
         rows = reading.split(self.observation)
@@ -97,7 +97,7 @@ class JsonNumpy:
         return encode(written.decode()) if self.quoted else written
 
     def _name_views(self, reading: ObservationReader) -> None:
-        """The views of X-VLA are the policy's cameras in their order, where the export does not name them."""
+        """The views of X-VLA are the policy's cameras in order, unless the export names them."""
         seen = self.observation
         for i, camera in enumerate(reading.spec.images):
             name, view = reading.wire.images.get(camera, camera), f"image{i}"
@@ -127,7 +127,7 @@ class GrootJson:
         self._reading: ObservationReader | None = None
 
     def questions(self, reading: ObservationReader) -> list[Asked]:
-        """One for each row, made when it is called; 422 names what is missing or wrong."""
+        """One for each row; the 422 names a missing or wrong field."""
         self._reading = reading
         rows = self.observation.rows(reading)
         limits = [self._limits] if len(rows) == 1 else [limits_of_row(self._limits, row) for row in range(len(rows))]
@@ -145,7 +145,7 @@ def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestL
 
 
 def is_json_numpy(body: bytes) -> bool:
-    """Whether a body that is not in the form of /act may be in one of these."""
+    """Whether a body that is no /act request may have one of these forms."""
     return any(mark in body for mark in _MARKS)
 
 
@@ -214,14 +214,14 @@ def _is_nested(sent: Any) -> bool:
 
 
 def _pixels(name: str, value: list[Any]) -> NDArray[Any]:
-    """The array in nested lists, of whole numbers from 0 to 255 as pixels are, where it has their dimensions."""
+    """The array in nested lists; uint8 if it has three dimensions or more and only whole numbers from 0 to 255."""
     array = array_of(name, value)
     pixels = array.ndim > 2 and array.dtype.kind in "iu" and bool(((array >= 0) & (array <= 255)).all())
     return array.astype(np.uint8) if pixels else array
 
 
 def _read_groups(observation: dict[str, Any], flat: bool = False) -> dict[str, Any]:
-    """Decode the arrays of an observation with flat names, or with a map for each modality."""
+    """Decode the arrays of an observation with flat names, or with one map for each modality."""
     return {
         name: _read_groups(sent, True) if name in GROUPS and not flat and isinstance(sent, dict) else _read(name, sent)
         for name, sent in observation.items()

@@ -1,4 +1,4 @@
-"""LeRobot's asynchronous inference over gRPC: a robot sends what it sees, and asks for actions in another call.
+"""LeRobot's asynchronous inference over gRPC: a robot sends observations in one call and gets actions in another.
 
     Ready                    begins a new episode of this robot only
     SendPolicyInstructions   describes observations; compared with the export, nothing is loaded
@@ -6,12 +6,12 @@
     GetActions               waits for an observation and returns its actions; empty data after 2 s without one
 
 Messages name neither robots nor observations, so a connection is one robot, and a second one on it is refused. Clients
-of one process share a connection if their channels have equal options, and so do those behind a proxy that pools
+of one process share a connection if their channels have equal options, and so do clients behind a proxy that pools
 connections; the metadata `x-reflex-robot` tells them apart.
 
-A client sends its instructions once. If its connection breaks, gRPC makes another, and the client goes on without
-instructions: those of earlier robots with the same names hold, else the export's motors and cameras. The order of the
-motors in an observation is no guide: HopeJR's arm reads its shoulder last, and names it first.
+A client sends its instructions once. If its connection breaks, gRPC makes another, and the client continues without
+instructions: those of earlier robots with the same names hold, else the export's motors and cameras. The order of
+motors in an observation is not that of the state: HopeJR's arm reads its shoulder last, and names it first.
 
 Messages hold pickles. Nothing that they name is loaded or called. Answers are written opcode by opcode, without torch.
 """
@@ -60,8 +60,8 @@ PART: Final = 2 << 20  # bytes of an observation in one message
 
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
 STALE: Final = 10.0  # seconds after which an observation without a GetActions is dropped
-LEFT: Final = 10.0  # seconds of silence after which a robot has left its connection to another
-PAUSE: Final = 1.0  # seconds before a refused GetActions is answered: clients ask again at once
+LEFT: Final = 10.0  # seconds of silence after which another robot may use the connection
+PAUSE: Final = 1.0  # seconds before a refused GetActions is answered: clients repeat it at once
 NAME: Final = b"x-reflex-robot"
 MAX_SETUPS: Final = 64  # kinds of robots remembered
 APART: Final = (
@@ -93,7 +93,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LerobotFeature(msgspec.Struct):
-    """A part of observations: a picture, or numbers by their names."""
+    """A part of observations: a picture, or named numbers."""
 
     dtype: str
     names: Any = None
@@ -102,8 +102,8 @@ class LerobotFeature(msgspec.Struct):
 class LerobotSetup(msgspec.Struct):
     """Describes the observations of a robot.
 
-    motors: in the order of the state, by the name of the feature. cameras: the robot's name, by that of the feature.
-    policy: the one that its checkpoint names, if that is served.
+    motors: in the order of the state, by feature. cameras: the robot's names, by feature. policy: the one that its
+    checkpoint names, if that is served.
     """
 
     policy_type: str
@@ -129,11 +129,11 @@ class LerobotSetup(msgspec.Struct):
                 if count > MAX_MOTORS or any(len(motor) > MAX_NAME for motor in names):
                     why = f"at most {MAX_MOTORS} motors may be named, each in {MAX_NAME} characters"
                     raise invalid_input("lerobot_features", why)
-        self.lerobot_features = {}  # a setup is kept, and they may hold the whole message
+        self.lerobot_features = {}  # a setup is kept, and these may hold the whole message
 
     @property
     def names(self) -> frozenset[str]:
-        """Of an observation, beside the task."""
+        """The names in an observation, without the task."""
         return frozenset(name for motors in self.motors.values() for name in motors).union(self.cameras.values())
 
     @property
@@ -154,7 +154,7 @@ class LerobotSetup(msgspec.Struct):
         reading.read({name: np.zeros(len(names)) for name, names in self.motors.items()} | pictures | {"task": ""})
 
     def observation(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An observation under the names of its features; 422 for what is missing."""
+        """An observation under the names of its features; 422 for a missing one."""
         found: dict[str, Any] = {}
         for name, motors in self.motors.items():
             found[name] = np.array([_number(raw, motor) for motor in motors], np.float64)
@@ -169,8 +169,8 @@ class LerobotSetup(msgspec.Struct):
 
 
 class LerobotObservation(msgspec.Struct):
-    """One observation. Set while it waits for GetActions: question; steps of the chunk that its robot takes; started,
-    when it arrived; held, its bytes that `Bodies` counts."""
+    """One observation. Set while it waits for GetActions: question; steps: of the chunk, that its robot takes; started:
+    its arrival; held: its bytes that `Bodies` counts."""
 
     timestamp: float
     timestep: Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
@@ -183,7 +183,7 @@ class LerobotObservation(msgspec.Struct):
 
 
 def read(kind: type[T], sent: Mapping[str, Any]) -> T:
-    """The fields of a message; 422 names the wrong one."""
+    """The fields of a message; the 422 names a wrong one."""
     try:
         return msgspec.convert(sent, kind)
     except msgspec.ValidationError as error:
@@ -204,15 +204,15 @@ class LerobotRobot:
         self._came = asyncio.Event()
         self._stale: asyncio.TimerHandle | None = None
         self._ends = False
-        # Of a GetActions that is not answered: its connection, and what is done when it ends; True if it was given up.
+        # The GetActions that waits: its connection, and a future of its end: True if the client gave it up.
         self._turn: tuple[str, asyncio.Future[bool]] | None = None
-        self._used = 0.0  # when it last sent an observation or asked; 0.0 before
+        self._used = 0.0  # time of its last call
         self._timestep = 0  # of its last observation
         self._answered: tuple[str | None, int] | None = None  # episode and timestep of its last chunk
 
     @property
     def left(self) -> bool:
-        """Whether it took part and is silent now. One that has not begun yet may still take its time."""
+        """Whether it has been silent for `LEFT` seconds since its last observation or GetActions."""
         return bool(self._used) and self._turn is None and time.monotonic() - self._used > LEFT
 
     def check_alone(self) -> None:
@@ -221,14 +221,14 @@ class LerobotRobot:
             raise Conflict(f"two robots use this connection, and nothing tells whose an answer is: {APART}")
 
     def at(self, timestep: int) -> None:
-        """It is at this timestep now; an earlier one begins a new episode."""
+        """Note its timestep; one that goes back begins a new episode."""
         self._used = time.monotonic()
         if timestep < self._timestep:
             self.episodes.reset()
         self._timestep = timestep
 
     def executed(self, seen: LerobotObservation) -> int | None:
-        """How many actions of the episode's last chunk it has executed, by the timesteps."""
+        """The number of executed actions of the episode's last chunk, by the timesteps."""
         if self._answered is None or self._answered[0] != seen.question.episode_id:
             return None
         return min(max(0, seen.timestep - self._answered[1]), MAX_EXECUTED)
@@ -238,10 +238,8 @@ class LerobotRobot:
 
     @asynccontextmanager
     async def turn(self, peer: str) -> AsyncIterator[None]:
-        """The turn of a GetActions. A robot has one at a time, unless it gave the last up or lost its connection.
-
-        Two calls of one connection that both wait are of two robots.
-        """
+        """The turn of a GetActions. A robot has one at a time, unless it gave up the last or lost its connection. Two
+        calls that wait on one connection come from two robots."""
         while self._turn is not None:
             other, ends = self._turn
             await asyncio.wait([ends], timeout=WAIT)
@@ -311,13 +309,9 @@ class LerobotService:
     def __init__(self, handler: RequestHandler, bodies: Bodies) -> None:
         self._handler, self._bodies = handler, bodies
         self._robots: Lru[tuple[bool, str], LerobotRobot] = Lru(MAX_ROBOTS, LerobotRobot.drop)
-        # By the names of their observations, the one with the shortest chunks; None where two kinds have the same.
+        # By the names of observations, the one with the shortest chunks; None where two kinds of robots have them.
         self._setups: Lru[frozenset[str], LerobotSetup | None] = Lru(MAX_SETUPS)
-        self.methods = {
-            "Ready": self.ready,
-            "SendPolicyInstructions": self.instruct,
-            "GetActions": self.actions,
-        }
+        self.methods = {"Ready": self.ready, "SendPolicyInstructions": self.instruct, "GetActions": self.actions}
         self.streams = {"SendObservations": self.observe}
 
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
@@ -401,7 +395,7 @@ class LerobotService:
 
     def _setup_of(self, seen: Mapping[str, Any]) -> LerobotSetup:
         """The setup of an observation that came without one: that of robots with the same names, else the export's."""
-        missing = "SendPolicyInstructions has not come on this connection: it says what observations hold"
+        missing = "SendPolicyInstructions, which describes observations, has not come on this connection"
         names = frozenset(seen.keys() - {TASK})
         if names in self._setups:
             if (known := self._setups[names]) is None:
@@ -428,7 +422,7 @@ class LerobotService:
         )
 
     def _key(self, call: GrpcCall) -> tuple[bool, str]:
-        """Whether the robot of a call has a name, and the name or the connection."""
+        """Whether the robot of a call has a name; the name or the connection."""
         name = call.headers.get(NAME)
         if name is None:
             return False, call.client
@@ -437,7 +431,7 @@ class LerobotService:
         return True, robot
 
     def _robot(self, call: GrpcCall) -> LerobotRobot:
-        """The robot of a call. One without a name is called after its first call, because ports repeat."""
+        """The robot of a call. One without a name is named after its first call, because ports repeat."""
         named, key = place = self._key(call)
         return self._robots.use(
             place, lambda: LerobotRobot(key if named else f"lerobot-{call.request_id}", named, self._bodies)
@@ -647,8 +641,8 @@ def _whole(value: int) -> bytes:
 def sent_by_robot(observed: Mapping[str, Any], policy_type: str) -> tuple[bytes, list[bytes]]:
     """The setup of a robot that sees this, and its observation in parts.
 
-    observed: pictures, numbers and a text. Single numbers are motors of one state, in order; a vector is a state of its
-    own, whose motors get names.
+    observed: pictures, numbers and a text. Single numbers are motors of one state, in order; a vector is another state,
+    whose motors get names.
     """
     features: dict[str, Any] = {}
     seen: dict[str, Any] = {}
@@ -678,10 +672,8 @@ def sent_by_robot(observed: Mapping[str, Any], policy_type: str) -> tuple[bytes,
 
 
 def shape_of(answer: bytes) -> tuple[int, ...]:
-    """How many actions an answer has, and of how many numbers; the latter only from servers of ours. () without any.
-
-    ValueError for what is no answer.
-    """
+    """(actions, numbers of each) in an answer, () for none; without the second from other servers. ValueError for a
+    broken one."""
     try:
         data = messages.Pickle.FromString(answer).data
         count = Counter(opcode.name for opcode, _, _ in pickletools.genops(data)) if data else Counter()

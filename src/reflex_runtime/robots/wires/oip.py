@@ -1,5 +1,5 @@
-"""Policies as models of the Open Inference Protocol: each row of the tensors is a question, and the actions of all rows
-are one tensor."""
+"""Policies as models of the Open Inference Protocol: each row of the inputs is a question, and the actions of all rows are
+one tensor."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def listener(app: App, handler: RequestHandler) -> GrpcListener:
 
 
 def models(handler: RequestHandler) -> OipModels:
-    """The policies that a handler takes requests for. Several are models by their own names; the only policy, or the
-    one that the path names, is called as its model is."""
+    """The policies of a handler as models. Several have their own names; the only policy, or the one that the path
+    names, has the name of its model."""
     runtime = handler.runtime
     sequences = _SEQUENCES.setdefault(runtime, Sequences())
     if len(runtime.policies) == 1 or handler.prefix:
@@ -71,12 +71,12 @@ def models(handler: RequestHandler) -> OipModels:
 
 
 def model_name(spec: PolicySpec) -> str:
-    """The name of the model: the last part of its id, so that it needs no quoting in a path."""
+    """The last part of the model's id, which needs no quoting in a path."""
     return spec.model_id.rpartition("/")[2]
 
 
 class PolicyAsModel:
-    """One policy. name: with which it answers, else that of its model."""
+    """One policy. name: "" for that of its model."""
 
     def __init__(self, handler: RequestHandler, name: str, sequences: Sequences) -> None:
         self._handler, self._name, self._sequences = handler, name, sequences
@@ -100,7 +100,7 @@ class PolicyAsModel:
         return [(ACTIONS, "FP32", [-1, spec.chunk_size, spec.action_dim])]
 
     async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
-        """The parameter `reflex` has, for each row, the other fields of an answer of /act, as JSON."""
+        """Actions, and the parameter `reflex`: for each row the other fields of an answer of /act, as JSON."""
         asked = questions(self._handler.served.spec, self._sequences, sent, call.left_ms)
         answers = await self._handler.infer_all(_pending(call), asked, call.received or None)
         actions = np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
@@ -116,7 +116,7 @@ def _pending(call: OipCall) -> PendingRequest:
 
 
 def inputs_of(spec: PolicySpec) -> list[Described]:
-    """A tensor for each camera, and for the state, the instruction and the seed."""
+    """Tensors of the cameras, the state, the instruction and the seed."""
     inputs: list[Described] = [(camera, "UINT8", [-1, *size, 3]) for camera, size in spec.images.items()]
     if spec.takes_state:
         inputs.append((_STATE, "FP32", [-1, spec.state_dim]))
@@ -129,14 +129,14 @@ def inputs_of(spec: PolicySpec) -> list[Described]:
 
 
 class Sequences:
-    """Episodes of sequence ids, for all clients of a server. An id begins a new one after `sequence_end`, and with
-    `sequence_start`."""
+    """Episodes of sequence ids, for all clients of a server. `sequence_start` begins a new one, and so does the next
+    request after `sequence_end`."""
 
     def __init__(self) -> None:
         self._episodes: Lru[str, Episodes] = Lru(MAX_SEQUENCES)
 
     def episode(self, parameters: Mapping[str, Any]) -> str | None:
-        """The episode that a request belongs to; None where it names no sequence."""
+        """The episode of a request; None without a sequence."""
         sequence = parameters.get("sequence_id")
         start, end = (parameters.get(name, False) for name in ("sequence_start", "sequence_end"))
         if not isinstance(start, bool) or not isinstance(end, bool):
@@ -163,7 +163,7 @@ _SEQUENCES: Final[WeakKeyDictionary[PolicyRuntime, Sequences]] = WeakKeyDictiona
 def questions(
     spec: PolicySpec, sequences: Sequences, sent: InferRequest, most_ms: float | None = None
 ) -> list[Question]:
-    """A question for each row; 422 names what is wrong. most_ms: the longest time that the caller waits."""
+    """A question for each row; the 422 names a wrong field. most_ms: the longest time that the caller waits."""
     expected = [name for name, _, _ in inputs_of(spec)]
     prompted = {_INSTRUCTION} if spec.default_prompt is not None else set()
     check_names(sent, expected, {_SEED, *spec.optional_images, *prompted}, [ACTIONS])

@@ -1,15 +1,15 @@
 """openpi's websocket: the metadata first, then an answer for each observation. One socket is one robot.
 
-An error is a text frame with our JSON; stock clients raise it and may go on. An observation `{"batch": [...]}` is as
-many requests, each with its own answer or error. docs/wires.md has what a caller may send. Frames are msgpack, with
-arrays and numpy scalars as maps:
+An error is a text frame with our JSON; stock clients raise it and may go on. `{"batch": [...]}` has many observations,
+each answered or refused by itself. docs/wires.md lists what a caller may send. Frames are msgpack, with arrays and
+numpy scalars as maps:
 
     {b"__ndarray__": True, b"data": bytes, b"dtype": "<f8", b"shape": [8]}
     {b"__npgeneric__": True, b"data": 0.5, b"dtype": "<f8"}
     {b"nd": True, b"type": "<f8", b"kind": b"", b"shape": [8], b"data": bytes}    of the package msgpack-numpy
 
-The keys of these maps may come as text too. They are written as bytes: stock clients look for nothing else. An answer
-has the form of the question's arrays, and the first one where they came in both.
+The keys of these maps may be text or bytes. Answers have bytes, which stock clients need, and the form of the
+question's arrays; the first form where the question has both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decode(frame: bytes) -> dict[str, Any]:
 
 
 def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
-    """The same, and whether its arrays came as msgpack-numpy writes them."""
+    """The same, and whether its arrays have the form of msgpack-numpy."""
     forms: set[bool] = set()
 
     def array(found: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
 
 
 def encode(value: Any, packaged: bool = False) -> bytes:
-    """A frame. packaged: with arrays as msgpack-numpy writes them."""
+    """A frame. packaged: with arrays in the form of msgpack-numpy."""
     return msgspec.msgpack.encode(value, enc_hook=_packaged if packaged else _plain)
 
 
@@ -114,7 +114,7 @@ def routes(handler: RequestHandler) -> list[Route]:
 
 
 class OpenpiSession(MessageSession):
-    """One websocket, and the episodes of its robots. Clients wait for the metadata without a limit."""
+    """One websocket, and the episodes of its robots. Clients wait for the metadata without a time limit."""
 
     first = True
 
@@ -122,7 +122,7 @@ class OpenpiSession(MessageSession):
         super().__init__(OPENPI, handler, socket)
         self._sent: dict[str, Any] = {}
         self._packaged = False
-        self._episodes: Lru[str, Episodes] = Lru(MAX_EPISODES)  # by what tells robots of a message apart
+        self._episodes: Lru[str, Episodes] = Lru(MAX_EPISODES)  # by the suffix of a robot's name
         self._spent: float | None = None  # milliseconds until the last answer
 
     def read(self, frame: bytes) -> None:
@@ -170,25 +170,14 @@ class OpenpiSession(MessageSession):
         return PLAIN(error, request_id, False).body.decode()
 
     async def _each(self, message: SocketMessage, questions: Sequence[Asked]) -> list[dict[str, Any]]:
-        """The answers or errors of a batch, each by itself."""
-        rows = self.pending(message).rows(len(questions))
-
-        async def ask(row: int) -> ActAnswer | Reported:
-            try:
-                return await self.handler.infer_row(rows[row], row, questions[row], message.received)
-            except Reported as reported:
-                return reported
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(row)) for row in range(len(rows))]
-        answers = [task.result() for task in tasks]
-        return [
-            {"error": describe_error(one.error, one.request_id)} if isinstance(one, Reported) else self._told(one)
-            for one in answers
-        ]
+        """The answer or the error of each observation of a batch."""
+        rows, received = self.pending(message).rows(len(questions)), message.received
+        asked = [self.handler.infer_row(rows[row], row, question, received) for row, question in enumerate(questions)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [self._told(one) if isinstance(one, ActAnswer) else _error_in(one) for one in found]
 
     def _question(self, observation: Any, part: str) -> Question:
-        """part: of the robot's name, where a message has several."""
+        """part: the suffix of a robot's name, where a message has several."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
         limits = limits_in(observation)
@@ -216,6 +205,13 @@ class OpenpiSession(MessageSession):
         self._spent = max(answer.timing.age_ms for answer in answers)
         spent = max(answer.timing.batch_ms for answer in answers)
         return {"policy_timing": {"infer_ms": spent}, "server_timing": timing}
+
+
+def _error_in(raised: BaseException) -> dict[str, Any]:
+    """The part of an answer for an observation that failed."""
+    if not isinstance(raised, Reported):
+        raise raised
+    return {"error": describe_error(raised.error, raised.request_id)}
 
 
 def _batch_of(sent: dict[str, Any]) -> dict[str, Any]:

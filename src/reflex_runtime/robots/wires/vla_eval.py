@@ -1,7 +1,7 @@
 """vla-eval's websocket: a benchmark sends a hello, begins an episode, and gets one action for each observation.
 
-The policy answers chunks. A session keeps the rest of the last one, and answers the next observations out of it without
-asking the policy. A new episode drops it. docs/wires.md has what a benchmark may send. Frames are msgpack maps
+The policy answers with chunks. A session keeps the rest of the last chunk and answers the next observations from it. A
+new episode drops it. docs/wires.md lists what a benchmark may send. Frames are msgpack maps
 {type, payload, seq, timestamp}, and in them
 
     {"__ndarray__": True, "data": bytes, "dtype": "<f4", "shape": [7]}
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -33,27 +31,20 @@ from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 # -- frames ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EvalMessage:
+class EvalMessage(msgspec.Struct, frozen=True):
     """One message. seq: number of the sender; an answer repeats it."""
 
     type: str
     payload: dict[str, Any]
-    seq: int = 0
+    seq: int
 
 
 def decode(frame: bytes) -> EvalMessage:
     """The message in a frame, arrays as views of it; ClientError when there is none. PNG and JPEG stay encoded."""
-    value = unpack(frame, _array)
-    if not isinstance(value, dict):
-        raise ClientError("the frame must be a map with type, payload and seq")
-    for name, kind in (("type", str), ("payload", dict), ("seq", int)):
-        if type(value.get(name)) is not kind:
-            raise ClientError(f"the frame needs `{name}`, and it must be {_KINDS[kind]}")
-    return EvalMessage(value["type"], value["payload"], value["seq"])
-
-
-_KINDS: Mapping[type, str] = {str: "a text", dict: "a map", int: "a whole number"}
+    try:
+        return msgspec.convert(unpack(frame, _array), EvalMessage)
+    except msgspec.ValidationError as error:
+        raise ClientError(printable(f"the frame must be a map with type, payload and seq: {error}")) from None
 
 
 def encode(message: EvalMessage) -> bytes:
@@ -99,21 +90,21 @@ class VlaEvalSession(MessageSession):
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
         super().__init__(VLA_EVAL, handler, socket)
         self._own = self._episode = self.said.episode_id or f"ws-{socket.id}"
-        self._asked_as = self.robot  # by the last observation
+        self._asked_as = self.robot  # the robot of the last observation
         self._episodes = 0
-        self._left: deque[Any] = deque()  # actions
-        self._executed: int | None = None  # actions of the episode's last chunk
-        self._told: tuple[Any, ...] = ()  # by the last observation, of what the chunk is for
-        self._sent = EvalMessage("", {})
+        self._left: deque[Any] = deque()  # actions of the last chunk
+        self._executed: int | None = None  # how many of the episode's last chunk
+        self._told: tuple[Any, ...] = ()  # texts and ids of the last observation, for which the chunk was made
+        self._sent = EvalMessage("", {}, 0)
         self._hello = 0
 
     def read(self, frame: bytes) -> None:
-        self._sent = EvalMessage("", {})
+        self._sent = EvalMessage("", {}, 0)
         self._sent = decode(frame)
 
     async def take(self, message: SocketMessage) -> bytes | None:
         sent = self._sent
-        self._sent = replace(sent, payload={})  # drop the reference to the pictures
+        self._sent = msgspec.structs.replace(sent, payload={})  # drop the reference to the pictures
         if sent.type not in TYPES:
             raise ClientError(printable(f"type {sent.type[:40]!r}: must be one of {', '.join(TYPES)}"))
         if sent.type == "observation":
