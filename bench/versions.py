@@ -27,7 +27,6 @@ from reflex_runtime.core.batch import Batch, BatchFinished, BatchScheduled, Caus
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.observe.journal_writer import JournalWriter, Recording
 from reflex_runtime.robots import Export, Policy, load_policy
-from reflex_runtime.robots.policy.observation import GuardReport
 from reflex_runtime.robots.serving.handler import PendingRequest
 from reflex_runtime.robots.serving.question import ACT, ActAnswer, Timing
 from reflex_runtime.robots.serving.runtime import header_of
@@ -159,7 +158,7 @@ class _Calls:
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
         timing = Timing(0.1, 1.0, 1.1, 1.1)
         self._answer = ActAnswer(
-            actions, 4, 4, 1.1, 900.0, 1, "monolithic", "", "", "", "r", timing, {}, "off", GuardReport().as_dict()
+            actions, 4, 4, 1.1, 900.0, 1, "monolithic", "", "", "", "r", timing, {}, "off", {"clamped": 0}
         )
         self._ask = self._asked(slots["a"].version)
 

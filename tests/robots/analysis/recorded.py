@@ -117,7 +117,7 @@ class Served:
             answered.actions, answered.denoising_steps = chunk.actions, chunk.denoising_steps
             answered.cache = chunk.cache
             answered.rtc = None if chunk.rtc is None else dict(chunk.rtc)
-            answered.guard = None if chunk.guard is None else chunk.guard.as_dict()
+            answered.guard = chunk.guard
         outcome = "ok" if error is None else error.outcome
         status = 200 if error is None else error.http_status
         took = now - arrived

@@ -42,24 +42,15 @@ def test_e4_the_flag_is_parsed_and_written_back(text: str, fault: Fault) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    "text",
     [
-        ("prod", "format"),
-        ("prod:raise", "format"),
-        ("prod:raise:1:2:3", "format"),
-        ("c:raise:1", "SLOT"),
-        ("prod:crash:1", "KIND"),
-        ("prod:raise:1.5", "RATE"),
-        ("prod:raise:nan", "RATE"),
-        ("prod:raise:often", "RATE"),
-        ("prod:raise:1:5", "MS"),
-        ("prod:slow:1:0", "MS"),
-        ("prod:slow:1:nan", "MS"),
-        ("prod:hang:1:x", "MS"),
+        "prod", "prod:raise", "prod:raise:1:2:3", "c:raise:1", "prod:crash:1", "prod:raise:1.5", "prod:raise:nan",
+        "prod:raise:often", "prod:raise:1:5", "prod:slow:1:0", "prod:slow:1:nan", "prod:hang:1:x", "prod:slow:1:2:3",
+        "prod:raise:1:",
     ],
-)
-def test_e4_a_wrong_flag_names_the_part(text: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--inject-fault '{text}': {part}: found .*, expected ") as caught:
+)  # fmt: skip
+def test_e4_a_wrong_flag_is_refused_with_the_format(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--inject-fault '{text}': must be SLOT:KIND:RATE") as caught:
         parse_fault(text)
     assert caught.value.code == "invalid_config"
 

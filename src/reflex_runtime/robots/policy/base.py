@@ -41,15 +41,15 @@ from reflex_runtime.web.errors import InvalidRequest
 T = TypeVar("T")
 
 
-# -- models: they compute, and know no requests, caches or episodes ---------------------------------------------------
+# -- models: computation without requests, caches or episodes ---------------------------------------------------------
 
 
 class PolicyModel:
-    """Common to both kinds. `prepare` runs on worker threads, everything else on the device thread.
+    """The base of both kinds. `prepare` runs on worker threads, everything else on the device thread.
 
     provider: the device it runs on. batched: a call with n rows is one call, not n. captured_sizes: batch sizes it pads
-    to (CUDA graphs). half: it computes in 16 bits. warming: the policy warms up; what is made once for a shape is made
-    now. any_thread: its calls may be made on any thread, one at a time.
+    to (CUDA graphs). half: it computes in 16 bits. warming: the policy warms up: time for work that is done once for a
+    shape. any_thread: its calls may run on any thread, one at a time.
     notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it. A
         model with captured sizes adds `captured`: whether the call ran at one.
     """
@@ -66,14 +66,13 @@ class PolicyModel:
         self.notes: dict[str, Any] = {}
 
     def prepare(self, observation: Observation) -> Any:
-        """The model's own part of an observation, kept as `observation.ready`: slow work of one request, on worker
-        threads beside the device. InvalidRequest names the field of a request that the model cannot read."""
+        """The model's own slow work on one request, kept as `observation.ready`. InvalidRequest names a field that the
+        model cannot read."""
         return None
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
-        """Actions in the robot's units, [n, chunk_size, action_dim], of the model's x, [n, chunk_size, any]: by default
-        its first action_dim columns, denormalised, then through the action transforms. Not finite ones are the guard's
-        business."""
+        """Actions in the robot's units, [n, chunk_size, action_dim], from the model's x, [n, chunk_size, any]: by
+        default its first action_dim columns, denormalised and transformed. Not all may be finite (`ActionGuard`)."""
         spec = self.spec
         actions = x[..., : spec.action_dim] if x.shape[-1] > spec.action_dim else x
         actions = actions.astype(np.float32, copy=False)
@@ -86,7 +85,7 @@ class PolicyModel:
             return transformed(actions, spec.action_transforms, np.stack(states)[:, None] if states else None)
 
     def shift(self, moved: Floats) -> Floats | None:
-        """See `shift_of`: float32 [action_dim], None where actions are no changes of the state."""
+        """See `shift_of`."""
         spec = self.spec
         return shift_of(spec.action_norm, spec.action_transforms, moved, spec.action_dim)
 
@@ -107,17 +106,17 @@ class StagedModel(PolicyModel):
     pads_prefix: bool = True
 
     def prefix(self, rows: Sequence[Observation]) -> Sequence[Prefix]:
-        """The prefixes of n requests, each on its own: one must not keep the memory of its neighbours."""
+        """The prefixes of n requests, each in memory of its own."""
         raise NotImplementedError
 
     def pack(self, prefixes: Sequence[Any], rows: Sequence[Observation]) -> Any:
-        """What `step` needs of n requests together. Called only when other requests step than before."""
+        """The first argument of `step` for n requests. Called only when the requests change."""
         raise NotImplementedError
 
     def step(self, packed: Any, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
-        """x after one more of n steps. Rows are at steps of their own: row i has made k[i] of them.
+        """x after one more of n steps. Row i has made k[i] of them.
 
-        x: [rows, chunk_size, x_dim], noise at k = 0, the actions (in the model's units) at k = n. Not written to.
+        x: [rows, chunk_size, x_dim], noise at k = 0, the actions (in the model's units) at k = n. Read only.
         """
         raise NotImplementedError
 
@@ -135,14 +134,14 @@ class PolicySource(PolicySpec):
     """A policy's description before its model is loaded, and how to load it."""
 
     def check(self) -> None:
-        """ConfigError for what can be found wrong with the files before the model is loaded."""
+        """ConfigError for faults of the files that show before the model is loaded."""
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         """Load the model onto the device; a StagedModel if `staged`. Slow. ConfigError if it cannot be loaded."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Free what was loaded to read it: this process will not open it."""
+        """Free what reading it has loaded: this process will not open it."""
 
 
 def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -157,20 +156,20 @@ def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmUp:
-    """The measurements of a warm-up: (batch, seconds) of every call that counts, and the tickets that finished."""
+    """The measured batches of a warm-up, and the tickets that finished."""
 
     batches: Sequence[TimedBatch]
     finished: Sequence[Ticket]
 
     def teach(self, model: CostModel) -> None:
-        """Let a cost model learn from it as if the scheduler had run these batches."""
+        """Let a cost model learn from it, as if the scheduler had run these batches."""
         for batch, elapsed in self.batches:
             model.observe(batch, elapsed)
         model.settled(self.finished)
 
 
 class Terms(TypedDict, total=False):
-    """What a request has from its caller: as in `Request`."""
+    """The fields of `Request` that depend on the caller."""
 
     client: Hashable
     priority: Priority
@@ -181,14 +180,15 @@ class Terms(TypedDict, total=False):
 class Policy(BaseProcessor):
     """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
 
-    slot: the scheduler group of its requests; its caches are never shared between slots.
-    rows: of every call of the model, which are filled up with copies of the last one: libraries choose kernels, and so
-    the last bits of a result, by the size of a call. 0: a call has as many as there are.
-    stages: of a request. padded_stages: those whose batches are padded to `captured_sizes`.
+    slot: the scheduler group of its requests; caches are never shared between slots.
+    rows: of every call of the model, filled up with copies of the last row: libraries choose kernels by the size of a
+    call, and these decide the last bits of a result. 0: a call has no copies.
+    stages: of a request. padded_stages: those whose batches are padded to `captured_sizes`. caches: prefixes.
     """
 
     stages: ClassVar[tuple[str, ...]]
     staged: ClassVar[bool]
+    caches: bool = False
 
     def __init__(self, model: PolicyModel, slot: str = "prod", rows: int = 0) -> None:
         spec = model.spec
@@ -206,7 +206,7 @@ class Policy(BaseProcessor):
         self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
         steps = f"{spec.num_denoising_steps} steps"
         kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
-        # Of costs, within a shape: whether a prefix must be computed, and the number of steps.
+        # Classes of costs within a shape: whether a prefix must be computed, and the number of steps.
         self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
 
     # -- worker thread -------------------------------------------------------------------------------------------------
@@ -227,12 +227,11 @@ class Policy(BaseProcessor):
         """Check and convert the fields of a request. Slow (decoding, resizing): call it on worker threads.
 
         images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
-        Others stay undecoded: two versions behind one router may use different cameras. One at a time is at full size.
-        state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
-        executed, delay: as in `ChunkTails.anchor`. received: when the server had all of the request, seconds on its
-        monotonic clock, now if None.
+        Others stay undecoded: two versions behind one router may use different cameras.
+        state: [state_dim], in the robot's units. seed: in [0, 2⁶⁴); default `seed_of(request_id)`. executed, delay: as
+        in `ChunkTails.anchor`. received: when the server had the whole request, on the monotonic clock; default now.
 
-        InvalidRequest names a field that this policy needs and that is missing or wrong.
+        InvalidRequest names a missing or wrong field that this policy needs.
         """
         spec, fields = self.spec, self.fields
         sent = fields.found(images or {}) if spec.images else {}
@@ -251,7 +250,10 @@ class Policy(BaseProcessor):
             observation.images, observation.present = fields.pictures(sent)
         if self.history is not None:
             observation.received = time.monotonic() if received is None else received
-            observation = _with_past(observation, self.history)
+            past = self.history.before(observation.episode_id, observation) if observation.episode_id else ()
+            joined = together((*past, observation), self.history.steps)
+            ids = tuple(one.request_id for one in past)
+            observation = replace(observation, **joined, moment=observation, past=ids)
         if instruction:
             observation.instruction = instruction
             observation.doubts = fields.doubts(instruction)
@@ -263,19 +265,18 @@ class Policy(BaseProcessor):
     def request(self, observation: Observation, **terms: Unpack[Terms]) -> Request:
         """The request to submit: its shape, cost class, first stage and units, with its cached prefix if there is one.
 
-        Quick; for the thread that submits, immediately before it does.
+        Quick; call it on the thread that submits, immediately before.
         """
-        observation, stage, wants = self._enter(observation)
-        return self._request(observation, observation.request_id, observation.cache, stage, wants, **terms)
+        observation = self._enter(observation)
+        return self._request(observation, observation.request_id, observation.cache, **terms)
 
     def reservation(self, payload: Any, request_id: str, episode_id: str, **terms: Unpack[Terms]) -> Request:
-        """The request to admit before its pictures are decoded: the cheapest that it may become, so that it is not
-        refused for a deadline that it can meet. `Scheduler.prepared` gets the one of `request`."""
-        return self._request(payload, request_id, *self._at_best(bool(episode_id)), **terms)
+        """The request to admit before its pictures are decoded: at the lowest cost that it may have, so that it is not
+        refused for a deadline that it can meet. `Scheduler.prepared` gets that of `request`."""
+        return self._request(payload, request_id, "hit" if self.caches and episode_id else "off", **terms)
 
-    def _request(
-        self, payload: Any, id: str, cache: CacheUse, stage: str, wants: float, **terms: Unpack[Terms]
-    ) -> Request:
+    def _request(self, payload: Any, id: str, cache: CacheUse, **terms: Unpack[Terms]) -> Request:
+        stage, wants = self._entry(cache in ("hit", "hit_stale"))
         return Request(
             payload=payload,
             id=id,
@@ -288,13 +289,13 @@ class Policy(BaseProcessor):
             **terms,
         )
 
-    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
-        """(payload, first stage, wanted units) of a request."""
-        raise NotImplementedError
+    def _enter(self, observation: Observation) -> Observation:
+        """The payload of a request: with what its episode has kept."""
+        return observation
 
-    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
-        """(cache, first stage, wanted units) of the cheapest request, of an episode or of none."""
-        raise NotImplementedError
+    def _entry(self, cached: bool) -> tuple[str, float]:
+        """(first stage, wanted units) of a request. cached: its prefix is."""
+        return "", 1.0
 
     def run(self, batch: Batch) -> Sequence[Any]:
         raise NotImplementedError
@@ -311,10 +312,10 @@ class Policy(BaseProcessor):
         repeats: int = 3,
         clock: Callable[[], float] = time.perf_counter,
     ) -> WarmUp:
-        """Run real batches of each size, captured sizes too: first one that is not counted, then `repeats` measured.
+        """Run real batches of each size, captured sizes too: one unmeasured, then `repeats` measured.
 
-        A cost model needs two sizes and three repeats to know every stage. Of a size it learns the fastest repeat, as
-        often as there were repeats, so one-off work (compiling, allocating) does not count.
+        A cost model needs two sizes and three repeats to know every stage. It learns the fastest repeat of a size, as
+        often as there are repeats, so one-off work (compiling, allocating) does not count.
         Call it on the device thread, before the first batch. A batch that fails raises its error.
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
@@ -337,8 +338,8 @@ class Policy(BaseProcessor):
         return WarmUp(_usual(batches), finished)
 
     def sample(self, number: int, instruction: str, without: frozenset[str] = frozenset()) -> Request:
-        """A made-up request, the same for the same number in every process: noise as pictures, a state within one
-        standard deviation of its mean. It has no episode: nothing is cached. without: cameras that are left out."""
+        """A made-up request, the same for a number in every process: noise as pictures, a state within one standard
+        deviation of its mean, and no episode, so that nothing is cached. without: cameras that are left out."""
         spec, rng = self.spec, np.random.Generator(np.random.PCG64(number))
         images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()}
         state = None
@@ -354,10 +355,8 @@ class Policy(BaseProcessor):
         return self.request(observation, client=number)
 
     def answers(self, requests: Sequence[Request], starts: Sequence[int] = ()) -> list[ActionChunk]:
-        """Their answers without a scheduler, from batches of all that are under way; the first error is raised.
-
-        starts: the round in which each enters, as in `run_through`: rows then are at different steps.
-        """
+        """The answers without a scheduler, by `run_through`; the first error is raised. starts: the round in which each
+        request enters: rows then are at different steps."""
         tickets = [Ticket(request, i, 0.0) for i, request in enumerate(requests)]
         run_through(self, tickets, self.stages, starts, group=self.slot, shape=self.shape)
         return [ticket.outcome.value for ticket in tickets if isinstance(ticket.outcome, Done)]
@@ -368,13 +367,12 @@ class Policy(BaseProcessor):
         self.model.start()
 
     def forget(self, episode: str | None = None) -> None:
-        """Forget what is carried from one request of an episode, or of all, to the next: it was moved, or starts
-        again."""
+        """Forget what an episode, or all, carry from one request to the next: it was moved, or starts again."""
         if self.history is not None:
             self.history.forget(episode)
 
     def _remember(self, ticket: Ticket) -> None:
-        """A chunk has been computed: keep its observation for the next ones of its episode."""
+        """Keep the observation of a computed chunk for the next ones of its episode."""
         observation: Observation = ticket.request.payload
         if self.history is None or observation.moment is None:
             return
@@ -386,10 +384,8 @@ class Policy(BaseProcessor):
         return [*rows, *[rows[-1]] * (self.rows - len(rows))] if self.rows > len(rows) else rows
 
     def _actions(self, rows: Sequence[Observation], x: NDArray[Any]) -> NDArray[np.float32]:
-        """What the model answered to these, in the robot's units; ProcessorError unless it is what the policy declares.
-
-        Each call is looked at: a robot would execute the actions of another row, or of other joints.
-        """
+        """The model's actions in the robot's units; ProcessorError unless they have the shape that the policy declares:
+        a robot would execute the actions of another row, or of other joints."""
         spec = self.spec
         wanted, found = (len(rows), spec.chunk_size, spec.action_dim), x
         numbers = isinstance(x, np.ndarray) and x.dtype.kind in "fiu" and x.ndim == 3
@@ -406,7 +402,7 @@ class Policy(BaseProcessor):
         return noise_of(observation.seed, self.spec.horizon, self.spec.x_dim)
 
     def describe(self) -> dict[str, Any]:
-        """The loaded policy, JSON-safe: its configuration, the hashes, and how it runs."""
+        """The loaded policy, JSON-safe."""
         spec, model = self.spec, self.model
         return {
             "export_dir": spec.source,
@@ -432,14 +428,8 @@ class Policy(BaseProcessor):
         return {"prefix_cache": None}
 
 
-def _with_past(o: Observation, history: ObservationHistory) -> Observation:
-    """The observation behind those before it in its episode; the first one repeated where there are too few."""
-    past = history.before(o.episode_id, o) if o.episode_id else ()
-    return replace(o, **together((*past, o), history.steps), moment=o, past=tuple(one.request_id for one in past))
-
-
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
-    """The same batches, each with the shortest time of its stage and size; their tickets share that time."""
+    """The batches with the shortest time of their stage and size; their tickets share that time."""
     least: dict[tuple[str, int], float] = {}
     for batch, elapsed in batches:
         kind = (batch.stage, len(batch))
@@ -482,14 +472,8 @@ class MonolithicPolicy(Policy):
                 self._remember(ticket)
         return [Done(ActionChunk(row, steps, o.cache)) for o, row in zip(seen, actions, strict=True)]
 
-    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
-        return observation, "", 1.0
 
-    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
-        return "off", "", 1.0
-
-
-# -- tickets without a scheduler: for warming up, trials and replays ---------------------------------------------------
+# -- tickets without a scheduler: for warm-up, trials and replays ------------------------------------------------------
 
 
 class TimedBatch(NamedTuple):
@@ -511,10 +495,10 @@ def run_through(
 ) -> list[TimedBatch]:
     """Run tickets to their end, in batches of all that are at the same stage. `ticket.outcome` is its `Done`.
 
-    stages: those of the processor, in order. starts: the round in which each ticket enters, 0 by default; a round is
-    one batch per stage, so a ticket that enters in round k is k steps behind one of round 0.
+    stages: the processor's, in order. starts: the round in which each ticket enters, 0 by default; a round is one batch
+    per stage, so a ticket that enters in round k is k steps behind one of round 0.
 
-    The first error is raised as callers get it, after the tickets that have not ended are dropped.
+    The first error is raised as callers get it, once the unfinished tickets are dropped.
     """
     left = dict(zip(tickets, starts or [0] * len(tickets), strict=True))
     ran: list[TimedBatch] = []

@@ -20,7 +20,7 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.robots.policy.base import Policy, StagedModel, stacked
 from reflex_runtime.robots.policy.episodes import Anchor, ChunkTails, Prefix, PrefixCache, PrefixKey, Rtc, digest
-from reflex_runtime.robots.policy.observation import ActionChunk, CacheUse, Observation
+from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
@@ -73,6 +73,7 @@ class DecomposedPolicy(Policy):
         self.tails = None if rtc is None else ChunkTails(rtc, clock, self.spec.embodiment.control_rate_hz)
         self._clock = clock
         self.cache = PrefixCache(cache_bytes, max_age_chunks) if cache_bytes else None
+        self.caches = self.cache is not None
         self._flows: dict[Ticket, _Flow] = {}
         self._packed: tuple[tuple[Ticket, ...], Any] = ((), None)
 
@@ -93,15 +94,17 @@ class DecomposedPolicy(Policy):
         key = PrefixKey(self.slot, observation.episode_id, digest(text), digest(*seen))
         return replace(observation, prefix_key=key)
 
-    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
-        steps = float(self.spec.num_denoising_steps)
+    def _enter(self, observation: Observation) -> Observation:
         if self.tails is not None and observation.episode_id:
             observation = replace(observation, anchor=self._anchor(observation, self.tails))
         if self.cache is None or observation.prefix_key is None:
-            return observation, PREFIX, steps + 1.0
+            return observation
         use, prefix = self.cache.lookup(observation.prefix_key)
-        observation = replace(observation, cache=use, prefix=prefix)
-        return (observation, PREFIX, steps + 1.0) if prefix is None else (observation, DENOISE, steps)
+        return replace(observation, cache=use, prefix=prefix)
+
+    def _entry(self, cached: bool) -> tuple[str, float]:
+        steps = float(self.spec.num_denoising_steps)
+        return (DENOISE, steps) if cached else (PREFIX, steps + 1.0)
 
     def _anchor(self, observation: Observation, tails: ChunkTails) -> Anchor | None:
         """The anchor of its chunk. Where actions are changes of the state, the old ones count from the new state: the
@@ -116,12 +119,6 @@ class DecomposedPolicy(Policy):
         target = anchor.target.copy()
         target[:, : len(shift)] += shift
         return replace(anchor, target=target)
-
-    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
-        steps = float(self.spec.num_denoising_steps)
-        if self.cache is None or not episode:
-            return "off", PREFIX, steps + 1.0
-        return "hit", DENOISE, steps
 
     def forget(self, episode: str | None = None) -> None:
         super().forget(episode)

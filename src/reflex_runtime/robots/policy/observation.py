@@ -1,4 +1,5 @@
-"""The input of a policy (`Observation`), what makes it of a request, and its output (`ActionChunk`)."""
+"""The input of a policy (`Observation`), made of a request's fields by `ObservationFields`, and its output
+(`ActionChunk`)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla", FLOAT_LEV
 
 
 class Doubt(NamedTuple):
-    """A field of a request without the effect that its caller may expect. kind: for the counter."""
+    """A field of a request that has not the effect that its caller may expect. kind: for the counter."""
 
     kind: Literal["instruction_ignored", "instruction_unknown"]
     message: str
@@ -47,16 +48,16 @@ class Observation:
     images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself. One that
         was not sent is black. present: whether it was sent, by name; a tuple of n where there is history.
     tokens: int64 [max_tokens], None if the policy reads no text, or its model makes the tokens. token_mask: bool
-        [max_tokens], which of them are no padding.
+        [max_tokens], False for padding.
     state: float32 [state_dim], normalised. robot_state: the newest, in the robot's units, transformed.
     seed: of the noise, in [0, 2⁶⁴).
     episode_id: "" if the caller named none; nothing is then kept between its requests.
     cache, prefix: set by `Policy.request`: the cache's result, and the prefix found, which stays in memory until the
         request is settled, even if the cache evicts it.
-    ready: of the model's own `prepare`.
-    moment: itself without the axis [n], kept for the next ones of its episode; past: the request ids of those it looks
-        back to, oldest first.
-    doubts: the warnings for the answer.
+    ready: the result of the model's own `prepare`.
+    moment: the observation without the axis [n], kept for the next ones of its episode; past: the request ids of the
+        earlier ones in it, oldest first.
+    doubts: warnings for the answer.
     executed, delay, received: as in `ChunkTails.anchor`. anchor: set by `Policy.request`.
     """
 
@@ -103,36 +104,21 @@ class Observation:
         return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
-class GuardReport:
-    """The changes of the action guard in one chunk.
-
-    clamped: values outside their range. joints: their names or else indices, in order. held: the chunk was not finite
-    and is the episode's last good action, repeated.
-    """
-
-    clamped: int = 0
-    joints: tuple[str, ...] = ()
-    held: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
-        return {"clamped": self.clamped, "joints": list(self.joints), "held": self.held}
-
-
 @dataclass(slots=True, eq=False)  # only the guard writes to one, and only its report
 class ActionChunk:
     """The output of a policy.
 
     actions: float32 [chunk_size, action_dim] in the robot's units, the first to be executed first.
     denoising_steps: number of Euler steps. cache: of the prefix ("off" without a cache).
+    guard: the changes of the action guard: `clamped`, values outside their range; `joints`, their names or else
+        indices, in order; `held`, the chunk was not finite and is the episode's last good action, repeated.
     rtc: how it continues the episode's last chunk (`Anchor.report`), or None if it does not.
     """
 
     actions: NDArray[np.float32]
     denoising_steps: int
     cache: CacheUse = "off"
-    guard: GuardReport | None = None
+    guard: dict[str, Any] | None = None
     rtc: Mapping[str, Any] | None = None
 
 
@@ -149,7 +135,7 @@ def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]
 def decode_image(
     data: bytes, field: str = "image", size: tuple[int, int] | None = None, resize: Resize = "stretch"
 ) -> Image:
-    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
+    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest for a broken, too large or other file.
 
     size: (height, width); None keeps its own. resize: see `resize_image`. A JPEG that is at least twice as large is
     decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled.
@@ -161,8 +147,8 @@ def decode_image(
 
 
 def warm_decoders() -> None:
-    """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline. Its warnings
-    are of callers' files, and would be a line for each request."""
+    """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline. Pillow's
+    warnings about callers' files, a line for each request, are turned off."""
     import PIL.Image
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -176,13 +162,13 @@ def warm_decoders() -> None:
 def resize_image(image: Image, height: int, width: int, resize: Resize = "stretch") -> Image:
     """Bilinear; unchanged when it already has the size.
 
-    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-lerobot": so too,
-    with each pixel between the four nearest of the original, without averaging, as π0 of LeRobot does. "pad-smolvla":
-    the same in the bottom right corner. "pad-smolvla-float": so too, and float32 where it was fitted.
+    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-lerobot": like
+    "pad", each pixel between the four nearest of the original, without averaging, as π0 of LeRobot does. "pad-smolvla":
+    the same in the bottom right corner. "pad-smolvla-float": like that, float32 where it was fitted.
     """
     if image.shape[:2] == (height, width):
         return image
-    if resize in _SAMPLED:  # as one of Pillow's it would be in memory once more
+    if resize in _SAMPLED:  # an image of Pillow would be a copy
         inner = _inner(image.shape[1], image.shape[0], height, width, resize)
         return _padded(_levels(_sampled(image.__getitem__, image.shape[:2], *inner), resize), height, width, resize)
     import PIL.Image
@@ -191,7 +177,7 @@ def resize_image(image: Image, height: int, width: int, resize: Resize = "stretc
 
 
 def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
-    """A picture of Pillow's, in any mode."""
+    """The same for an image of Pillow, in any mode."""
     inner = _inner(image.width, image.height, height, width, resize)
     if image.size == inner:
         return _padded(whole(image), height, width, resize)
@@ -204,7 +190,7 @@ def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
 
 
 def _inner(wide: int, high: int, height: int, width: int, resize: Resize) -> tuple[int, int]:
-    """(width, height) of a picture of that size within the result."""
+    """(width, height) of the fitted picture within the result."""
     if resize == "stretch" or (wide, high) == (width, height):
         return width, height
     ratio = max(wide / width, high / height)
@@ -212,12 +198,12 @@ def _inner(wide: int, high: int, height: int, width: int, resize: Resize) -> tup
 
 
 def _levels(sampled: NDArray[np.float32], resize: Resize) -> Image:
-    """Whole levels, where the way of fitting has those."""
+    """Rounded, unless `resize` is `FLOAT_LEVELS`."""
     return sampled if resize == FLOAT_LEVELS else (sampled + np.float32(0.5)).astype(np.uint8)
 
 
 def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
-    """The pixels in black, three times where they are grey."""
+    """The pixels in a black frame; grey ones in three channels."""
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[..., None], 3, axis=2)
     down, right = height - pixels.shape[0], width - pixels.shape[1]
@@ -230,8 +216,8 @@ def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
 
 
 def _resized(image: Any, width: int, height: int) -> Any:
-    """Bilinear. Where it is converted, rows are narrowed band by band before columns are shortened, whatever order
-    Pillow takes; what is in between is rounded, so levels may differ by one."""
+    """Bilinear. A picture that must be converted is narrowed band by band, then shortened; the rounding in between may
+    change levels by one."""
     import PIL.Image
 
     bilinear, narrow = PIL.Image.Resampling.BILINEAR, None
@@ -245,7 +231,7 @@ def _resized(image: Any, width: int, height: int) -> Any:
 
 
 def _rows(image: Any, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-    """Some rows of a picture; those of a large one are taken one by one, because as an array it is in memory twice."""
+    """Some rows of a picture; those of a large one singly, because an array of all would be a copy."""
     if image.width * image.height <= BAND_PIXELS:
         return np.asarray(plain(image))[rows]
     return np.concatenate([np.asarray(plain(image.crop((0, row, image.width, row + 1)))) for row in rows.tolist()])
@@ -270,7 +256,7 @@ def _sampled(
 
 
 def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
-    """For each of the wanted places along an axis: the place before it, the one behind it, and that one's share."""
+    """For each wanted place along an axis: the places before and behind it, and the share of the second."""
     at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(size / wanted) - 0.5, 0.0)
     before = np.minimum(at.astype(np.intp), size - 1)
     return before, np.minimum(before + 1, size - 1), (at - before).astype(np.float32)
@@ -288,10 +274,10 @@ class ObservationHistory:
 
     An observation is kept once its chunk has been computed: a request that was refused, shed, cancelled or failed
     leaves nothing, and a repeated one sees the same past. They are in the order in which the server received them,
-    whatever the order in which they were decoded or answered.
+    not in that of decoding or answers.
 
-    steps: observations that the policy sees together, >= 2. Episodes that were not asked for longest are forgotten
-    beyond `max_bytes` or `episodes`; such an episode goes on as if it began.
+    steps: observations that the policy sees together, >= 2. Beyond `max_bytes` or `episodes` the least recently used
+    episode is forgotten, and continues as a new one.
     """
 
     def __init__(self, steps: int, max_bytes: int = HISTORY_BYTES, episodes: int = EPISODES) -> None:
@@ -318,7 +304,7 @@ class ObservationHistory:
             kept = [one for one in self._moments.get(episode, ()) if one.request_id != moment.request_id]
             kept = sorted([*kept, moment], key=_received)
             self._remove(episode)
-            # One more than a request looks back to: a request that is asked again must not see less than before.
+            # One more than a request looks back to: a repeated request must see the same past.
             self._moments[episode] = tuple(kept[-self.steps :])
             self._bytes += sum(one.nbytes for one in self._moments[episode])
             while self._bytes > self.max_bytes or len(self._moments) > self._most:
@@ -378,17 +364,17 @@ MAX_WORD = 40  # characters of each
 
 
 class ObservationFields:
-    """Reads the fields of requests to a policy: checked, pictures decoded, state normalised, text as tokens. Slow, for
-    worker threads. InvalidRequest names a field that the policy needs and that is missing or wrong.
+    """Reads the fields of requests to a policy: checks, decodes pictures, normalises the state, makes tokens. Slow, for
+    worker threads. InvalidRequest names a missing or wrong field that the policy needs.
 
-    names: under which its images may come.
+    names: those that requests may use for its images.
     """
 
     def __init__(self, spec: PolicySpec) -> None:
         self.spec, self.names = spec, frozenset(names_of(spec))
 
     def look(self, images: Mapping[str, Sent]) -> int:
-        """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
+        """The number of pixels to decode, from the headers alone; InvalidRequest for a missing or wrong field."""
         pixels = sum([pixels_of(*found) for found in self.found(images).values()])
         if pixels > MAX_REQUEST_PIXELS:
             most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
@@ -396,8 +382,8 @@ class ObservationFields:
         return pixels
 
     def pictures(self, sent: Mapping[str, tuple[Sent, str]]) -> tuple[dict[str, Image], dict[str, bool]]:
-        """The picture of every camera, decoded and resized, black for one that was left out; and whether it was sent.
-        sent: see `found`."""
+        """The picture of every camera, decoded and resized, black for a missing one; and whether it was sent. sent: as
+        `found` returns it."""
         spec, made = self.spec, {}
         for name, size in spec.images.items():
             black = (*size, np.float32 if spec.resize == FLOAT_LEVELS else np.uint8)
@@ -405,7 +391,7 @@ class ObservationFields:
         return made, {name: name in sent for name in made}
 
     def found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
-        """The image sent for each camera and the field name for errors, without those that were left out and may be."""
+        """The image sent for each camera and the field name for errors; without missing ones that are optional."""
         found = {}
         for name in self.spec.images:
             sent, field = self._sent_for(name, images)
@@ -416,7 +402,7 @@ class ObservationFields:
         return found
 
     def _sent_for(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent | None, str]:
-        """The image sent for one of its cameras, None where it may be left out, and the field name for errors."""
+        """The image sent for a camera, None for a missing one that is optional, and the field name for errors."""
         # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
         sent, other = images.get(name), self.spec.other_names.get(name, "")
@@ -441,7 +427,7 @@ class ObservationFields:
         return image.astype(np.float32, copy=False) if resize == FLOAT_LEVELS else image
 
     def doubts(self, instruction: str) -> tuple[Doubt, ...]:
-        """What may be wrong with an instruction, although it is taken."""
+        """Doubts about an instruction that is accepted."""
         tokenizer = self.spec.tokenizer
         if not self.spec.takes_text:
             return (Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"),)

@@ -4,7 +4,7 @@ The guard is the last check of actions before they are sent: within the robot's 
 are an error, or a hold of the episode's last good action. Never zeros: in absolute joint control zero is a motion
 command.
 
-Faults on purpose, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` and `--inject-latency-ms`.
+Injected faults, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` and `--inject-latency-ms`.
 
     raise   the call that holds a marked request raises, so it is repeated in parts until that request stands alone
     nan     a marked request's actions are NaN, as if the model had returned them
@@ -12,8 +12,8 @@ Faults on purpose, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` an
     slow    a marked batch takes 500 ms longer
     die     a marked batch ends the device thread
 
-RATE is a share of requests for raise and nan, of batches for the others. Marks are drawn from the ids alone, so that a
-repeated call meets the same fault again and a drill can be repeated exactly.
+RATE is a share of requests for raise and nan, of batches for the others. The marks depend on ids alone: a repeated call
+meets the same fault again, and a drill can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorEr
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.episodes import Lru
-from reflex_runtime.robots.policy.observation import ActionChunk, GuardReport, Observation
+from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.run.processor import Processor, may_run_anywhere
 
@@ -41,16 +41,16 @@ from reflex_runtime.run.processor import Processor, may_run_anywhere
 
 
 OnBadAction = Literal["error", "hold"]
-_CLEAN = GuardReport()
+_CLEAN: Final[dict[str, Any]] = {"clamped": 0, "joints": [], "held": False}
 
 
 class ActionGuard:
     """Checks the chunks of one slot, on the device thread.
 
     embodiment: actions are clamped to its ranges; without ranges they are only checked for non-finite values.
-    on_bad_action: "error" fails the request. "hold" answers with the episode's last good action in every place of the
-        chunk, and marks the answer. It is an error if the episode has no good action yet, or the request has no
-        episode. In a relative action space a repeated action goes on moving, so "error" is safer there.
+    on_bad_action: "error" fails the request. "hold" answers with the episode's last good action in every step of the
+        chunk, and marks the answer; it is an error without an episode or a good action of it. In a relative action
+        space a repeated action continues the motion, so "error" is safer there.
     max_episodes: number of episodes whose last action is kept; the longest unused is forgotten.
     """
 
@@ -74,8 +74,7 @@ class ActionGuard:
         return replace(chunk, actions=actions, guard=report)
 
     def clean(self, chunks: Sequence[ActionChunk]) -> bool:
-        """True if all of these pass `check` unchanged, tested on the whole batch at once; False may also be a false
-        alarm."""
+        """Whether all of these pass `check` unchanged, tested on the whole batch; False may be a false alarm."""
         actions = np.concatenate([chunk.actions for chunk in chunks])
         if self._ranges is None:
             return bool(np.isfinite(actions).all())
@@ -91,13 +90,13 @@ class ActionGuard:
         report, last = self._report(bad, held=True), self._last.get(episode_id)
         if last is None:
             held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"
-            raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(report.joints)}){held}")
+            raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(report['joints'])}){held}")
         self._last.move_to_end(episode_id)
         return replace(chunk, actions=np.broadcast_to(last, chunk.actions.shape).copy(), guard=report)
 
-    def _report(self, bad: NDArray[np.bool_], held: bool = False) -> GuardReport:
-        joints = np.flatnonzero(bad.any(axis=0)).tolist()
-        return GuardReport(int(bad.sum()), tuple(self._names[j] if self._names else str(j) for j in joints), held)
+    def _report(self, bad: NDArray[np.bool_], held: bool = False) -> dict[str, Any]:
+        joints = [self._names[j] if self._names else str(j) for j in np.flatnonzero(bad.any(axis=0)).tolist()]
+        return {"clamped": int(bad.sum()), "joints": joints, "held": held}
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -127,30 +126,20 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """A fault from SLOT:KIND:RATE[:MS]; ConfigError naming the part that is wrong."""
-
-    def wrong(part: str, found: str, expected: str) -> ConfigError:
-        return ConfigError(f"--inject-fault {text!r}: {part}: found {found!r}, expected {expected}")
-
-    parts = text.split(":")
-    if len(parts) not in (3, 4):
-        raise wrong("format", text, "SLOT:KIND:RATE or SLOT:KIND:RATE:MS")
-    slot, kind = parts[:2]
-    if slot not in SLOTS:
-        raise wrong("SLOT", slot, "one of " + ", ".join(SLOTS))
-    if kind not in get_args(FaultKind):
-        raise wrong("KIND", kind, "one of " + ", ".join(get_args(FaultKind)))
-    rate = _number(parts[2])
-    if not 0.0 <= rate <= 1.0:
-        raise wrong("RATE", parts[2], "a number in [0, 1]")
-    seconds = _DEFAULT_SECONDS.get(kind, 0.0)
-    if len(parts) == 4:
-        if kind not in _DEFAULT_SECONDS:
-            raise wrong("MS", parts[3], f"nothing: {kind} takes no time")
-        seconds = _number(parts[3]) / 1e3
-        if not 0.0 < seconds <= 3600.0:
-            raise wrong("MS", parts[3], "a number in (0, 3600000]")
-    return Fault(slot, cast("FaultKind", kind), rate, seconds)
+    """A fault from SLOT:KIND:RATE[:MS]; ConfigError for a wrong part."""
+    slot, _, rest = text.partition(":")
+    kind, _, rest = rest.partition(":")
+    rate, given, ms = rest.partition(":")
+    lasts = kind in _DEFAULT_SECONDS
+    seconds = _number(ms) / 1e3 if given else _DEFAULT_SECONDS.get(kind, 0.0)
+    right = 0.0 < seconds <= 3600.0 if lasts else not given
+    if slot not in SLOTS or kind not in get_args(FaultKind) or not 0.0 <= _number(rate) <= 1.0 or not right:
+        slots, kinds = ", ".join(SLOTS), ", ".join(get_args(FaultKind))
+        raise ConfigError(
+            f"--inject-fault {text!r}: must be SLOT:KIND:RATE, SLOT one of {slots}, KIND one of {kinds}, RATE in "
+            f"[0, 1]; {' and '.join(_DEFAULT_SECONDS)} may have :MS, in (0, 3600000]"
+        )
+    return Fault(slot, cast("FaultKind", kind), _number(rate), seconds)
 
 
 def _number(text: str) -> float:
@@ -167,9 +156,9 @@ class GuardedProcessor:
     """A processor with faults before the guard, which therefore sees an injected NaN. A chunk that must not be sent
     fails alone. The batch's notes count the chunks that were `clamped`, `held` or `refused`.
 
-    guard: None for none. faults: those of this slot, which may change between two batches. latency: seconds added to
-    every batch (`--inject-latency-ms`). seed: of the draw. sleep: waits for `slow` and latency. `release` ends every
-    present and future hang; tests and shutdown set it.
+    guard: None for none. faults: of this slot; they may change between two batches. latency: seconds added to every
+    batch (`--inject-latency-ms`). seed: of the draw. sleep: waits for `slow` and latency. release: ends every present
+    and future hang.
     """
 
     def __init__(
@@ -182,7 +171,7 @@ class GuardedProcessor:
 
     @property
     def any_thread(self) -> bool:
-        """Not with faults: they hang, and end their thread."""
+        """Not with faults, which hang and end their thread."""
         return not self.faults and may_run_anywhere(self._inner)
 
     def start(self) -> None:
@@ -232,11 +221,11 @@ class GuardedProcessor:
                 self._sleep(fault.seconds)
             else:
                 self.release.wait(fault.seconds)
-                # It must not run the batch now: its callers have their error, and another thread may run the device.
+                # Now the callers have their error, and another thread may run the device: the batch must not run.
                 raise ProcessorHung(f"injected fault {fault}: batch {batch.id} hung")
 
     def _marked(self, fault: Fault, key: str) -> bool:
-        """The draw for one request or batch: uniform in [0, 1) by SHA-256, below the rate."""
+        """Whether the draw of a request or batch, uniform in [0, 1) by SHA-256, is below the rate."""
         text = f"{self._seed}:{fault.slot}:{fault.kind}:{key}".encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fault.rate * 2.0**64
 
@@ -244,8 +233,8 @@ class GuardedProcessor:
 def served_by(
     policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
 ) -> GuardedProcessor:
-    """The processor to serve a policy. guard: by default one for its embodiment that answers bad actions with errors.
-    faults: only those of its slot are used."""
+    """The processor to serve a policy. guard: by default of its embodiment, with errors for bad actions. faults: only
+    those of its slot are used."""
     mine = [fault for fault in faults if fault.slot == policy.slot]
     return GuardedProcessor(policy, guard or ActionGuard(policy.spec.embodiment), mine, latency)
 
@@ -263,10 +252,10 @@ def _checked(guard: ActionGuard, ticket: Ticket, result: Any, batch: Batch) -> A
     try:
         chunk = guard.check(result.value, _episode(ticket))
         checked, report = Done(chunk), chunk.guard or _CLEAN
-        note = "held" if report.held else "clamped" if report.clamped else ""
+        note = "held" if report["held"] else "clamped" if report["clamped"] else ""
     except NonFiniteResult as error:
         checked, note = error, "refused"
-    if note:  # added up: a batch that is bisected is several calls
+    if note:  # a sum: a bisected batch is several calls
         batch.notes[note] = batch.notes.get(note, 0) + 1
     return checked
 

@@ -387,7 +387,7 @@ class RequestHandler:
             timing=Timing(queued, ran, spent, age),
             batch=self._described[1],
             cache=chunk.cache,
-            guard=chunk.guard.as_dict() if chunk.guard is not None else None,
+            guard=chunk.guard,
             rtc=chunk.rtc,
             policy_changed=pending.routing is not None and pending.routing.changed,
             injected={"latency_ms": latency} if latency else None,
