@@ -1,7 +1,7 @@
-"""JSON-RPC 2.0 in length-prefixed frames: bytes in, messages out, and back. No socket, no clock, no task.
+"""JSON-RPC 2.0 in frames: bytes to messages, and back. No socket, no clock, no task.
 
 A frame is the byte `J`, the length of its body in four bytes, big-endian, and the body in JSON: one message, or an
-array of those that were sent in the same turn of the loop.
+array of the messages of one turn of the loop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Id = int | str | None
 MAX_FRAME = 64 * 2**20  # bytes of a body: a list of 4 MiB of token ids takes a third of it
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32700, -32600, -32601, -32602, -32603
-APPLICATION_ERROR = -32000  # an error of the runtime; `data` says which
+APPLICATION_ERROR = -32000  # an error of the runtime: see `data`
 
 _HEADER = struct.Struct(">cI")
-_JSON = b"J"  # of a frame; no other form is read
+_JSON = b"J"
 
 
 class ProtocolError(ReflexError):
-    """The other end broke the protocol. `rpc_code` is the code of the error that it gets."""
+    """The other end broke the protocol. rpc_code: of the error that is its answer."""
 
     code, http_status = "protocol_error", 502
 
@@ -41,11 +41,11 @@ class ProtocolError(ReflexError):
 
 
 class OversizeFrame(ProtocolError):
-    """A frame larger than this end reads, or sends."""
+    """A frame above the limit."""
 
 
 class RpcError(msgspec.Struct, omit_defaults=True):
-    """Why a call failed. data: of errors of the runtime, to raise the same error at the other end: see `error_of`."""
+    """The error of a call. data: of an error of the runtime, to raise it at the other end (`error_of`)."""
 
     code: int
     message: str
@@ -78,7 +78,7 @@ class Response(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """A call failed; id None: it is not known which."""
+    """The error of a call. id None: the call is not known."""
 
     id: Id
     error: RpcError
@@ -92,7 +92,7 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class _Any(msgspec.Struct):
-    """Any of the four kinds. Params and results stay raw: their type depends on the method."""
+    """Any of the four kinds. Params and results stay raw: the method determines their type."""
 
     jsonrpc: Literal["2.0"]
     method: _Name | None = None
@@ -120,8 +120,8 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what de
 
 
 def encode(messages: list[Message], most: int = MAX_FRAME) -> bytes:
-    """One frame of at least one message. Raises OversizeFrame beyond `most` bytes, and ProtocolError for a value that
-    JSON cannot hold."""
+    """One frame of at least one message. Raises OversizeFrame above `most` bytes, and ProtocolError for values that are
+    not JSON."""
     try:
         body = msgspec.json.encode(messages[0] if len(messages) == 1 else messages)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -132,20 +132,20 @@ def encode(messages: list[Message], most: int = MAX_FRAME) -> bytes:
 
 
 class FrameDecoder:
-    """Finds the frames in a stream of bytes that come in pieces of any size.
+    """Splits a stream of bytes, in pieces of any size, into frames.
 
         decoder.feed(data)
         for messages in decoder: ...
 
-    What is no frame of messages raises ProtocolError, and a frame beyond `most` bytes OversizeFrame. Nothing can be
-    read then: what the frame said is missing, and a part of an answer must not pass for the whole.
+    Raises ProtocolError for a frame without messages, and OversizeFrame above `most` bytes. Nothing can be read after
+    that: the frame is missing, and a part must not pass for the whole answer.
     """
 
     def __init__(self, most: int = MAX_FRAME) -> None:
         self._most, self._data, self._at = most, bytearray(), 0
 
     def feed(self, data: bytes) -> None:
-        if self._at:  # what was read is removed when more comes, not after each frame
+        if self._at:  # removed with the next bytes, not after each frame
             del self._data[: self._at]
             self._at = 0
         self._data += data
@@ -183,14 +183,14 @@ def _messages(body: bytes) -> list[Message]:
 
 
 class Reader:
-    """Decodes the params or results of one type. Raises ProtocolError (−32602) that names the field, and ConfigError
-    for a value out of its range."""
+    """Decodes params or results of one type. Raises ProtocolError (−32602) that names the field, and ConfigError for a
+    value out of its range."""
 
     def __init__(self, kind: Any) -> None:
         self._decode = msgspec.json.Decoder(kind).decode
 
     def read(self, raw: msgspec.Raw) -> Any:
-        """The params or result; left out, an empty object."""
+        """The params or result; absent means an empty object."""
         try:
             return self._decode(raw or b"{}")
         except _NOT_JSON as error:
@@ -205,7 +205,7 @@ _KINDS: dict[str, type[ReflexError]] = {
 
 
 def error_of(error: ReflexError) -> RpcError:
-    """An error of the runtime on the wire; `raised` makes the same error of it."""
+    """An error of the runtime, for the wire; `raised` is the inverse."""
     if isinstance(error, ProtocolError):
         return RpcError(error.rpc_code, error.message)
     known = next(kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind)
@@ -215,7 +215,7 @@ def error_of(error: ReflexError) -> RpcError:
 
 
 def raised(error: RpcError) -> ReflexError:
-    """The error that `error_of` was given at the other end."""
+    """The error that `error_of` got at the other end."""
     data = error.data if isinstance(error.data, dict) else {}
     kind, details, after = _KINDS.get(str(data.get("type"))), data.get("details"), data.get("retry_after")
     if kind is None:

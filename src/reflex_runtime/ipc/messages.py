@@ -1,7 +1,7 @@
-"""The messages of a runtime process: params and results of each method, and the notifications of streams.
+"""Messages of runtime processes: params and results of each method, and notifications of streams.
 
-`SamplingParams` says how output is sampled, for the wire (`GenerateParams`) and for the engine (`Sequence`).
-docs/workers.md shows every one of them. An older end ignores fields that a newer one adds.
+`SamplingParams` and `GenerateParams` are the engine's, too. docs/workers.md shows every message. An older end ignores
+fields that a newer one adds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_FORM = 200_000  # characters of a schema, expression or grammar
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The form that an output must have. text: a JSON Schema, a regular expression, a JSON list of texts of which it is
-    one, or a grammar in Lark's notation."""
+    """The form of an output. text: a JSON Schema, a regular expression, a JSON list of the possible texts, or a grammar
+    in Lark's notation."""
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
@@ -39,15 +39,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """How output is sampled, and when it ends. Raises ConfigError that names the field, its value and its range.
 
     max_tokens: most tokens of output. temperature: 0 takes the likeliest token. top_p: sample from the likeliest tokens
-    that together have this probability. top_k: from the k likeliest; 0 is off. min_p: from those that are at least this
-    share as likely as the likeliest. seed: same seed, same draws; None draws one. stop: texts before which the output
-    ends. include_stop: the output ends with the stop text, not before it. stop_token_ids: ids with which it ends.
-    min_tokens: no end before so many tokens. ignore_eos: go on after the model's own end. logprobs: how many
-    alternatives to report for each token, of the model's own distribution; None reports nothing, 0 the token's own.
+    with this probability in sum. top_k: from the k likeliest; 0 is off. min_p: from those at least this share as likely
+    as the likeliest. seed: None draws one. stop: texts before which the output ends; include_stop: after which.
+    stop_token_ids: ids with which it ends. min_tokens: no end before. ignore_eos: go on after the model's own end.
+    logprobs: alternatives to report for each token, of the model's own distribution; None reports nothing, 0 the
+    token's own.
 
-    What changes the logits before a token is chosen: repetition_penalty divides those of tokens in the prompt or the
-    output (multiplies, where negative); frequency_penalty is taken from those in the output once for each time,
-    presence_penalty once; logit_bias, pairs of (id, number), is added. constraint: only tokens that fit remain.
+    Changes of the logits: repetition_penalty divides those of tokens in the prompt or the output (multiplies, where
+    negative); frequency_penalty is subtracted for each time in the output, presence_penalty once; logit_bias, pairs of
+    (id, number), is added. constraint: only tokens that fit remain.
     """
 
     max_tokens: int = 16
@@ -91,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         self._check_ids()
 
     def _check_ids(self) -> None:
-        """Token ids are checked against a vocabulary where a model is known."""
+        """`Limits.check_sampling` checks token ids against the vocabulary of a model."""
         well = len(self.stop_token_ids) <= MOST_STOP_IDS and all(0 <= token < 1 << 31 for token in self.stop_token_ids)
         _check("stop_token_ids", self.stop_token_ids, well, f"must be at most {MOST_STOP_IDS} token ids")
         bias = self.logit_bias
@@ -121,20 +121,20 @@ PROTOCOL = 1  # in runtime/info; other numbers are refused
 EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
 TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
 
-WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its request says otherwise
+WINDOW = 64  # tokens that a stream may be ahead of its reader, by default
 MOST_CREDITS = 1_000_000  # at a time
-MOST_SCORES = 1 << 19  # numbers that are told of the tokens of a prompt: some 40 MB of JSON
+MOST_SCORES = 1 << 19  # scores of a prompt's tokens: some 40 MB of JSON
 SHORTEST_GAP_MS, LONGEST_GAP_MS = 1, 60_000  # between two tokens
 
 
 def is_id(name: object) -> bool:
-    """Whether it can name a stream or a model: 1 to LONGEST_ID printable characters."""
+    """Whether it is a name for a stream or a model: 1 to LONGEST_ID printable characters."""
     return isinstance(name, str) and 0 < len(name) <= LONGEST_ID and name.isprintable()
 
 
 class Info(msgspec.Struct):
-    """The result of `runtime/info`. capabilities: optional methods and features, such as `batch_generate`. models: the
-    answer of `load_model`, by the id of the model, once it is loaded."""
+    """The result of `runtime/info`. capabilities: optional methods, such as `batch_generate`. models: the result of
+    `load_model`, by model id."""
 
     name: str
     version: str
@@ -153,8 +153,8 @@ class LoadModel(msgspec.Struct):
 
 
 class Tokenize(msgspec.Struct):
-    """Params of `tokenize`: a text, or a conversation for the model's chat template, with tools that the model may call
-    and further variables of the template. Result: {"token_ids": [...]}."""
+    """Params of `tokenize`: a text, or a conversation for the chat template, with tools and variables of the template.
+    Result: {"token_ids": [...]}."""
 
     model_id: str
     text: str | None = None
@@ -164,15 +164,13 @@ class Tokenize(msgspec.Struct):
 
 
 class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
-    """Params of `generate`, and one of those of `batch_generate`: a request from the front to the engine.
+    """Params of `generate`, and of each request of `batch_generate`: what the engine needs for one choice.
 
-    stream_id: unique among the streams that have not ended. adapter: the name of one that is loaded with the model, ""
-    for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
-    traceparent: of the request's span, where it is recorded. timeout_ms: until the first token; max_gap_ms: between
-    two. prompt_logprobs: how many alternatives to report for each token of the prompt, None for nothing. follows: a
-    stream with the same prompt; this request waits until that stream has computed, and told of, it. credits: tokens
-    that may be sent before `stream.credit` grants more. draft_model, guidance: of other runtimes; requests that differ
-    in them share no message.
+    stream_id: unique among live streams. adapter: "" for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
+    traceparent: of the request's span, if sampled. timeout_ms: until the first token; max_gap_ms: between two.
+    prompt_logprobs: alternatives to report for each token of the prompt; None reports nothing. follows: a stream with
+    the same prompt; this request waits until that one has computed it. credits: tokens that may be sent before
+    `stream.credit`. draft_model, guidance: of other runtimes; requests that differ in them share no message.
     """
 
     stream_id: str = ""
@@ -195,7 +193,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def of(cls, params: SamplingParams, **more: Any) -> GenerateParams:
-        """A request that is sampled like this."""
+        """A request with these sampling parameters."""
         return cls(**{name: getattr(params, name) for name in SamplingParams.__struct_fields__}, **more)
 
     def __post_init__(self) -> None:
@@ -213,13 +211,13 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class BatchGenerate(msgspec.Struct):
-    """Params of `batch_generate`. Each request is decoded by itself: a wrong one fails alone."""
+    """Params of `batch_generate`. Each request is decoded separately: a wrong one fails alone."""
 
     requests: list[msgspec.Raw]
 
 
 class Started(msgspec.Struct):
-    """The result of `generate`: the stream has begun, and its notifications follow."""
+    """The result of `generate`: the stream has begun."""
 
     stream_id: str
     prompt_tokens: int
@@ -235,7 +233,7 @@ class Item(msgspec.Struct):
 
 class BatchResult(msgspec.Struct):
     """The result of `batch_generate`, in the order of its requests. groups: requests by model and draft model.
-    duration_ms: from its arrival until all were started."""
+    duration_ms: until all were started."""
 
     results: list[Item]
     size: int = 0
@@ -250,18 +248,18 @@ class StreamId(msgspec.Struct):
 
 
 class Shutdown(msgspec.Struct):
-    """Params of `shutdown`. drain: let streams finish, for at most `timeout_s` seconds."""
+    """Params of `shutdown`. drain: streams may finish within `timeout_s` seconds."""
 
     drain: bool = True
     timeout_s: float = 10.0
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One token of output, as it is sampled.
+    """One token of output.
 
-    text: the text to send with it; empty while a character is incomplete or the text may be the beginning of a stop
-    text. top: the likeliest (id, logprob), with `logprobs`. held: characters of earlier tokens that were not yet sent
-    when it came. finish: None, or why it is the last: `stop` (end of sequence, stop token, stop text) or `length`.
+    text: to send with it; empty while a character is incomplete or the text may begin a stop text. top: the likeliest
+    (id, logprob), if requested. held: characters of earlier tokens that were not sent yet. finish: None, or why it is
+    the last: `stop` (end of sequence, stop token, stop text) or `length`.
     """
 
     text: str
@@ -281,9 +279,8 @@ class StreamChunk(msgspec.Struct):
 
 
 class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token, sampled or of a prompt, and what the model says of it. logprob, top: of the model's own distribution at
-    temperature 1, natural logarithms; `top` are the likeliest (id, logprob), best first. None and () if not
-    requested."""
+    """A token, sampled or of a prompt, and its score: natural logarithms of the model's own distribution at temperature
+    1. top: the likeliest (id, logprob), best first. None and () if not requested."""
 
     token_id: int
     logprob: float | None = None
@@ -291,15 +288,15 @@ class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamPrompt(msgspec.Struct):
-    """`stream.prompt`: what the model says of the next tokens of the prompt, from its second on. All of them come
-    before the first `stream.chunk` of the stream, and of those that follow it."""
+    """`stream.prompt`: scores of the next tokens of the prompt, from its second on. All come before the first
+    `stream.chunk` of the stream and of its followers."""
 
     stream_id: str
     tokens: list[ScoredToken]
 
 
 class StreamStats(msgspec.Struct):
-    """`stream.stats`, once, before the terminal event. ttft_ms: None when there was no token."""
+    """`stream.stats`, once, before the terminal event. ttft_ms: None without a token."""
 
     stream_id: str
     prompt_tokens: int
@@ -310,8 +307,8 @@ class StreamStats(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct, omit_defaults=True):
-    """`stream.event`. A stream has exactly one terminal event (completed, cancelled, error), its last message.
-    backpressure: the stream is held until its reader reads. slowConsumer: it was held too long and ends."""
+    """`stream.event`. The last message of a stream is its one terminal event (completed, cancelled, error).
+    backpressure: it is held until its reader reads. slowConsumer: it was held too long, and ends."""
 
     stream_id: str
     event: EventName
@@ -319,7 +316,7 @@ class StreamEvent(msgspec.Struct, omit_defaults=True):
 
 
 class Credit(msgspec.Struct):
-    """`stream.credit`, from the front: the number of further tokens that the stream may send."""
+    """`stream.credit`, from the front: further tokens that may be sent."""
 
     stream_id: str
     tokens: int

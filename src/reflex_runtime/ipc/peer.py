@@ -1,7 +1,7 @@
-"""One end of a connection: calls, answers and notifications, in both directions, on one event loop.
+"""One end of a connection: calls, answers and notifications in both directions, on one event loop.
 
-All messages of one turn of the loop leave in one frame: a step's tokens of all streams are one write and one read.
-There are no time limits here; callers have their own.
+All messages of one turn of the loop leave in one frame: the tokens of all streams in a step are one write and one read.
+Time limits are the callers'.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ log = logging.getLogger("reflex.ipc")
 
 
 class Handler(Protocol):
-    """Receives a peer's messages, on the loop. An exception of its methods is logged and, for a call, answered."""
+    """Receives the messages of a peer, on the loop. Its exceptions are logged; that of a call is its answer."""
 
     def called(self, peer: Peer, request: frames.RpcRequest) -> None:
-        """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""
+        """A call: answer with `peer.respond` or `peer.refuse`, now or later."""
 
     def notified(self, peer: Peer, note: frames.Notification) -> None:
-        """A notification came."""
+        """A notification."""
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """The connection has ended; called once. None: it was closed here, or by the other end between two frames."""
+        """The connection has ended; called once. None: closed here, or by the other end between two frames."""
 
 
 class ConnectionLost(ReflexError):
-    """The connection ended before the call was answered. `written`: whether the other end may have read it."""
+    """The connection ended before the call was answered. written: the other end may have read it."""
 
     code, http_status = "worker_lost", 503
 
@@ -50,7 +50,7 @@ class Peer(asyncio.Protocol):
     """See the module. most: bytes of a frame.
 
     calls, notes: messages sent, by method. frames: written. ended: done when the connection has ended. congested: the
-    other end does not read; hold back what can wait until `on_relief` is called.
+    other end does not read; hold messages back until `on_relief` is called.
     """
 
     def __init__(self, handler: Handler, most: int = frames.MAX_FRAME) -> None:
@@ -73,8 +73,8 @@ class Peer(asyncio.Protocol):
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, params: Any) -> asyncio.Future[Raw]:
-        """A future of the answer, still to be read; it raises the other end's error, or ConnectionLost. Cancelling it
-        drops the answer; the other end goes on."""
+        """A future of the raw answer; it raises the other end's error, or ConnectionLost. Cancelling it drops the
+        answer; the other end goes on."""
         waiting: asyncio.Future[Raw] = self._loop.create_future()
         if self._over:
             waiting.set_exception(ConnectionLost("the connection is over", written=False))
@@ -88,7 +88,7 @@ class Peer(asyncio.Protocol):
         return waiting
 
     def notify(self, method: str, params: Any) -> None:
-        """Send a notification; nothing happens when the connection has ended."""
+        """Send a notification; nothing once the connection has ended."""
         self.notes[method] += 1
         self._say(frames.Notification(method, params))
 
@@ -110,16 +110,16 @@ class Peer(asyncio.Protocol):
 
     @property
     def buffered(self) -> int:
-        """Bytes that are written here and not sent yet."""
+        """Bytes that are written and not sent yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, error: Exception | None = None) -> None:
-        """End the connection after the messages so far. Calls that wait fail."""
+        """End the connection after the messages so far. Unanswered calls fail."""
         self.flush()
         self._end(error)
 
     def abort(self, error: Exception | None = None) -> None:
-        """End it at once, also when it is closed and still writes."""
+        """End it at once, also if it is closed and still writes."""
         self._end(error)
         if self._transport is not None:
             self._transport.abort()
@@ -179,7 +179,7 @@ class Peer(asyncio.Protocol):
             if len(messages) == 1:
                 self._unsent(messages[0], error)
                 return
-            for message in messages:  # only what cannot be written stays behind, and its caller gets the error
+            for message in messages:  # only the caller of a message that cannot be written gets the error
                 self._write([message])
             return
         self._transport.write(data)

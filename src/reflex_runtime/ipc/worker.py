@@ -1,7 +1,7 @@
-"""The runtime process: a model on one side, a connection to the front on the other.
+"""The runtime process: a model on one side, a connection to its front on the other.
 
-The front sends requests, the engine computes, and `streams.py` sends its tokens. The engine is made by the `load` that
-this process was given, once in its life. When the connection ends, every stream is closed, and the process ends.
+The front sends requests, the engine computes, and `Outlets` sends the tokens. A process loads one model in its life.
+When the connection ends, every stream is closed, and the process ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from math import isfinite
 from typing import Any, Protocol
 
-import msgspec
-
 from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError
 from reflex_runtime.ipc import frames
 from reflex_runtime.ipc import messages as wire
@@ -31,27 +29,27 @@ log = logging.getLogger("reflex.ipc")
 
 MOST_REQUESTS = 1024  # in a batch
 LONGEST_DRAIN = 3600  # seconds
-GRACE = 5.0  # seconds that work may take beyond its time limit
+GRACE = 5.0  # seconds beyond its time limit until work is left behind
 
 _KINDS = {
     wire.LOAD: wire.LoadModel, wire.TOKENIZE: wire.Tokenize, wire.GENERATE: wire.GenerateParams,
     wire.BATCH_GENERATE: wire.BatchGenerate, wire.CREDIT: wire.Credit, wire.CANCEL: wire.StreamId,
     wire.SHUTDOWN: wire.Shutdown,
 }  # fmt: skip
-_READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # of params; other methods have none
+_READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # other methods have no params
 
 
 class Engine(Protocol):
-    """A loaded model. Everything is called on the loop."""
+    """A loaded model. Called on the loop only."""
 
     def info(self) -> dict[str, Any]:
-        """What `load_model` answers; JSON-safe."""
+        """The result of `load_model`; JSON-safe."""
 
     async def tokenize(self, params: wire.Tokenize) -> list[int]:
         """Token ids of a text or a conversation. Raises ConfigError."""
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
+        """Admit nothing more; every stream has ended when it returns. Returns whether no thread is at work."""
 
     def state(self) -> dict[str, Any]:
         """Its part of `runtime/state`; JSON-safe."""
@@ -62,12 +60,12 @@ class Engine(Protocol):
         return ""
 
     def live(self) -> Any:
-        """What has happened since it was asked last, as a `LiveSnapshot`; None if it has nothing to show."""
+        """A `LiveSnapshot` since the last call; None for nothing."""
         return None
 
     async def submit(self, params: wire.GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
-        """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
-        same prompt and no output yet. Raises ReflexError."""
+        """Queue a request. bell: see `OutputStream`. leader: None, or a stream of this engine with the same prompt and
+        no output yet, for which this one waits. Raises ReflexError."""
 
 
 Load = Callable[[wire.LoadModel], Awaitable[Engine]]
@@ -77,8 +75,7 @@ _Accepted = tuple[wire.GenerateParams, Engine, Outlet]
 class Worker:
     """Answers the calls of the front; the handler of one peer.
 
-    capabilities: advertised; `batch_generate` is refused without its own. grace: seconds beyond its time that work may
-    take to end, before this process ends without it.
+    capabilities: in `runtime/info`; without `batch_generate` that method is refused. grace: see GRACE.
     """
 
     def __init__(
@@ -97,7 +94,6 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[bool] | None = None
         self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
-        self._batches, self._batched, self._last = 0, 0, wire.BatchResult([])
         self._methods: dict[str, Callable[..., Any]] = {
             wire.INFO: self._info, wire.STATE: self._state, wire.METRICS: self._metrics, wire.LIVE: self._live,
             wire.LOAD: self._load, wire.TOKENIZE: self._tokenize, wire.CHECK_DRAFT: _no_drafts,
@@ -110,14 +106,14 @@ class Worker:
             self._methods[wire.BATCH_GENERATE] = self._batch_generate
 
     async def run(self, peer: Peer) -> bool:
-        """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns;
-        whether no thread is at work any more, so that the process can exit in the usual way."""
+        """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns.
+        Returns whether no thread is at work, so that the process can exit in the usual way."""
         self._meet(peer)
         await self._over.wait()
         stopping = self._stop(False, self._grace)
         await asyncio.wait([stopping], timeout=2 * self._grace)
         clean = stopping.done() and stopping.result() and not self._loading
-        if self._tasks:  # calls that are not answered yet
+        if self._tasks:  # unanswered calls
             _, late = await asyncio.wait(self._tasks, timeout=self._grace)
             for task in late:
                 task.cancel()
@@ -130,7 +126,7 @@ class Worker:
     # -- handler -------------------------------------------------------------------------------------------------------
 
     def called(self, peer: Peer, request: frames.RpcRequest) -> None:
-        """A call came: answer at once, or when its coroutine is done."""
+        """Answer a call at once, or when its coroutine is done."""
         self._meet(peer)
         method, reader = self._methods.get(request.method), _READERS.get(request.method)
         if method is None:
@@ -153,11 +149,11 @@ class Worker:
             log.debug("unknown notification %r", note.method)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """The connection has ended: end every stream and task."""
+        """End every stream and task."""
         if error is not None:
             log.warning("the connection ended: %s", error)
         self._outlets.end(Drained("the connection ended"))
-        for task in self._tasks:  # after their first step: the coroutines that they hold must have begun
+        for task in self._tasks:  # after their first step: a coroutine must have begun
             asyncio.get_running_loop().call_soon(task.cancel)
         self._over.set()
 
@@ -173,18 +169,14 @@ class Worker:
         return wire.Info("reflex", __version__, wire.PROTOCOL, os.getpid(), sorted(self.capabilities), models)
 
     def _state(self) -> dict[str, Any]:
-        live, last = self._outlets.live.values(), self._last
+        live = self._outlets.live.values()
         beginning = sum(outlet.stream is None for outlet in live)
         return {
             "model": None if self._engine is None else self._engine.state(),
             "loading": self._loading,
             "closing": self._stopping is not None,
             "streams": {"live": len(live) - beginning, "beginning": beginning},
-            "batches": {
-                "count": self._batches, "requests": self._batched,
-                "last": {"size": last.size, "groups": last.groups, "duration_ms": last.duration_ms},
-            },
-        }  # fmt: skip
+        }
 
     async def _metrics(self) -> dict[str, str]:
         return {"text": "" if self._engine is None else await self._engine.metrics()}
@@ -196,7 +188,7 @@ class Worker:
         return _clean(self._told_to_stop(asked))
 
     def _told_to_stop(self, asked: wire.Shutdown) -> asyncio.Task[bool]:
-        """The first call decides; later ones are answered when it is done."""
+        """The first call decides; later ones get its answer."""
         if not (isfinite(asked.timeout_s) and 0 <= asked.timeout_s <= LONGEST_DRAIN):
             raise ConfigError(f"shutdown: timeout_s={asked.timeout_s}: must be in [0, {LONGEST_DRAIN}] seconds")
         self.told_to_stop = True
@@ -208,7 +200,7 @@ class Worker:
         return self._stopping
 
     async def _stopped(self, drain: bool, timeout: float) -> bool:
-        """End every stream: with `drain` they may finish within `timeout` seconds, else they end with an error."""
+        """End every stream. drain: they may finish within `timeout` seconds, else they end with an error."""
         end = self._clock() + timeout
         if drain:
             beginning = [outlet.begun.wait() for outlet in self._outlets.live.values()]
@@ -229,7 +221,7 @@ class Worker:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def _load(self, asked: wire.LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Checked at once; the loading takes time."""
+        """Check the params at once, so that the next call finds the model taken; load in a coroutine."""
         where = f"load_model: model_id={asked.model_id[:50]!r}"
         if not wire.is_id(asked.model_id):
             raise ConfigError(f"{where}: must be 1 to {wire.LONGEST_ID} printable characters")
@@ -253,7 +245,7 @@ class Worker:
         return engine.info()
 
     async def _closed(self, engine: Engine, drain: bool, timeout: float) -> bool:
-        """Close an engine. False when it does not close in time, or a thread of it is still at work."""
+        """Close an engine. False if it does not close in time, or a thread of it is at work."""
         closing = asyncio.ensure_future(engine.close(drain, timeout))
         await asyncio.wait([closing], timeout=timeout + self._grace)
         if not closing.done():
@@ -265,7 +257,7 @@ class Worker:
         return False
 
     def _model(self, id: str) -> Engine:
-        """The model, which a request may leave unnamed. Raises ConfigError, Closed."""
+        """The model of this name, or "". Raises ConfigError, Closed."""
         self._check_open()
         if self._engine is None or id not in ("", self._model_id):
             there = "nothing" if self._engine is None else repr(self._model_id)
@@ -286,7 +278,7 @@ class Worker:
         return self._begin(*self._accept(asked))
 
     def _batch_generate(self, asked: wire.BatchGenerate) -> Coroutine[Any, Any, wire.BatchResult]:
-        """All requests are accepted here, in order; the task starts them."""
+        """Accept all requests, in order; the coroutine starts them."""
         arrived, requests = self._clock(), asked.requests
         if len(requests) > MOST_REQUESTS:
             told = f"requests: {len(requests)} of them; at most {MOST_REQUESTS}"
@@ -311,10 +303,7 @@ class Worker:
         self, accepted: list[_Accepted | ReflexError], groups: dict[str, int], arrived: float
     ) -> wire.BatchResult:
         items = await asyncio.gather(*(self._item(one) for one in accepted))
-        self._batches, self._batched = self._batches + 1, self._batched + len(items)
-        result = wire.BatchResult(list(items), len(items), groups, (self._clock() - arrived) * 1e3)
-        self._last = msgspec.structs.replace(result, results=[])
-        return result
+        return wire.BatchResult(list(items), len(items), groups, (self._clock() - arrived) * 1e3)
 
     async def _item(self, asked: _Accepted | ReflexError) -> wire.Item:
         try:
@@ -325,7 +314,7 @@ class Worker:
             return wire.Item(False, error=frames.error_of(error))
 
     def _accept(self, params: wire.GenerateParams) -> _Accepted:
-        """Check what needs no engine. After this its stream is live and can be cancelled."""
+        """Check what needs no engine. From now on its stream is live and can be cancelled."""
         for name in ("draft_model", "guidance"):
             if getattr(params, name) is not None:
                 raise frames.ProtocolError(f"{name}: this runtime has none", frames.INVALID_PARAMS)
@@ -339,7 +328,7 @@ class Worker:
             if outlet.gone is not None:
                 raise outlet.gone
             first = leader.stream if leader is not None else None
-            if first is not None and (first.ended or first.completion_tokens):  # nothing to wait for
+            if first is not None and (first.ended or first.completion_tokens):
                 first = None
             stream = await engine.submit(params, outlet.bell, first)
             self._outlets.begin(outlet, stream)
@@ -353,10 +342,10 @@ class Worker:
 
 
 async def serve(load: Load) -> tuple[int, bool]:
-    """Run a runtime process on the connection that its parent gave it: see `inherited`.
+    """Run a runtime process on its standard input (`inherited`).
 
-    Returns the exit status (0: told to shut down; 1: the connection ended) and whether no thread is at work any more;
-    else the process has to leave by `os._exit`.
+    Returns the exit status (0: `shutdown`; 1: the connection ended) and whether no thread is at work; else the process
+    has to leave by `os._exit`.
     """
     worker = Worker(load)
     _, peer = await asyncio.get_running_loop().connect_accepted_socket(lambda: Peer(worker), inherited())
@@ -365,8 +354,8 @@ async def serve(load: Load) -> tuple[int, bool]:
 
 
 def inherited() -> socket.socket:
-    """The socket that is the standard input of this process. From here on stdin is empty, so that nothing else reads
-    the connection. Raises ConfigError where stdin is no socket."""
+    """The socket that is the standard input of this process. Stdin is empty from now on, so that nothing else reads the
+    connection. Raises ConfigError if stdin is no socket."""
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         raise ConfigError("a runtime process needs a socket as its standard input, and is started by its front")
     sock = socket.socket(fileno=os.dup(0))
@@ -402,6 +391,6 @@ async def _clean(stopping: asyncio.Task[bool]) -> dict[str, bool]:
 
 
 async def _within(seconds: float, waiting: asyncio.Future[Any]) -> None:
-    """Wait for it at most this long, then cancel it."""
+    """Wait at most this long, then cancel it."""
     await asyncio.wait([waiting], timeout=max(0.0, seconds))
     waiting.cancel()
