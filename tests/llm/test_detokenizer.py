@@ -221,7 +221,7 @@ def test_an_echo_and_its_offsets_are_of_the_text(kind: str) -> None:
             before = asyncio.run(echoes(asked, tokens))
             stream = OutputStream(None, cut)
             stream.prompt_scores = scored[1:]
-            reply = ReplyContext("1", asked, [stream], tokens, None, before, scored[:1])
+            reply = ReplyContext("1", asked, [stream], tokens, echoes=before, firsts=scored[:1])
             answer = Answer(reply, chat=False)
             sequence = Sequence(ids[:cut], SamplingParams(len(ids) - cut), tokens)
             answer.add(0, [sequence.append(ScoredToken(id, -1.0)) for id in ids[cut:]])

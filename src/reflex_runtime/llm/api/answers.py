@@ -1,7 +1,7 @@
-"""What every API's answers are made of, and those of the OpenAI API, whole or as server-sent events.
+"""Answers: what all dialects have in common, and those of completions and chats, whole or as server-sent events.
 
-An API is a `ModelApi`: it reads its bodies to a `GenerationRequest`, and its `Writer` takes every output of every
-choice and makes what is sent: `chunk` at once, or `whole` at the end.
+A dialect is a `ModelApi`: it reads a body to a `GenerationRequest`; its `Writer` gets the outputs of all choices and
+writes events (`chunk`) or one body (`whole`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Kind = Literal["thought", "text"]
 
 
 class Cached(msgspec.Struct):
-    """cached_tokens: of the prompts, that the prefix cache had."""
+    """cached_tokens: of the prompts, in the prefix cache."""
 
     cached_tokens: int
 
@@ -44,44 +44,45 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """What the answer to one request is made from. id: of the request. streams: of its choices. detokenizer: says what
-    of tokens is text. reader: makes one for each choice; None: its text is not looked into. echoes: texts with which
-    the choices begin, one each. firsts: the first token of each prompt, where it is asked what the model says of
-    them."""
+    """Everything that an answer is written from.
+
+    id: of the request. streams: of its choices. detokenizer: the text of tokens. reader: makes the reader of a choice's
+    text. echoes: the texts with which the choices begin. firsts: the first token of each prompt, if prompts are scored.
+    """
 
     id: str
     asked: GenerationRequest
     streams: Seq[OutputStream]
     detokenizer: Detokenizer
-    reader: Callable[[], PartReader] | None = None
+    reader: Callable[[], PartReader] = PartReader
     echoes: Seq[str] = ()
     firsts: Seq[ScoredToken] = ()
 
     def usage(self) -> Usage:
-        """Tokens so far. A prompt counts once, whatever the number of its choices."""
+        """Tokens so far. A prompt counts once, however many choices it has."""
         firsts = self.streams[:: self.asked.n]
         prompt = sum(s.prompt_tokens for s in firsts)
         made = 0 if self.asked.prompt_only else sum(s.completion_tokens for s in self.streams)
         return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
 
     def scores(self, index: int) -> list[ScoredToken]:
-        """The tokens of a choice's prompt, once that has its first output: its first choice tells the others. The first
-        token has no logprob."""
+        """The tokens of a choice's prompt, known from its first output on. They come with the prompt's first choice.
+        The first token has no logprob."""
         n = self.asked.n
         return [self.firsts[index // n], *self.streams[index // n * n].prompt_scores]
 
 
 class Writer(Protocol):
-    """Makes what is sent of the outputs of all choices: `chunk` and `end` as they come, or `add` and `whole`."""
+    """Writes a stream with `chunk` and `end`, or one body with `add` and `whole`."""
 
     @property
     def id(self) -> str: ...
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each choice ended, of those that have."""
+        """Of the choices that have ended."""
 
     def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """The events of a choice's new outputs."""
+        """The events of new outputs of a choice."""
 
     def end(self) -> bytes:
         """The last events."""
@@ -90,16 +91,16 @@ class Writer(Protocol):
         """The last event of a stream that fails."""
 
     def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
-        """Keep a choice's new outputs for `whole`."""
+        """Keep new outputs of a choice for `whole`."""
 
     def whole(self) -> bytes:
-        """The body of an answer that is not streamed."""
+        """The body of the whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelApi:
-    """One API. path: of its endpoint. read: a body, with the model's defaults; raises BadRequest. write:
-    makes the writer. form: of its errors."""
+    """A dialect. path: of its endpoint. read: a body, with the model's defaults; raises BadRequest. write: makes the
+    writer. form: of its errors."""
 
     path: str
     read: Callable[[bytes, SamplingParams], GenerationRequest]
@@ -108,12 +109,12 @@ class ModelApi:
 
 
 class PartWriter:
-    """Reads the parts of an answer's outputs. A subclass makes events of them, and keeps what `whole` tells; without
-    a stream its events are dropped."""
+    """Writes an answer of one choice by its parts. A subclass makes events of the parts, and keeps them for `whole`;
+    without a stream there are no events."""
 
     def __init__(self, reply: ReplyContext) -> None:
         self._reply = reply
-        self._reader = PartReader() if reply.reader is None else reply.reader()
+        self._reader = reply.reader()
         self._finish: str | None = None
         self._stopped: str | None = None
         self._thought_tokens = 0
@@ -126,7 +127,6 @@ class PartWriter:
         return [] if self._finish is None else [self._finish]
 
     def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """See `Writer.chunk`."""
         events = [] if self._begun else [self._begin()]
         self._begun = True
         for output in outputs:
@@ -138,7 +138,6 @@ class PartWriter:
         return b"".join(events)
 
     def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
-        """See `Writer.add`."""
         self.chunk(index, outputs)
 
     def _event(self, type: str, **fields: Any) -> bytes:
@@ -163,7 +162,7 @@ class PartWriter:
         return b"" if kind is None else self._closed(kind, text)
 
     def _shown(self, output: TokenOutput) -> str:
-        """Its text, without the stop text that it may end with (`SamplingParams.include_stop`)."""
+        """Its text, without a stop text at its end (`SamplingParams.include_stop`)."""
         if output.finish == "stop":
             ends = [stop for stop in self._reply.asked.params.stop if output.text.endswith(stop)]
             if ends:
@@ -171,10 +170,10 @@ class PartWriter:
                 return output.text[: -len(self._stopped)]
         return output.text
 
-    # -- for subclasses ------------------------------------------------------------------------------------------------
+    # -- of subclasses -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> bytes:
-        """The answer begins."""
+        """The first event."""
         raise NotImplementedError
 
     def _opened(self, kind: Kind) -> bytes:
@@ -182,11 +181,11 @@ class PartWriter:
         raise NotImplementedError
 
     def _said(self, kind: Kind, text: str) -> bytes:
-        """It goes on."""
+        """A piece of the part."""
         raise NotImplementedError
 
     def _closed(self, kind: Kind, text: str) -> bytes:
-        """It is complete, with this text."""
+        """The part is complete, with this text."""
         raise NotImplementedError
 
     def _called(self, call: ToolCall) -> bytes:
@@ -202,7 +201,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TextLogprobs(msgspec.Struct):
-    """As /v1/completions tells them. text_offset: where each token's text begins in the choice."""
+    """Of /v1/completions. text_offset: where each token's text begins in the choice."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
@@ -211,7 +210,7 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """bytes: what the token adds to the text, be it a part of a character; null where it is no text."""
+    """bytes: of the text, also parts of a character; null for a special token."""
 
     token: str
     logprob: float
@@ -225,14 +224,14 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """As /v1/chat/completions tells them."""
+    """Of /v1/chat/completions."""
 
     content: list[TokenLogprob] = msgspec.field(default_factory=list)
     refusal: None = None
 
 
 class TextChoice(msgspec.Struct):
-    """A choice of /v1/completions, whole or a part of it."""
+    """A choice of /v1/completions, or a part of one."""
 
     text: str
     index: int
@@ -241,13 +240,13 @@ class TextChoice(msgspec.Struct):
 
 
 class PartOfCall(CalledTool, kw_only=True):
-    """A call in a stream. index: its place among those of the message."""
+    """A call in a stream. index: among the calls of the message."""
 
     index: int
 
 
 class ChatMessage(msgspec.Struct):
-    """What the assistant said."""
+    """The message of the assistant."""
 
     role: str
     content: str | None
@@ -266,7 +265,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
-    """What is new in a message."""
+    """New parts of a message."""
 
     role: str | None = None
     content: str | None = None
@@ -284,7 +283,7 @@ class DeltaChoice(msgspec.Struct):
 
 
 class Body(msgspec.Struct):
-    """An answer, or a part of one. usage: null in the parts of a stream that will tell it at its end."""
+    """An answer, or a part of one. usage: null in a stream that has it at its end."""
 
     id: str
     object: str
@@ -295,25 +294,25 @@ class Body(msgspec.Struct):
 
 
 class Answer:
-    """The answer to one request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
+    """The answer to a request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
 
     def __init__(self, reply: ReplyContext, chat: bool) -> None:
         self._reply, self._chat, self._token = reply, chat, reply.detokenizer.token
         asked, n = reply.asked, len(reply.streams)
-        self._logprobs, self._usage_last = asked.params.logprobs is not None, asked.include_usage
+        self._scores = asked.echo and asked.params.logprobs is not None
+        self._logprobs = asked.params.logprobs is not None and not asked.prompt_only
         self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
         kind = "chat.completion.chunk" if chat else "text_completion"
         before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
         self._before = b"data: " + before  # all events begin and end alike
-        self._after = b'],"usage":null}\n\n' if self._usage_last else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
         self._begun = [False] * n
         self._echoes = dict(enumerate(reply.echoes))
         self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._scores = asked.echo and self._logprobs
         self._lengths = [len(echo) for echo in reply.echoes] or [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
-        self._readers = [] if reply.reader is None else [reply.reader() for _ in range(n)]
+        self._readers = [reply.reader() for _ in range(n)]
 
     @property
     def id(self) -> str:
@@ -321,20 +320,25 @@ class Answer:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each choice ended, of those that have."""
         return [finish for finish in self._finish if finish is not None]
+
+    def _made(self, outputs: Seq[TokenOutput]) -> Seq[TokenOutput]:
+        """The outputs to send: of a prompt alone its one token is not, only the end."""
+        if self._reply.asked.prompt_only:
+            return [TokenOutput("", output.token_id, finish="length") for output in outputs]
+        return outputs
 
     # -- as it comes ---------------------------------------------------------------------------------------------------
 
     def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """The events of a choice's new outputs; none while the text may still be the beginning of a stop text."""
+        """The events of new outputs; none while the text may begin a stop text."""
         events = []
         if self._chat and not self._begun[index]:
             self._begun[index] = True
             events.append(self._event(DeltaChoice(index, Delta("assistant", ""), None, None)))
         elif outputs and index in self._echoes:
             events.append(self._event(TextChoice(self._echoes.pop(index), index, self._scored(index), None)))
-        for output in () if self._reply.asked.prompt_only else outputs:
+        for output in self._made(outputs):
             logprobs = None
             if self._logprobs:
                 logprobs = self._no_logprobs()
@@ -343,14 +347,12 @@ class Answer:
             self._finish[index] = output.finish
             if output.text or logprobs is not None or output.finish is not None:
                 events += self._parts(index, output, logprobs)
-        if self._reply.asked.prompt_only and outputs:
-            self._finish[index] = "length"
-            events.append(self._event(TextChoice("", index, None, "length")))
         return b"".join(events)
 
     def end(self) -> bytes:
-        told = self._before + b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n" if self._usage_last else b""
-        return told + DONE
+        if not self._reply.asked.include_usage:
+            return DONE
+        return self._before + b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n" + DONE
 
     def failed(self, error: ReflexError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
@@ -358,8 +360,7 @@ class Answer:
     def _parts(self, index: int, output: TokenOutput, logprobs: Any) -> list[bytes]:
         if not self._chat:
             return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
-        said = bool(output.text) or logprobs is not None
-        deltas = self._deltas(index, output) if self._readers else [Delta(content=output.text)] if said else []
+        deltas = self._deltas(index, output)
         if logprobs is not None and not deltas:
             deltas = [Delta(content="")]
         parts = [DeltaChoice(index, delta, None if i else logprobs, None) for i, delta in enumerate(deltas)]
@@ -368,7 +369,7 @@ class Answer:
         return [self._event(part) for part in parts]
 
     def _deltas(self, index: int, output: TokenOutput) -> list[Delta]:
-        """What is complete of texts and calls with this output."""
+        """Texts and calls that are complete with this output."""
         reader = self._readers[index]
         number, deltas = reader.called, []
         for part in reader.feed(output.text, output.finish is not None):
@@ -383,9 +384,9 @@ class Answer:
         return deltas
 
     def _finished(self, index: int) -> str | None:
-        """Why a choice ended: an answer that calls tools did so to call them."""
+        """Why a chat's choice ended: one that calls tools did so to call them."""
         finish = self._finish[index]
-        return "tool_calls" if finish == "stop" and self._readers and self._readers[index].called else finish
+        return "tool_calls" if finish == "stop" and self._readers[index].called else finish
 
     def _event(self, choice: Any) -> bytes:
         after = self._after
@@ -396,11 +397,7 @@ class Answer:
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
-        """Keep a choice's new outputs for `whole`."""
-        if self._reply.asked.prompt_only:
-            self._finish[index] = "length"
-            return
-        for output in outputs:
+        for output in self._made(outputs):
             if self._logprobs:
                 self._tell(self._told[index], output, self._lengths[index] + output.held)
             self._lengths[index] += len(output.text)
@@ -408,7 +405,6 @@ class Answer:
             self._finish[index] = output.finish
 
     def whole(self) -> bytes:
-        """The body of an answer that is not streamed."""
         choices: list[Any] = []
         for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
             text, logprobs = self._echoes.get(index, "") + "".join(pieces), told if self._logprobs else None
@@ -424,19 +420,18 @@ class Answer:
         return _encode(Body(id, kind, created, model, choices, self._reply.usage()))
 
     def _message(self, index: int, text: str) -> ChatMessage:
-        if not self._readers:
-            return ChatMessage("assistant", text)
         parts = self._readers[index].feed(text, last=True)
         said = "".join(part for part in parts if isinstance(part, str))
         thought = "".join(part.text for part in parts if isinstance(part, Thought))
-        made = [part for part in parts if isinstance(part, ToolCall)]
-        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in made]
-        message = ChatMessage("assistant", (said or None) if calls else said)
-        if calls:
-            message.tool_calls = calls
-        if thought:
-            message.reasoning_content = thought
-        return message
+        calls = [
+            CalledTool(part.id, CalledFunction(part.name, part.arguments))
+            for part in parts
+            if isinstance(part, ToolCall)
+        ]
+        return ChatMessage(
+            "assistant", (said or None) if calls else said,
+            tool_calls=calls or msgspec.UNSET, reasoning_content=thought or msgspec.UNSET,
+        )  # fmt: skip
 
     # -- logprobs ------------------------------------------------------------------------------------------------------
 
@@ -444,7 +439,7 @@ class Answer:
         return ChatLogprobs() if self._chat else TextLogprobs()
 
     def _scored(self, index: int) -> TextLogprobs | None:
-        """The prompt's tokens as an echo tells them; None where that was not asked for."""
+        """The logprobs of the prompt's tokens, for an echo; None without."""
         if not self._scores:
             return None
         told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
@@ -470,13 +465,13 @@ class Answer:
     def _add(
         self, told: TextLogprobs, id: int, logprob: float | None, top: Seq[tuple[int, float]], offset: int
     ) -> None:
-        """Tell of one token. logprob: None for the first of a prompt, of which nothing is known."""
+        """Add one token. logprob: None for the first of a prompt."""
         text = self._token(id)
         likeliest: dict[str, float] = {}
         for other, p in top:
-            likeliest.setdefault(self._token(other), p)  # two tokens may have the same text: keep the likelier one
+            likeliest.setdefault(self._token(other), p)  # of two tokens with the same text the likelier one
         if logprob is not None:
-            likeliest.setdefault(text, logprob)  # the token itself is always among them
+            likeliest.setdefault(text, logprob)  # the token itself is always in it
         told.tokens.append(text)
         told.token_logprobs.append(logprob)
         told.top_logprobs.append(None if logprob is None else likeliest)

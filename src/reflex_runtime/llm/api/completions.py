@@ -304,7 +304,7 @@ async def queued(
         for stream in streams:
             stream.close()
         raise
-    reader = None if asked.conversation is None else reader_of(asked, tokenizer, prompts[0])
+    reader = PartReader if asked.conversation is None else reader_of(asked, tokenizer, prompts[0])
     firsts = [] if params.prompt_logprobs is None else [ScoredToken(ids[0]) for ids in prompts]
     asked = replace(asked, prompts=[], conversation=None)  # once it is queued, its texts are not kept
     return ReplyContext(request.number, asked, streams, tokenizer, reader, begins, firsts)
@@ -459,15 +459,10 @@ async def requests_of(
     return found
 
 
-def reader_of(
-    asked: wire.GenerationRequest, tokenizer: Tokenizer, prompt: list[int]
-) -> Callable[[], PartReader] | None:
-    """What reads the text of an answer; None where it has no parts. A form holds from the first token on, so that an
-    answer that has one thinks nothing."""
+def reader_of(asked: wire.GenerationRequest, tokenizer: Tokenizer, prompt: list[int]) -> Callable[[], PartReader]:
+    """Makes the reader of an answer's text. A form holds from the first token on: an answer with one has no thought."""
     form = tokenizer.tool_format if asked.tools.tools else None
     thinks = tokenizer.reasons and asked.params.constraint is None
-    if form is None and not thinks:
-        return None
     begun = thinks and in_thought(tokenizer, prompt)
 
     def made() -> PartReader:
