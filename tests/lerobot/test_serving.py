@@ -384,14 +384,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no weights": (_without("model.safetensors"), "model.safetensors: not found: copy the whole directory"),
     "half of the weights": (_short, "it is truncated; copy it again"),
     "no processors": (_without("policy_preprocessor.json"), "saved by LeRobot before 0.4. Convert it: python -m"),
-    "unknown type": (_config(type="nosuch"), "type nosuch is not known to keep nothing between calls"),
-    "streaming type": (_config(type="lingbot_va"), "it keeps a cache and the actions that were executed"),
+    "unknown type": (_config(type="nosuch"), "type nosuch is not known to predict chunks and to keep"),
+    "streaming type": (_config(type="lingbot_va"), "type lingbot_va is not known to predict chunks and to keep"),
     "a tensor missing": (_tensors(lambda w: w.pop("model.action_head.weight")), "the file has no weights model.act"),
     "foreign step": (_foreign_step, "names the class 'subprocess.Popen'; only steps of LeRobot itself are run"),
     "no step": (_own_function, "names the class 'lerobot.processor.pipeline.hf_hub_download'; only steps"),
     "code for tokens": (_action_tokens, 'config.action_tokenizer_name: found "some/body", expected lerobot/fast-'),
     "code for text": (_config(text_tokenizer_name="a/b"), 'config.json: text_tokenizer_name: found "a/b", expected'),
-    "code for a model": (_config(type="groot"), "type groot cannot be served: LeRobot runs the code of any"),
+    "code for a model": (_config(type="groot"), "type groot is not known to predict chunks and to keep"),
     "tdmpc": (_config(type="tdmpc"), "type tdmpc is not known to predict chunks and to keep nothing"),
     "two channels": (
         _config(input_features={"observation.images.top": {"type": "VISUAL", "shape": [2, 8, 8]}}),
@@ -663,7 +663,7 @@ def test_p14_options_without_effect_are_refused(checkpoints: dict[str, Path]) ->
         (DeviceOptions(compile=True), "--compile: is for python:module:make"),
         (DeviceOptions(captured_sizes=(1,)), "--cuda-graphs: captures the steps of smolvla, pi0, pi05"),
         (DeviceOptions(provider="CUDAExecutionProvider"), "PyTorch sees no GPU here"),
-        (DeviceOptions(provider="OpenVINO"), "LeRobot checkpoints run on cpu or cuda"),
+        (DeviceOptions(provider="OpenVINO"), "PyTorch policies run on cpu or cuda"),
     ):
         with pytest.raises(ConfigError, match=told):
             spec.open(device)

@@ -74,7 +74,6 @@ def test_export_decomposed_is_read_as_it_stands(tmp_path: Path) -> None:
     assert [s.name for s in prefix.inputs.values()] == ["rgb", "ids"]
     assert [s.name for s in prefix.outputs.values()] == ["keys", "values"]
     assert [s.name for s in expert.inputs.values()] == ["x", "t", "pose", "keys", "values"]
-    assert export.past_kv == {"keys": "keys", "values": "values"}
     assert not export.prefix_takes_state
 
 

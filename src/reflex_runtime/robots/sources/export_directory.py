@@ -79,16 +79,12 @@ class OnnxWhole(WholeModel):
 
 
 class OnnxStaged(StagedModel):
-    """Runs `vlm_prefix.onnx` and `expert_denoise.onnx`. ConfigError if they do not match the export or each other.
+    """Runs `vlm_prefix.onnx` and `expert_denoise.onnx`. ConfigError if they do not match the export or each other."""
 
-    past_kv: as in `Export`.
-    """
-
-    def __init__(
-        self, spec: PolicySpec, prefix: Graph, expert: Graph, past_kv: Mapping[str, str], device: DeviceOptions
-    ) -> None:
+    def __init__(self, spec: PolicySpec, prefix: Graph, expert: Graph, device: DeviceOptions) -> None:
         super().__init__(spec)
-        self._past_kv = past_kv
+        # The expert's input for each of the prefix's keys-and-values outputs.
+        self._past_kv = {made.name: expert.inputs[role].name for role, made in prefix.outputs.items()}
         self._prefix_inputs = {role: spec.name for role, spec in prefix.inputs.items()}
         self._inputs = {role: spec.name for role, spec in expert.inputs.items()}
         self._output = expert.outputs["actions"].name
@@ -97,7 +93,7 @@ class OnnxStaged(StagedModel):
         self.any_thread = device.provider == CPU
         self.batched = self._prefix.dynamic_batch and self._expert.dynamic_batch
         self.half = self._prefix.half or self._expert.half
-        for made, read in past_kv.items():
+        for made, read in self._past_kv.items():
             left, right = self._prefix.outputs[made], self._expert.inputs[read]
             if not fits(left.dims, right.dims) or left.dtype != right.dtype:
                 raise ConfigError(
@@ -143,13 +139,11 @@ _Vocabulary = Annotated[
 class Export(PolicySource):
     """A checked export directory. Make one with `Export.load`.
 
-    graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed. past_kv: when decomposed, the expert's input
-    name for each of the prefix's keys-and-values outputs.
+    graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed.
     """
 
     path: Path
     graphs: Mapping[str, Graph]
-    past_kv: Mapping[str, str]
     opset: int | None = None
 
     @staticmethod
@@ -164,7 +158,7 @@ class Export(PolicySource):
     def open(self, device: DeviceOptions) -> OnnxStaged | OnnxWhole:
         if not self.staged:
             return OnnxWhole(self, self.graphs["model"], device)
-        return OnnxStaged(self, self.graphs["prefix"], self.graphs["expert"], self.past_kv, device)
+        return OnnxStaged(self, self.graphs["prefix"], self.graphs["expert"], device)
 
 
 def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
@@ -218,7 +212,7 @@ def _load(root: Path, table: ExportObject) -> Export:
             table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
     split = config.export_kind == "decomposed"
     roles = Roles(root, table, config, images)
-    graphs, past_kv = roles.split() if split else (roles.whole(), {})
+    graphs = roles.split() if split else roles.whole()
     takes_text = roles.inputs.has("tokens")
     tokenizer, max_tokens = _text(root, table, takes_text)
     prompt = read_prompt(table, takes_text)
@@ -264,7 +258,6 @@ def _load(root: Path, table: ExportObject) -> Export:
         max_tokens=max_tokens,
         embodiment=embodiment,
         graphs=graphs,
-        past_kv=past_kv,
         prefix_takes_state="prefix" in graphs and "state" in graphs["prefix"].inputs,
         model_hash=model_hash(root),
         config_hash=hashlib.sha256(table.file.read_bytes()).hexdigest()[:16],
@@ -317,9 +310,9 @@ class Roles:
         split = ["time", "past_kv"] if config.export_kind == "decomposed" else []
         # An image of an export that was written before these roles may have the name of one.
         self._masks = [role for role in (TOKEN_MASK, MASKS, *map(IMAGE_MASK.__add__, images)) if role not in images]
-        self.inputs = ExportObject(table.file, table.get("inputs"), "inputs")
+        self.inputs = table.part("inputs")
         self.inputs.only([*images, "tokens", "state", "noise", *split, *self._masks])
-        self._outputs = ExportObject(table.file, table.get("outputs"), "outputs")
+        self._outputs = table.part("outputs")
         self._outputs.only(["actions", *split[1:]])
         self._tensors = _tensors(config, images, table.get("max_tokens"))
         if self.inputs.has("state") and config.state_dim == 0:
@@ -336,9 +329,9 @@ class Roles:
             raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
         return {"model": self._graph(file, [*self._seen("tokens", "state"), *self._given("noise")], ["actions"])}
 
-    def split(self) -> tuple[dict[str, Graph], dict[str, str]]:
-        """The graphs of a decomposed export, and its `Export.past_kv`."""
-        parts = ExportObject(self._table.file, self._table.get("decomposed"), "decomposed")
+    def split(self) -> dict[str, Graph]:
+        """The graphs of a decomposed export."""
+        parts = self._table.part("decomposed")
         parts.only(("vlm_prefix_onnx", "expert_denoise_onnx", "past_kv_tensor_names", "expert_takes_state"))
         to_expert: bool = parts.convert("expert_takes_state", _Flag)
         names = parts.different("past_kv_tensor_names", Names)
@@ -348,11 +341,10 @@ class Roles:
         prefix, expert = (parts.file_in(self._root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
         seen = self._seen("tokens") if to_expert else self._seen("tokens", "state")
         steps = ["noise", "time", *(["state"] if to_expert else [])]
-        graphs = {
+        return {
             "prefix": self._graph(prefix, seen, [], made=made),
             "expert": self._graph(expert, steps, ["actions"], read=read),
         }
-        return graphs, dict(zip(made, read, strict=True))
 
     def _given(self, *roles: str) -> list[str]:
         return [role for role in roles if self.inputs.has(role)]

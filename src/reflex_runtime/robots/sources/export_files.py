@@ -91,6 +91,10 @@ CONFIG_KEYS: Final = (
 class ExportObject(JsonObject):
     """A JSON object of the export."""
 
+    def part(self, key: str) -> ExportObject:
+        """The object under a key."""
+        return ExportObject(self.file, self.get(key), self.name(key))
+
     def sizes(self, key: str, values: Mapping[str, Any]) -> dict[str, Size]:
         """Every (height, width) of an object {name: [height, width]}."""
         return {name: self.convert(f"{key}.{name}", ImageSize, size) for name, size in values.items()}
@@ -175,7 +179,7 @@ def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
     """The normalisation under a key of `dim` elements; None without the key."""
     if not config.has(key):
         return None
-    table = ExportObject(config.file, config.get(key), config.name(key))
+    table = config.part(key)
     table.only([*(name for pair in PAIRS for name in pair), "epsilon"])
     found = [pair for pair in PAIRS if table.has(pair[0]) or table.has(pair[1])]
     if len(found) > 1:
@@ -217,7 +221,7 @@ def read_transforms(config: ExportObject, key: str, dim: int, state_dim: int = 0
                 table.wrong("add_state", f"at most {min(dim, state_dim)} of them, as the action and the state have")
             found.append(AddState(frozen(mask)))
         else:
-            inner = ExportObject(table.file, table.get("binarise"), table.name("binarise"))
+            inner = table.part("binarise")
             keys = inner.read(_Binarise)
             found.append(Binarised(_places(inner, "dims", dim), keys.threshold, keys.below, keys.above))
     return tuple(found)
@@ -241,45 +245,41 @@ def _places(table: ExportObject, key: str, dim: int) -> tuple[int, ...]:
 
 EMBODIMENT_FILE: Final = "embodiment.json"
 _RANGES: Final = "pairs [low, high] of finite numbers with low < high"
+_Space = Annotated[Literal["absolute", "relative"], Meta(description="'absolute' or 'relative'")]
+_Rate = Annotated[float, Meta(gt=0, le=LARGEST, description="a number > 0")]
 
 
 def read_embodiment(
     root: Path, config: ExportObject, dims: Mapping[str, int]
 ) -> tuple[Embodiment, dict[str, Norm | None]]:
-    """The file that `embodiment` names, else embodiment.json where there is one, else an unknown robot."""
+    """The robot and its norms, from the file that `embodiment` names, else from embodiment.json; without either an
+    unknown robot. dims: of state and action, by the keys of their norms."""
     file = config.file_in(root, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
     if not config.has("embodiment") and not file.is_file():
         return Embodiment(), dict.fromkeys(dims)
     table, action_dim = ExportObject(file, read_export_json(file)), dims["action_norm"]
-    values = msgspec.structs.asdict(table.read(_embodiment_file(dims["state_norm"], action_dim)))
-    if table.has("action_ranges"):
+    kinds = {
+        "action_space": _Space,
+        "action_ranges": list_of(tuple[Number, Number], action_dim, _RANGES),
+        "action_names": names_of(action_dim),
+        "action_units": list_of(str, action_dim, "texts"),  # for people; they may repeat (two joints in radians)
+        "state_names": list_of(str, dims["state_norm"], "texts"),
+        "gripper_index": Annotated[int, whole(0, action_dim - 1)],
+        "cameras": ImageSizes,
+        "control_rate_hz": _Rate,
+    }
+    table.only(["name", *kinds, *dims, "metadata"])
+    values = {"name": table.convert("name", Text)}
+    values |= {key: table.convert(key, kind) for key, kind in kinds.items() if table.has(key)}
+    if "action_ranges" in values:
         if not all(low < high for low, high in values["action_ranges"]):
             table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
         values["action_ranges"] = frozen(values["action_ranges"])
-    if table.has("action_names"):
-        values["action_names"] = table.different("action_names", names_of(action_dim))
-    if table.has("cameras"):
+    if "action_names" in values:
+        table.different("action_names", kinds["action_names"])
+    if "cameras" in values:
         values["cameras"] = table.sizes("cameras", values["cameras"])
-    norms = {key: read_norm(table, key, dim) for key, dim in dims.items()}
-    return Embodiment(**{key: values[key] for key in Embodiment.__slots__}), norms
-
-
-def _embodiment_file(state_dim: int, action_dim: int) -> Any:
-    """The struct of the file."""
-    space = Meta(description="'absolute' or 'relative'")
-    optional: dict[str, Any] = {
-        "action_space": Annotated[Literal["absolute", "relative"], space],
-        "action_ranges": list_of(tuple[Number, Number], action_dim, _RANGES),
-        "action_names": Any,
-        "action_units": list_of(str, action_dim, "texts"),  # for people; they may repeat (two joints in radians)
-        "state_names": list_of(str, state_dim, "texts"),
-        "gripper_index": Annotated[int, whole(0, action_dim - 1)],
-        "cameras": ImageSizes,
-        "control_rate_hz": Annotated[float, Meta(gt=0, le=LARGEST, description="a number > 0")],
-        **dict.fromkeys(("state_norm", "action_norm", "metadata"), Any),
-    }
-    keys: list[Any] = [("name", Text), *((name, kind | None, None) for name, kind in optional.items())]
-    return msgspec.defstruct("_EmbodimentFile", keys, forbid_unknown_fields=True)
+    return Embodiment(**values), {key: read_norm(table, key, dim) for key, dim in dims.items()}
 
 
 # -- wires -------------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class _GroupKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_wires(
-    config: JsonObject,
+    config: ExportObject,
     cameras: Collection[str],
     state_dim: int,
     action_dim: int,
@@ -357,17 +357,17 @@ def read_wires(
     named, takes_state = config.get("wires"), state_dim > 0
     if isinstance(named, str):
         return {named.partition("/")[0]: _preset(config, "wires", named, cameras, takes_state, optional)}
-    table = JsonObject(config.file, named, "wires")
+    table = config.part("wires")
     table.only(BLOCKS)
     found: dict[str, WireMap] = {}
     for wire in filter(table.has, BLOCKS):
         block = table.get(wire)
         if wire == GROOT:
-            found[wire] = _grouped(JsonObject(table.file, block, table.name(wire)), cameras, state_dim, action_dim)
+            found[wire] = _grouped(table.part(wire), cameras, state_dim, action_dim)
         elif isinstance(block, str):
             found[wire] = _preset(table, wire, block, cameras, takes_state, optional)
         else:
-            found[wire] = _described(JsonObject(table.file, block, table.name(wire)), cameras, takes_state)
+            found[wire] = _described(table.part(wire), cameras, takes_state)
     return found
 
 

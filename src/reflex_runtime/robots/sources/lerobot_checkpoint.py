@@ -18,6 +18,7 @@ from reflex_runtime.robots.policy.base import StagedModel, WholeModel
 from reflex_runtime.robots.policy.spec import LEROBOT, DeviceOptions, Embodiment, Size, WireMap
 from reflex_runtime.robots.sources.export_directory import check_directory, from_hub
 from reflex_runtime.robots.sources.export_files import (
+    EMBODIMENT_FILE,
     LEROBOT_FILE,
     WEIGHTS,
     ExportObject,
@@ -30,7 +31,6 @@ from reflex_runtime.robots.sources.export_files import (
     whole,
 )
 from reflex_runtime.run.model_files import CHECKPOINT_KEYS, JsonObject, json_keys, read_table, shorten
-from reflex_runtime.run.onnx_session import CPU, CUDA
 
 SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "eo1", "evo1", "fastwam", "molmoact2")
 """Types that draw from torch's own generator: served row by row, so that each row has its own seed."""
@@ -158,7 +158,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
     dim = action.shape[0]
     names, named = config.action_feature_names, isinstance(config.action_feature_names, list)
     named = named and len(names) == dim and all(isinstance(name, str) for name in names)
-    robot = read_robot(root, state_dim, dim)
+    robot = Embodiment(action_names=tuple(names) if named else None)
     return LeRobotCheckpoint(
         source=source,
         model_id=config.repo_id or root.resolve().name,
@@ -184,7 +184,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         num_denoising_steps=denoising,
         observation_steps=config.n_obs_steps if config.type in HISTORY else 1,
         prefix_takes_state=config.type in ("smolvla", "pi05"),
-        embodiment=robot or Embodiment(action_names=tuple(names) if named else None),
+        embodiment=read_robot(root, state_dim, dim, robot),
         wires={"vla-eval": WireMap(execute=min(config.n_action_steps or chunk, chunk))},
         model_hash=model_hash(root),
         config_hash=files_hash(root, (LEROBOT_FILE, *PROCESSORS)),
@@ -207,15 +207,13 @@ def _cameras(table: JsonObject, config: _Config) -> tuple[dict[str, str], dict[s
 
 def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
     """(actions of an answer, rows of the noise, denoising steps)."""
+    key, chunk, horizon = "chunk_size", config.chunk_size or config.n_action_steps, None
+    steps = config.num_steps or config.num_inference_steps
     if config.type == "diffusion":
-        chunk, horizon, steps = config.n_action_steps, config.horizon, config.num_inference_steps
+        key, chunk, horizon = "n_action_steps", config.n_action_steps, config.horizon
         steps = steps or table.values.get("num_train_timesteps")
-        key = "n_action_steps"
     elif config.type == "vqbet":
-        chunk, horizon, steps, key = config.action_chunk_size, None, 1, "action_chunk_size"
-    else:
-        chunk, horizon, key = config.chunk_size or config.n_action_steps, None, "chunk_size"
-        steps = config.num_steps or config.num_inference_steps
+        key, chunk, steps = "action_chunk_size", config.action_chunk_size, 1
     if chunk is None:
         table.wrong(key, "an integer >= 1")
     if config.type in STAGED and steps is None:
@@ -223,15 +221,17 @@ def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
     return chunk, horizon or chunk, min(int(steps or 1), 1000)
 
 
-def read_robot(root: Path, state_dim: int, action_dim: int) -> Embodiment | None:
-    """The robot, where an embodiment.json lies in the checkpoint: LeRobot's own files have no ranges and no rate."""
-    if not (root / "embodiment.json").is_file():
-        return None
+def read_robot(root: Path, state_dim: int, action_dim: int, known: Embodiment) -> Embodiment:
+    """The robot of an embodiment.json in the checkpoint, as LeRobot's own files have no ranges and no rate; without
+    one what is known."""
+    file = root / EMBODIMENT_FILE
+    if not file.is_file():
+        return known
     dims = {"state_norm": state_dim, "action_norm": action_dim}
     robot, norms = read_embodiment(root, ExportObject(root / LEROBOT_FILE, {}), dims)
     given = [key for key, norm in norms.items() if norm is not None]
     if given:
-        raise ConfigError(f"{root / 'embodiment.json'}: {given[0]}: expected none, the checkpoint has its own")
+        raise ConfigError(f"{file}: {given[0]}: expected none, the checkpoint has its own")
     return robot
 
 
@@ -239,7 +239,7 @@ def read_robot(root: Path, state_dim: int, action_dim: int) -> Embodiment | None
 
 
 def check_lerobot(source: str, kind: str) -> None:
-    """That LeRobot is there, in a version with this type."""
+    """ConfigError unless LeRobot is installed, in a version with this type."""
     try:
         found = metadata.version("lerobot")
     except metadata.PackageNotFoundError:
@@ -252,27 +252,25 @@ def check_lerobot(source: str, kind: str) -> None:
 
 
 def check_weights(file: Path) -> list[str]:
-    """That the weights are there and whole, by the outline of the file. Returns their names."""
+    """The names of the weights. ConfigError unless the file is whole, by its table."""
     if not file.is_file():
         raise ConfigError(f"{file}: not found: copy the whole directory that it was saved in")
     return list(read_table(file))
 
 
 def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:
-    """ConfigError for what the options ask for that checkpoints on LeRobot's code cannot do. what: their name."""
+    """ConfigError for options that checkpoints on LeRobot's code cannot follow. what: their name."""
     if device.captured_sizes and not staged:
         raise ConfigError(
             f"--cuda-graphs: captures the steps of {', '.join(STAGED)}; leave it out for {what} of other types"
         )
     if device.compile:
         raise ConfigError(f"--compile: is for python:module:make; leave it out for {what}")
-    if device.provider not in (CPU, CUDA):
-        raise ConfigError(f"--provider={device.provider}: {what} run on cpu or cuda")
 
 
 # -- processors --------------------------------------------------------------------------------------------------------
 #
-# Steps that a request or an answer here has nothing for are refused by name.
+# Steps that need more than a request or an answer has are refused by name.
 
 
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -281,7 +279,7 @@ RUN: Final = {
     "action_tokenizer_name": ("lerobot/fast-action-tokenizer", "physical-intelligence/fast"),
     "text_tokenizer_name": ("google/paligemma-3b-pt-224",),
 }
-"""Keys that name a repository of which LeRobot runs the code, with those that LeRobot's own configurations name."""
+"""Keys that name a repository whose code LeRobot runs, with the names in LeRobot's own configurations."""
 
 RENAMING: Final = "rename_observations_processor"
 
@@ -307,13 +305,13 @@ class ProcessorStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     registry_name: str
     config: dict[str, Any] = {}
     state_file: str | None = None
-    class_: Any = msgspec.field(name="class", default=None)  # LeRobot takes the other name where both are there
+    class_: Any = msgspec.field(name="class", default=None)  # LeRobot prefers registry_name
 
 
 def read_steps(file: Path) -> list[ProcessorStep]:
-    """A processor's steps; none where there is no file. ConfigError for a step that cannot be applied.
+    """A processor's steps; none without a file. ConfigError for a step that cannot be applied.
 
-    LeRobot imports what the `class` of a step names, from any module, and calls it.
+    LeRobot imports the `class` of a step from any module, and calls it.
     """
     if not file.is_file():
         return []
@@ -344,18 +342,18 @@ def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
 
 
 def check_code(file: Path, within: str, config: Mapping[str, Any]) -> None:
-    """That no key names a repository of which LeRobot would run the code, other than those that it names itself."""
+    """ConfigError for a key that names a repository whose code LeRobot would run, unless LeRobot itself names it."""
     for key, known in RUN.items():
         found = config.get(key)
         if found is not None and found not in known:
             raise ConfigError(
                 f"{file}: {within}{key}: found {shorten(json.dumps(found))}, expected {' or '.join(known)}: LeRobot "
-                "runs the code of what it names; if you trust that, serve it as python:module:make"
+                "runs the code of the repository; if you trust it, serve it as python:module:make"
             )
 
 
 def renames_of(file: Path, steps: Iterable[ProcessorStep], features: Iterable[str]) -> dict[str, str]:
-    """The other name that an observation may have for each of the policy's features, from `rename_map`."""
+    """By feature of the policy the other name that an observation may have for it, from `rename_map`."""
     found: dict[str, str] = {}
     for step in steps:
         renames = step.config.get("rename_map") if step.registry_name == RENAMING else None

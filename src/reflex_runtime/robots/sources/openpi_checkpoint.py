@@ -177,7 +177,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
     aloha = trained.robot == "aloha" and keys.adapt_to_pi
     takes_state = not trained.pi05 or state_in_prompt or delta
     config = {"config": keys.config, "delta_actions": delta, "state_in_prompt": state_in_prompt}
-    wires = JsonObject(root / OPENPI_FILE, {"wires": f"openpi/{trained.robot}"})
+    wires = ExportObject(root / OPENPI_FILE, {"wires": f"openpi/{trained.robot}"})
     return OpenpiCheckpoint(
         source=source,
         path=root,
@@ -203,7 +203,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
         action_norm=norms["actions"],
         action_transforms=_action_transforms(robot, delta, aloha),
         num_denoising_steps=STEPS,
-        embodiment=read_robot(root, robot.state_dim, robot.action_dim) or Embodiment(name=trained.robot),
+        embodiment=read_robot(root, robot.state_dim, robot.action_dim, Embodiment(name=trained.robot)),
         wires=read_wires(wires, IMAGES, robot.state_dim if takes_state else 0, robot.action_dim, {*robot.optional}),
         model_hash=model_hash(root),
         config_hash=files_hash(root, (OPENPI_FILE, LEROBOT_FILE, stats.relative_to(root).as_posix())),
@@ -244,10 +244,10 @@ def _stats_file(root: Path, asset_id: str | None) -> Path:
 
 def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm | None]:
     """The norms of "state" and "actions" by the first dimensions of a norm_stats.json, as openpi pads."""
-    stats = JsonObject(file, JsonObject(file, read_export_json(file)).get("norm_stats"), "norm_stats")
+    stats = ExportObject(file, read_export_json(file)).part("norm_stats")
     found = {}
     for key, dim in (("state", robot.state_dim), ("actions", robot.action_dim)):
-        values: _Stats = JsonObject(file, stats.get(key), f"norm_stats.{key}").read(_Stats)
+        values: _Stats = stats.part(key).read(_Stats)
         pair = ("q01", "q99") if quantiles else ("mean", "std")
         norm = {name: (getattr(values, name) or [])[:dim] for name in pair} | {"epsilon": EPSILON}
         found[key] = read_norm(ExportObject(file, {key: norm}, "norm_stats"), key, dim)
