@@ -17,7 +17,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.web.grpc_listener import check_free
-from reflex_runtime.web.supervisor import bind
+from reflex_runtime.web.supervisor import bind, url_of
 from serving.exports import write_tiny
 from serving.harness import PATIENCE, STATE, Answer, Latch, Server, encode, parse_answers, read_all, refusal
 from serving.pair import Pair, episodes
@@ -432,3 +432,9 @@ def test_without_a_supervisor_the_process_is_the_model_server() -> None:
     with Server("scribe", "--no-supervise", *SMALL, supervised=True) as server:
         assert psutil.Process(server.process.pid).children() == []
         assert "restarts" not in server.get("/health").json
+
+
+@pytest.mark.parametrize(("host", "told"), [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:")])
+def test_the_address_of_a_server_on_all_addresses_is_one_that_answers(host: str, told: str) -> None:
+    with bind(host, 0) as sock:
+        assert url_of(sock) == f"{told}{sock.getsockname()[1]}"

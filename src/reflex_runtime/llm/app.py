@@ -132,7 +132,7 @@ def serving(plan: ModelPlan, open: Open) -> Make:
     """What `web.serve` makes to serve a model. open: see `ServerState`."""
 
     def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, ServerState]:
-        state = ServerState(plan, open, on_lost, None if parent is None else parent.lives)
+        state = ServerState(plan, open, on_lost, parent)
         return ModelServer(state).app, state
 
     return make

@@ -166,7 +166,7 @@ class BatchServer(Host):
         """What /health has of the process, its files and its device."""
         told: dict[str, Any] = {"error": self.error} if self.error else {}
         if (parent := self.parent) is not None:
-            told |= {"restarts": parent.lives.restarts, "last_exit": parent.lives.last_exit}
+            told |= {"restarts": parent.restarts, "last_exit": parent.last_exit}
             if parent.own_urls:
                 told |= {"worker": parent.number, "workers": parent.own_urls}
         if self.loaded:
@@ -196,7 +196,6 @@ class BatchServer(Host):
         queues = self.queues()
         waiting = sum(queue["queued"] for queue in queues.values())
         running = sum(queue["unsettled"] for queue in queues.values()) - waiting
-        lives = None if self.parent is None else self.parent.lives
         return {
             "product": self.product,
             "version": __version__,
@@ -204,7 +203,7 @@ class BatchServer(Host):
             "error": self.error,
             "unit": "affine",
             "queues": queues,
-            "processes": [own_process(self.health, lives, running, waiting, self.error)],
+            "processes": [own_process(self.health, self.parent, running, waiting, self.error)],
         }
 
 

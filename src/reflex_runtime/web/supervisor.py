@@ -22,7 +22,6 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from random import random
 from typing import Final, NoReturn
@@ -50,68 +49,47 @@ _PR_SET_PDEATHSIG: Final = 1
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
 
 
-@dataclass(slots=True)
-class Lives:
-    """The history of one worker. restarts: their number. last_exit: how the last one ended, in words."""
-
-    restarts: int = 0
-    last_exit: str | None = None
-
-
 class Shared(ctypes.Structure):
-    """What a worker and its supervisor both see. beat: when its loop last turned; ready: when it was; both 0 before.
-    on_purpose: it ends by itself. once_ready: one of its lives was."""
+    """What a worker writes for its supervisor. beat: when its loop last turned; ready: when it was; both 0 before.
+    on_purpose: it ends by itself."""
 
-    _fields_ = (
-        ("beat", ctypes.c_double),
-        ("ready", ctypes.c_double),
-        ("on_purpose", ctypes.c_bool),
-        ("once_ready", ctypes.c_bool),
-    )
+    _fields_ = (("beat", ctypes.c_double), ("ready", ctypes.c_double), ("on_purpose", ctypes.c_bool))
     beat: float
     ready: float
     on_purpose: bool
-    once_ready: bool
-
-
-def _shared() -> Shared:
-    return Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(Shared)))
 
 
 class Parent:
-    """What a worker has of its supervisor. number: of the worker, from 0; own_urls: where each of several workers has
-    pages of its own, in their order."""
+    """The supervisor, as a worker sees it. number: of the worker, from 0. restarts: of the worker; last_exit: how its
+    last life ended, in words. own_urls: where each of several workers has pages of its own, in their order."""
 
-    def __init__(self, lives: Lives, shared: Shared, number: int) -> None:
-        self.lives, self._shared, self.number = lives, shared, number
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.restarts = 0
+        self.last_exit: str | None = None
         self.own_urls: Sequence[str] = ()
+        self.shared = Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(Shared)))
 
     def beat(self, loop: asyncio.AbstractEventLoop) -> None:
         """Show every half second from now on that the loop turns."""
-        self._shared.beat = time.monotonic()
+        self.shared.beat = time.monotonic()
         loop.call_later(BEAT, self.beat, loop)
 
     def ready(self) -> None:
-        self._shared.ready, self._shared.once_ready = time.monotonic(), True
-
-    def ends(self) -> None:
-        """It ends on purpose: its status is the last word."""
-        self._shared.on_purpose = True
+        self.shared.ready = time.monotonic()
 
 
-@dataclass(slots=True)
-class _Worker:
-    number: int
-    restarts: Restarts
-    lives: Lives = field(default_factory=Lives)
-    shared: Shared = field(default_factory=_shared)
-    pid: int = 0  # 0 while there is none
-    start_at: float = 0.0
-    kill_at: float | None = None  # it is hung, and killed then if its last words have not ended it
+class _Worker(Parent):
+    """pid: 0 while there is none. start_at: when the next life may begin."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.back_off = Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)
+        self.pid, self.start_at = 0, 0.0
 
     def hung_at(self, after: float) -> float:
         """When it is hung, by its last beat."""
-        watched = after and self.pid and self.kill_at is None and self.shared.beat and not self.shared.on_purpose
+        watched = after and self.pid and self.shared.beat and not self.shared.on_purpose
         return self.shared.beat + after if watched else inf
 
 
@@ -128,9 +106,8 @@ def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -
 class _Supervisor:
     def __init__(self, serve: Callable[[Parent], int], workers: int, hung_after: float) -> None:
         self._serve, self._hung_after = serve, hung_after and max(hung_after, LEAST_WATCH)
-        self._workers = [
-            _Worker(number, Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)) for number in range(workers)
-        ]
+        self._workers = [_Worker(number) for number in range(workers)]
+        self._once_ready = False  # any worker was
         self._ending: int | None = None  # the signal that ends everything
         self._status = 0  # of everything, once a worker has ended it
 
@@ -139,16 +116,17 @@ class _Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
         before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         try:
-            while True:
+            while self._ending is None or any(worker.pid for worker in self._workers):
                 for worker in self._workers:
                     if not worker.pid and self._ending is None and time.monotonic() >= worker.start_at:
                         self._fork(worker)
                 self._wait()
                 for worker in self._workers:
-                    self._end_hung(worker)
-                    self._reap(worker)
-                if self._ending is not None and not any(worker.pid for worker in self._workers):
-                    return self._status
+                    if time.monotonic() >= worker.hung_at(self._hung_after):
+                        self._end_hung(worker)
+                    if worker.pid and os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                        self._reap(worker)
+            return self._status
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that waits is dropped
@@ -156,12 +134,11 @@ class _Supervisor:
 
     def _fork(self, worker: _Worker) -> None:
         shared, above = worker.shared, os.getpid()
-        shared.beat = shared.ready = 0.0
-        shared.on_purpose, worker.kill_at = False, None
+        shared.beat, shared.ready, shared.on_purpose = 0.0, 0.0, False
         worker.pid = os.fork()
         if worker.pid == 0:
             _become_server(above)
-            _run_and_leave(self._serve, Parent(worker.lives, shared, worker.number))
+            _run_and_leave(self._serve, worker)
         with contextlib.suppress(OSError):
             os.setpgid(worker.pid, worker.pid)
 
@@ -170,7 +147,6 @@ class _Supervisor:
         now = time.monotonic()
         times = [now + (self._hung_after or LONG), *(worker.hung_at(self._hung_after) for worker in self._workers)]
         times += [worker.start_at for worker in self._workers if not worker.pid and self._ending is None]
-        times += [worker.kill_at for worker in self._workers if worker.kill_at is not None]
         limit = max(0.0, min(times) - now)
         signal.setitimer(signal.ITIMER_REAL, max(limit, 1e-6))
         came = signal.sigwait(AWAITED)  # Python's sigtimedwait returns garbage after a pause (Ctrl-Z) beyond its time
@@ -180,30 +156,24 @@ class _Supervisor:
                 worker.shared.beat = after if worker.shared.beat else 0.0
         if came in PASSED_ON:
             self._ending = came if came in ENDS else self._ending
-            for worker in self._workers:
-                _signal(worker.pid, came)
+            self._signal_all(came)
 
     def _end_hung(self, worker: _Worker) -> None:
-        now = time.monotonic()
-        if now >= worker.hung_at(self._hung_after):
-            log.error(
-                "worker %d: its event loop has stood still for %g s; its stacks follow, and it is killed",
-                worker.number, self._hung_after,
-            )  # fmt: skip
-            worker.kill_at = now + LAST_WORDS
-            _signal(worker.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
-        elif worker.kill_at is not None and now >= worker.kill_at:
-            worker.kill_at = inf
-            _signal(worker.pid, signal.SIGKILL)
+        log.error(
+            "worker %d: its event loop has stood still for %g s; its stacks follow, and it is killed",
+            worker.number, self._hung_after,
+        )  # fmt: skip
+        _signal(worker.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
+        signal.sigtimedwait({signal.SIGCHLD}, LAST_WORDS)
+        _signal(worker.pid, signal.SIGKILL)
 
     def _reap(self, worker: _Worker) -> None:
         """Handle the end of a worker."""
-        if not worker.pid or os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return
         with contextlib.suppress(OSError):  # all that it started; its group id is not reused before it is reaped
             os.killpg(worker.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-        worker.pid, worker.kill_at = 0, None
+        worker.pid = 0
+        self._once_ready = self._once_ready or any(worker.shared.ready for worker in self._workers)
         if self._ending is not None:
             asked = status >= 0 or -status == self._ending
             self._status = max(self._status, max(status, 0) if asked else EXIT_LOST)
@@ -213,27 +183,29 @@ class _Supervisor:
             self._lost(worker, status)
 
     def _lost(self, worker: _Worker, status: int) -> None:
-        lives, restarts, now = worker.lives, worker.restarts, time.monotonic()
-        lives.last_exit = f"exited with status {status}" if status >= 0 else f"was ended by {_name(-status)}"
+        back_off, ready, now = worker.back_off, worker.shared.ready, time.monotonic()
+        worker.last_exit = f"exited with status {status}" if status >= 0 else f"was ended by {_name(-status)}"
         told = f"worker {worker.number}" if len(self._workers) > 1 else "the server"
-        if not any(worker.shared.once_ready for worker in self._workers):
-            log.error("%s %s before it was ready; it is not started again", told, lives.last_exit)
+        back_off.lived(now - ready if ready else 0.0)
+        if not self._once_ready:
+            log.error("%s %s before it was ready; it is not started again", told, worker.last_exit)
             self._end_all(EXIT_LOST)
-            return
-        restarts.lived(now - worker.shared.ready if worker.shared.ready else 0.0)
-        if restarts.open and len(self._workers) == 1:
-            log.error("%s %s; that was loss %d in a row, giving up", told, lives.last_exit, restarts.failures)
+        elif back_off.open and len(self._workers) == 1:
+            log.error("%s %s; that was loss %d in a row, giving up", told, worker.last_exit, back_off.failures)
             self._end_all(EXIT_LOST)
-            return
-        lives.restarts += 1
-        wait = restarts.wait()
-        log.error("%s %s; restart %d in %.2f s", told, lives.last_exit, lives.restarts, wait)
-        worker.start_at = now + wait
+        else:
+            worker.restarts += 1
+            wait = back_off.wait()
+            log.error("%s %s; restart %d in %.2f s", told, worker.last_exit, worker.restarts, wait)
+            worker.start_at = now + wait
 
     def _end_all(self, status: int) -> None:
         self._ending, self._status = signal.SIGTERM, status
+        self._signal_all(signal.SIGTERM)
+
+    def _signal_all(self, number: int) -> None:
         for worker in self._workers:
-            _signal(worker.pid, signal.SIGTERM)
+            _signal(worker.pid, number)
 
 
 def _become_server(above: int) -> None:
@@ -263,8 +235,7 @@ def _run_and_leave(serve: Callable[[Parent], int], parent: Parent) -> NoReturn:
     status = EXIT_LOST
     try:
         status = serve(parent)
-        if status != EXIT_LOST:
-            parent.ends()
+        parent.shared.on_purpose = status != EXIT_LOST
     except BaseException:
         log.exception("the server ended")
     finally:
@@ -354,9 +325,9 @@ def _no_password() -> str:
 
 
 def url_of(sock: socket.socket, tls: bool = False) -> str:
-    """Where a socket listens, for people."""
+    """An address at which programs on this machine reach a socket."""
     address = sock.getsockname()
     if isinstance(address, (str, bytes)):
         return f"unix:{os.fsdecode(address)}"
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"http{'s' if tls else ''}://{host}:{address[1]}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{address[1]}"

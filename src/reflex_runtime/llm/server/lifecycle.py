@@ -26,7 +26,7 @@ from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.fields import printable
 from reflex_runtime.web.serve import Host
-from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.supervisor import Parent
 from reflex_runtime.web.watchers import Fold, Watchers
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ class ServerState(Host):
     """The model of one server.
 
     open: loads the model, called once; its error means that the model could not be loaded. on_fatal: called on the loop
-    when the model is lost for good. lives: restarts by the supervisor, if there is one.
+    when the model is lost for good. parent: the supervisor, if there is one.
     """
 
     def __init__(
-        self, plan: ModelPlan, open: Open, on_fatal: Callable[[], None] | None = None, lives: Lives | None = None
+        self, plan: ModelPlan, open: Open, on_fatal: Callable[[], None] | None = None, parent: Parent | None = None
     ) -> None:
         super().__init__()
-        self.plan, self.lives = plan, lives
+        self.plan, self.parent = plan, parent
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
         self.spans = spans_of(plan.config.otel, self.registry, "steps")
@@ -158,8 +158,8 @@ class ServerState(Host):
         }
         if self.host is not None:
             body |= self.host.health()
-        if self.lives is not None:
-            body |= {"restarts": self.lives.restarts, "last_exit": self.lives.last_exit}
+        if self.parent is not None:
+            body |= {"restarts": self.parent.restarts, "last_exit": self.parent.last_exit}
         if self.error:
             body["error"] = self.error
         return body
@@ -190,5 +190,5 @@ class ServerState(Host):
             "unit": "tokens",
             "queues": {} if self.host is None else self.host.queues(),
             "model": health,
-            "processes": [own_process(self.state, self.lives, running, waiting, self.error), *workers],
+            "processes": [own_process(self.state, self.parent, running, waiting, self.error), *workers],
         }
