@@ -317,7 +317,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 
         Every caller is answered: without a result by then with Drained, or CutShort if the function still runs.
         """
-        self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
+        self._driver.device.close(drain)
         return self._driver.stop_threads(timeout)
 
     def owner_deleted(self) -> None:

@@ -244,11 +244,11 @@ class Batcher(LoopDriver[V]):
         """
         if self._loop is None:
             return True
-        self.device.input(lambda scheduler, now: scheduler.close(now, drain))
+        self.device.close(drain)
         try:
             if drain:
                 await self._idle.wait(timeout)
-            while self.device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+            while self.device.close(drain=False):
                 self._pump()
                 await asyncio.sleep(0)
             self._pump(all=True)

@@ -9,9 +9,9 @@
     with BatchCoordinator(Detector(), BatchConfig(max_batch_size=8, max_latency=0.02)) as coordinator:
         boxes = coordinator.submit_and_wait("cam1", frame)   # from any thread; shares a call with other feeds
 
-A submission never waits for room: without room it is refused, the frame is dropped and the feed goes on. An admitted
-frame is answered exactly once, whatever the processor does. A feed is a client of the scheduler: its frames are first
-in, first out; feeds have fair shares, and each has at most `max_in_flight_per_feed` frames in the system.
+A submission without room is refused at once: the frame is dropped and the feed goes on. An admitted frame is answered
+exactly once, whatever the processor does. A feed is a client of the scheduler: its frames are first in, first out;
+feeds have fair shares, and each has at most `max_in_flight_per_feed` frames in the system.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from reflex_runtime.settings.declare import option, validate
 
 log = logging.getLogger("reflex.coordinator")
 
-KNOWN_FEEDS: Final = 4096  # feeds whose frames are numbered here; the one known longest is forgotten beyond
+KNOWN_FEEDS: Final = 4096  # feeds whose frames are numbered here; beyond it the oldest is forgotten
 GRACE: Final = 2.0  # further seconds for a thread that is late to start, before it is abandoned
 
-# While a coordinator lives, by the identity of the processor it owns: a second owner would call it on a second thread.
+# By the identity of the processor: a second coordinator would call it on a second thread.
 _owners: weakref.WeakValueDictionary[int, BatchCoordinator] = weakref.WeakValueDictionary()
 
 
@@ -67,13 +67,13 @@ class BatchConfig:
     """How a coordinator batches. All times in seconds.
 
     max_batch_size: most frames in a call; only one where single calls are faster and the processor never rests.
-    max_latency: longest time that a frame waits on a free processor, counted from its arrival or from when the
-        processor became free, whichever is later. It waits only for feeds whose next frame is due within that time, and
-        only if sharing the call saves more than waiting costs.
+    max_latency: longest wait of a frame for a free processor, from its arrival or from when the processor became free,
+        whichever is later. It waits only for feeds whose next frame is due within that time, and only if sharing the
+        call saves more than waiting costs.
     queue_capacity: most waiting frames, by default four batches; beyond it a submission is refused.
-    response_timeout: time that `submit_and_wait` waits, in addition to max_latency.
+    response_timeout: longest wait of `submit_and_wait`, in addition to max_latency.
     max_in_flight_per_feed: most frames of a feed from submission to answer; 0 for no cap.
-    startup_timeout: for `on_start`. watchdog: for one batch; then its feeds are released. 0 switches it off.
+    startup_timeout: of `on_start`. watchdog: of one batch; then its feeds are released. 0 switches it off.
     """
 
     max_batch_size: int = option(4, low=1, high=4096)
@@ -111,7 +111,7 @@ class BatchConfig:
 
 
 class NewestFrame(NamedTuple):
-    """What is computed in place of a frame that waited."""
+    """A newer frame, computed in place of one that waited."""
 
     frame: Any
     view: Any
@@ -137,7 +137,8 @@ class BatchEntry:
     fault: Exception | None = None  # what that raised
 
     def begin(self, arrived: float) -> None:
-        """Its batch begins, or its call is repeated: take the newest frame, once. Raises what that raised."""
+        """Take the newest frame, once, when its batch begins. Raises what `newest` raised, also when the call is
+        repeated."""
         self.arrived = arrived
         if self.newest is not None:
             newest, self.newest = self.newest, None
@@ -151,16 +152,15 @@ class BatchEntry:
 
 
 class BatchProcessor(Protocol):
-    """The processor of a coordinator. It is called on one thread only and needs no lock.
+    """The processor of a coordinator, called on one thread only. id: its name in metrics and events. It may have:
 
-    id: names it in metrics and events. It may have `on_start`, called once before the first batch: load the model
-    there, `start` raises its exception; and `on_stop`, called once after the last batch, if `on_start` succeeded and
-    the thread did not die. A class may set `repeatable = False`: then a call that raised is not repeated with fewer
-    entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
-    how many entries a call computes, whatever it is given; batches are then no larger. None: any number. It may change.
-    It may have `prepare(frame)`, which feeds call on their own threads, several at once: what it returns is the entry's
-    `view`, unless a feed makes its own. So work on one frame needs no time of the thread that runs `process`, which
-    calls it only for a frame that is taken when its batch begins.
+    on_start(): called once before the first batch, to load the model. `start` raises its exception.
+    on_stop(): called once after the last batch, if `on_start` succeeded and the thread did not die.
+    repeatable: False if a call that raised may not be repeated with fewer entries; then the whole batch fails.
+    batch_size: how many entries a call computes, whatever it gets; batches are then no larger. None: any number. It is
+        read after `on_start` and may change.
+    prepare(frame): makes an entry's `view`, unless the feed makes its own. Feeds call it on their own threads, several
+        at once; the thread of `process` calls it only for a frame that it takes when the batch begins.
     """
 
     id: str
@@ -293,15 +293,13 @@ class Owned(BaseProcessor):
 
 
 def _of_processor(error: ReflexError) -> ProcessorError:
-    """A ProcessorError for a runtime error that a processor raised, such as another coordinator's refusal.
-
-    The original class would say that the frame never ran and may be sent again.
-    """
+    """A ProcessorError for a runtime error that a processor raised, such as another coordinator's refusal. The original
+    class would mean that the frame never ran and may be sent again."""
     return error if isinstance(error, ProcessorError) else wrapped(error)
 
 
 def _missing() -> Failed:
-    """A new error each time: raising one attaches a traceback, and with it the frame of the caller."""
+    """A new error each time: a raised one holds a traceback, and with it the caller's frame."""
     return Failed(ProcessorError("process gave no result for this frame: found None"))
 
 
@@ -347,16 +345,13 @@ class _Pending(Future[Any]):
 
 
 class BatchCoordinator(ThreadDriver):
-    """Owns a processor and the thread that runs it. See the module docstring; for the errors see `submit_and_wait`.
+    """Owns a processor and the thread that runs it. Errors: see `submit_and_wait`.
 
-    sinks: called with every event of its scheduler, in order and one at a time, on whichever thread; must be quick. A
-        sink with an attribute `events` (a set of event types) gets those only. One that raises is logged.
-    detached: the name of a thread that did not end in time, else None. processor: the one it owns; only its thread may
-        call it. patience: seconds after which `submit_and_wait` gives up.
+    sinks: see `Audience`; called on any thread. detached: the name of a thread that did not end in time, else None.
+    processor: only the coordinator's thread may call it. patience: seconds after which `submit_and_wait` gives up.
 
-    A batch beyond the watchdog is answered with `ProcessorHung`. Only one thread may call the processor, so the
-    coordinator waits for it and goes on when it comes back. A thread that dies ends the coordinator, and every frame is
-    answered.
+    A batch beyond the watchdog is answered with `ProcessorHung`. No other thread may call the processor, so the
+    coordinator goes on when it comes back. A thread that dies ends the coordinator, and every frame is answered.
     """
 
     def __init__(
@@ -387,10 +382,10 @@ class BatchCoordinator(ThreadDriver):
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the thread and wait for `on_start`.
+        """Start the thread and wait for `on_start`. It cannot be started twice.
 
-        Raises what it raised as the cause of a ProcessorError, or one that says it took longer than startup_timeout;
-        after `GRACE` more seconds its thread is left behind then (`detached`). It cannot be started twice.
+        ProcessorError if that raised, or took longer than startup_timeout. `GRACE` seconds later such a thread is left
+        behind (`detached`).
         """
         if self._began or self._signalled:
             raise ConfigError(f"BatchCoordinator {self.id!r}: {'started' if self._began else 'stopped'} already")
@@ -414,7 +409,7 @@ class BatchCoordinator(ThreadDriver):
         return self
 
     def signal(self) -> None:
-        """Admit no more frames. The batch being formed or run is still answered; all other frames are released now."""
+        """Admit no more frames. The batch that runs or is formed next is answered; all others are released now."""
         self._signalled = True
         self._owned.before_run = self._close_behind
         more = self.device.input(
@@ -424,10 +419,8 @@ class BatchCoordinator(ThreadDriver):
             self._close_behind()
 
     def join(self, timeout: float = 5.0) -> bool:
-        """After `signal`: wait for the thread's end, `on_stop` included. Returns whether it ended within `timeout`.
-
-        Every frame is answered when it returns. A thread that did not end is named by `detached`.
-        """
+        """After `signal`: wait for the thread's end, `on_stop` included. Returns whether it ended in `timeout` seconds,
+        else `detached` names it. Every frame is answered when it returns."""
         until = time.monotonic() + timeout
         self.stop_threads(timeout)
         thread = self.device.thread
@@ -453,19 +446,19 @@ class BatchCoordinator(ThreadDriver):
 
     @property
     def lost(self) -> ProcessorError | None:
-        """Why its thread died, if it did; then no more frames are answered."""
+        """Why the thread died, if it did; then every frame is refused."""
         return self.device.lost
 
     @property
     def stop_error(self) -> BaseException | None:
-        """What `on_stop` raised."""
+        """The exception of `on_stop`."""
         return self._owned.stop_error
 
     # -- feeds ---------------------------------------------------------------------------------------------------------
 
     @property
     def most_ahead(self) -> int:
-        """Frames that a feed may have in flight and that one batch can hold."""
+        """Frames of one feed that may be in flight and in one batch."""
         return min(self.config.max_batch_size, self.config.max_in_flight_per_feed or self.config.max_batch_size)
 
     @property
@@ -486,11 +479,11 @@ class BatchCoordinator(ThreadDriver):
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
 
         sequence: its number in its feed, by default counted. pts: seconds in its stream. time_limit: seconds from now
-        after which it is not worth computing.
+        after which a result has no use.
 
-        The frame is not copied: do not write to it until the future ends (a capture loop with one buffer copies it).
-        The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
-        callbacks run on the thread that answers and must be quick. Cancelling it takes the frame back.
+        The frame is not copied: do not write to it until the future ends. That has the result, or an error as of
+        `submit_and_wait`, except `WaitTimeout`. Its callbacks run on the thread that answers and must be quick.
+        Cancelling it takes the frame back.
         """
         future = _Pending()
         number = self._number(feed_id, sequence)
@@ -514,19 +507,19 @@ class BatchCoordinator(ThreadDriver):
         """The frame's result; blocks this thread for at most max_latency + response_timeout.
 
         sequence, pts, time_limit: see `submit`.
-        newest: called once, when the batch begins, on the thread that runs it, and must be quick: what is computed
-            instead, such as a frame that came meanwhile. It keeps the place in the queue. What it raises is raised
-            here, as a ProcessorError if it is none of the runtime's, and costs no other frame anything.
+        newest: returns the frame to compute instead, such as one that came meanwhile, at the same place in the queue.
+            Called once, when the batch begins, on the thread that runs it; it must be quick. Its exception is raised
+            here, as a ProcessorError if it is none of the runtime's, and harms no other frame.
 
-        Refused at once: `QueueFull`, `InFlightCapReached`, `Closed`. Left without being computed: `Drained` at
-        shutdown, `Expired` by its time limit. It ran and failed: `ProcessorError`. `WaitTimeout`: it may still run, and
-        counts as in flight until it is answered or the next batch is formed; its result is dropped.
+        Refused at once: `QueueFull`, `InFlightCapReached`, `Closed`. Not computed: `Drained` at shutdown, `Expired` by
+        its time limit. It ran and failed: `ProcessorError`. `WaitTimeout`: it may still run, and counts as in flight
+        until it is answered or the next batch is formed; its result is dropped.
         """
         if self.answers_here:
             raise ConfigError(f"{self.id}: submit_and_wait on the thread that answers would wait for itself")
         number = self._number(feed_id, sequence)
         request = self._request(BatchEntry(feed_id, frame, view, number, pts, newest=newest), time_limit)
-        del frame, view  # once another takes its place, nothing keeps it
+        del frame, view  # nothing keeps them once another frame takes the place
         try:
             return self.ask(request, self.patience, f"{self.id}: feed {feed_id!r}")
         finally:  # an error holds this call, and pictures are large
@@ -539,11 +532,11 @@ class BatchCoordinator(ThreadDriver):
             raise self._worded(error, request.client) from None
 
     def metrics(self) -> BatchMetrics:
-        """Everything counted so far, as one consistent snapshot."""
+        """All counts, as one consistent snapshot."""
         return self.between(self._meter.take)()
 
     def queues(self) -> dict[str, Any]:
-        """What waits and runs, from the scheduler's snapshot: by group, the id of a processor."""
+        """The scheduler's snapshot of its group, by the processor's id."""
         groups: dict[str, Any] = self.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
         return groups
 
@@ -596,7 +589,7 @@ class BatchCoordinator(ThreadDriver):
     def _close_behind(self) -> None:
         """After `signal`, before the last batch runs: release the frames that are not in it."""
         self._owned.before_run = None
-        while self.device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+        while self.device.close(drain=False):
             pass
 
     def _events(self) -> list[Event]:

@@ -414,9 +414,13 @@ class Device:
         self._notify()
         return result
 
+    def close(self, drain: bool) -> bool:
+        """As `Scheduler.close`: admit nothing more. Returns whether another call has more to settle."""
+        return bool(self.input(lambda scheduler, now: scheduler.close(now, drain)))
+
     def look(self) -> float:
-        """What a driver's timer does: settle what is past its deadline while the device is busy (a free one does so
-        itself), and give up a batch that has run for its `limit`. Returns when to look again: `look_at`."""
+        """For a driver's timer: expire requests while the device is busy (a free one does so itself), and give up a
+        batch that has run for its `limit`. Returns when to look again: `look_at`."""
         with self._lock:
             if self.busy:
                 self.scheduler.expire(self.clock())
@@ -498,7 +502,8 @@ class Device:
                 self._ahead.end()
             thread, waits = self.thread, not self.current
         ended = thread is None or not waits or (self._ended.wait(timeout) and self.lost is None)
-        self._drain()
+        while self.close(drain=False):
+            time.sleep(BETWEEN)
         with self._lock:
             if waits:
                 self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
@@ -506,14 +511,6 @@ class Device:
         if ended and waits and thread is not None:
             thread.join(max(0.0, until - time.monotonic()))  # it still calls the processors' own `stop`
         return ended
-
-    def _drain(self) -> None:
-        """Admit nothing more, and settle what waits: some at a time, with the lock free in between."""
-        while True:
-            with self._lock:
-                if not self.scheduler.close(self.clock(), drain=False):
-                    return
-            time.sleep(BETWEEN)
 
     # -- brief batches, on the event loop's thread ---------------------------------------------------------------------
 

@@ -275,7 +275,7 @@ class LocalModel:
         self._hung = None
         if self.hangs and self.batcher.device.hung == count:
             log.error("a step has not come back in %g s: the model is given up", 2 * self._watchdog)
-            while self.batcher.device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+            while self.batcher.device.close(drain=False):
                 pass
             self._given_up()
 
