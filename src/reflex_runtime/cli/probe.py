@@ -73,8 +73,8 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
             socket.send(openpi.encode(dict(pick(announced, announced.get("reflex")))))
             return tuple(receive(socket)["actions"].shape)
     except InvalidStatus as error:
-        told = {name.lower(): value for name, value in error.response.headers.raw_items()}
-        raise refused(Reply(error.response.status_code, told, bytes(error.response.body or b""))) from None
+        headers = {name.lower(): value for name, value in error.response.headers.raw_items()}
+        raise refused(Reply(error.response.status_code, headers, bytes(error.response.body or b""))) from None
     except (InvalidHandshake, InvalidMessage, EOFError, KeyError, AttributeError) as error:
         raise BadAnswer(f"no websocket of openpi: {error!r}") from None
     except TimeoutError:
@@ -95,8 +95,8 @@ def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
             raise TimedOut(f"no answer from tcp://{server.netloc} within {timeout:g} s")
         answer = groot.decode(socket.recv())
     if "error" in answer:
-        told = {"message": str(answer["error"]), "error": answer.get("code", "server_error")}
-        raise refused(Reply(0, {}, json.dumps(told).encode()))
+        body = {"message": str(answer["error"]), "error": answer.get("code", "server_error")}
+        raise refused(Reply(0, {}, json.dumps(body).encode()))
     pick(answer)
 
 
@@ -121,9 +121,9 @@ def grpc_calls(server: ServerAddress, key: str, timeout: float) -> Iterator[Call
 
             yield call
     except grpc.RpcError as error:
-        told = dict(error.trailing_metadata() or ()).get("reflex-error")
-        if told is not None:
-            raise refused(Reply(0, {}, told if isinstance(told, bytes) else told.encode())) from None
+        body = dict(error.trailing_metadata() or ()).get("reflex-error")
+        if body is not None:
+            raise refused(Reply(0, {}, body if isinstance(body, bytes) else body.encode())) from None
         kinds = {"DEADLINE_EXCEEDED": TimedOut, "UNAVAILABLE": Unreachable, "UNIMPLEMENTED": NotFound}
         name = error.code().name
         raise kinds.get(name, ServerError)(f"grpc://{server.netloc}: {name}: {error.details()}"[:300]) from None
@@ -225,8 +225,8 @@ def run(args: argparse.Namespace) -> int:
     found = [probe(server, key, args.timeout_s, name, seen, own) for name in args.wire or there]
     works = any(wire.works for wire in found)
     if args.json:
-        told = {"url": args.url, "works": works, "server": seen._asdict() if seen.state else None}
-        print(json.dumps(told | {"wires": [asdict(wire) for wire in found]}, indent=1, default=_shown))
+        result = {"url": args.url, "works": works, "server": seen._asdict() if seen.state else None}
+        print(json.dumps(result | {"wires": [asdict(wire) for wire in found]}, indent=1, default=_shown))
     else:
         show(args.url, seen, found)
     return 0 if works else 1
@@ -285,18 +285,18 @@ def _map(body: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def example(told: Any) -> dict[str, Any] | None:
+def example(spec: Any) -> dict[str, Any] | None:
     """Grey pictures and small numbers as the server describes them; None if it does not."""
     import numpy as np
 
     try:
-        found: dict[str, Any] = {n: np.full((int(h), int(w), 3), 127, np.uint8) for n, (h, w) in told["images"].items()}
-        if "state" in told:
-            first, *others = told["state"]["names"]
-            sizes = {first: int(told["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
-            sizes |= dict(zip(sizes, told["state"].get("sizes", ()), strict=False))
+        found: dict[str, Any] = {n: np.full((int(h), int(w), 3), 127, np.uint8) for n, (h, w) in spec["images"].items()}
+        if "state" in spec:
+            first, *others = spec["state"]["names"]
+            sizes = {first: int(spec["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
+            sizes |= dict(zip(sizes, spec["state"].get("sizes", ()), strict=False))
             found |= {name: np.full(size, 0.1, np.float32) for name, size in sizes.items()}
-        return found | ({str(told["prompt"]): "pick up the cup"} if told.get("prompt") else {})
+        return found | ({str(spec["prompt"]): "pick up the cup"} if spec.get("prompt") else {})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None
 

@@ -155,10 +155,10 @@ def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) 
 def _own(asked: Sequence[PolicyAsked]) -> Iterator[tuple[str, str]]:
     """A row for each policy: its sources, its weight and its own settings."""
     for policy in asked:
-        told = [f"{slot} {source}" for slot, source in policy.sources.items()]
-        told += [f"weight {policy.weight:g}"]
-        told += [f"{name} {getattr(policy.config, name)}" for name in policy.places if name in OWN_SETTINGS]
-        yield f"policy {policy.name}", ", ".join(told)
+        parts = [f"{slot} {source}" for slot, source in policy.sources.items()]
+        parts += [f"weight {policy.weight:g}"]
+        parts += [f"{name} {getattr(policy.config, name)}" for name in policy.places if name in OWN_SETTINGS]
+        yield f"policy {policy.name}", ", ".join(parts)
 
 
 def _ready(runtime: Any, where: str) -> None:

@@ -117,13 +117,13 @@ def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.s
             lives = True
             while _changes() == seen:
                 signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY)
-                told = signal.sigwait(waits)  # Python's sigtimedwait returns garbage after a suspend
-                if told in (signal.SIGTERM, signal.SIGINT):
+                number = signal.sigwait(waits)  # Python's sigtimedwait returns garbage after a suspend
+                if number in (signal.SIGTERM, signal.SIGINT):
                     if lives:
                         os.kill(pid, signal.SIGTERM)
                         os.waitpid(pid, 0)
                     return 0
-                if told == signal.SIGCHLD and lives and os.waitpid(pid, os.WNOHANG)[0]:
+                if number == signal.SIGCHLD and lives and os.waitpid(pid, os.WNOHANG)[0]:
                     lives = False
                     logging.error("--reload: it has ended; callers wait until a file changes and it begins anew")
             logging.info("--reload: a file has changed")

@@ -57,12 +57,12 @@ def add_tune(verbs: argparse._SubParsersAction[Any]) -> None:
 def tune(args: argparse.Namespace) -> int:
     """Tune; returns the exit code."""
     from reflex_runtime.observe.journal import read_journal
-    from reflex_runtime.sim.search import Tuner, told
+    from reflex_runtime.sim.search import Tuner, text_of
 
     if args.journal.startswith(("http://", "https://")):
         watch = f"curl -s '{args.journal.rstrip('/')}/diagnostics/journal?seconds=30' > run.jsonl"
         raise ConfigError(f"JOURNAL={args.journal:.200}: must be a file, such as one of {watch}")
     tuner = Tuner(read_journal(args.journal, images=False), ProgressLine("simulated runs"))
     tuning = tuner.tune(args.aim)
-    print(told(tuning, tuner.present.in_words(), args.journal))
+    print(text_of(tuning, tuner.present.in_words(), args.journal))
     return 0

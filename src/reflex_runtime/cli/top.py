@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         if shown.is_terminal and not args.json:
             _show(shown, lines, args.url)
         for line in lines:  # into a pipe or a file
-            told = line.decode() if args.json else f"{one_line_of(snapshot_of(line, args.url), args.url)}\n"
-            print(told, end="", flush=True)
+            text = line.decode() if args.json else f"{one_line_of(snapshot_of(line, args.url), args.url)}\n"
+            print(text, end="", flush=True)
     except KeyboardInterrupt:
         return 0
     finally:

@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 def _sweep(console: Console, args: argparse.Namespace) -> int:
     for name in ("last", "first", "final", "group"):
         if (value := getattr(args, name)) is not None:
-            told = {"first": "from", "final": "to"}.get(name, name)
-            raise ConfigError(f"--{told}={value}: shows a part of one trace; --sweep makes many runs")
+            option = {"first": "from", "final": "to"}.get(name, name)
+            raise ConfigError(f"--{option}={value}: shows a part of one trace; --sweep makes many runs")
     budgets = budgets_of(args.sweep)
     picture = None if args.no_picture else args.out
     for line in sweep(*setup_of(args, model_directory), budgets, ProgressLine("budgets"), picture):

@@ -610,8 +610,8 @@ def _header_of(header: Header, policy: str, path: Path) -> Header:
     groups = {
         name.removeprefix(f"{policy}."): group for name, group in header.groups.items() if name.startswith(f"{policy}.")
     }
-    told: dict[str, Any] = {"policies": None, "split": None, "served": msgspec.UNSET, "groups": groups}
-    return msgspec.structs.replace(header, **(told | own))
+    common: dict[str, Any] = {"policies": None, "split": None, "served": msgspec.UNSET, "groups": groups}
+    return msgspec.structs.replace(header, **(common | own))
 
 
 def _belongs(line: Line, policy: str) -> bool:
@@ -764,7 +764,7 @@ class Schema1:
         self._is_trace = "python_version" in header
         self._origin = known.origin
         self._began = msgspec.convert(known.started_at or "1970-01-01T00:00:00Z", _Time)
-        groups = {name: _group(told) for name, told in known.groups.items()}
+        groups = {name: _group(group) for name, group in known.groups.items()}
         self.header = {**header, "payloads": not self._is_trace, "groups": groups}
         warm = [{"kind": "warm", "slot": slot, **line} for slot, line in known.warm.items()]
         self.warm = msgspec.convert(warm, list[WarmUpLine])
@@ -806,13 +806,13 @@ class Schema1:
         return line
 
 
-def _group(told: dict[str, Any]) -> dict[str, Any]:
+def _group(group: dict[str, Any]) -> dict[str, Any]:
     """Adds the unit, which a recording lacks: seconds if a cost model learned times, else requests."""
-    if "unit" in told:
-        return told
-    flush = msgspec.convert(told.get("flush", {}), dict[str, Any])
-    unit = "requests" if told.get("cost") is None else "seconds"
-    return {"unit": unit, "budget": flush.get("max_batch_cost"), "max_size": flush.get("max_batch_size", 0), **told}
+    if "unit" in group:
+        return group
+    flush = msgspec.convert(group.get("flush", {}), dict[str, Any])
+    unit = "requests" if group.get("cost") is None else "seconds"
+    return {"unit": unit, "budget": flush.get("max_batch_cost"), "max_size": flush.get("max_batch_size", 0), **group}
 
 
 def complete(requests: Sequence[RequestLine], batches: Sequence[BatchLine]) -> None:

@@ -587,9 +587,9 @@ class JournalWriter:
     def _end(self) -> None:
         if self._file is not None:
             recorded, batches, dropped = self.recorded, self._batches, self.dropped
-            told = recorded - self._recorded_before, batches, dropped - self._dropped_before
+            counts = recorded - self._recorded_before, batches, dropped - self._dropped_before
             self._recorded_before, self._batches, self._dropped_before = recorded, 0, dropped
-            self._file.write(_encode(Footer(utc(self._wall(), "microseconds"), *told)) + b"\n")
+            self._file.write(_encode(Footer(utc(self._wall(), "microseconds"), *counts)) + b"\n")
             self._file.close()
             self._file = None
 
@@ -630,11 +630,11 @@ class JournalWriter:
         self._write(lines)
 
     def _head(self) -> Header:
-        told = {key: value for key, value in self._header.items() if value is not None}
-        told["session_id"] = self._header["session_id"] = str(told.get("session_id") or uuid.uuid4())
+        fields = {key: value for key, value in self._header.items() if value is not None}
+        fields["session_id"] = self._header["session_id"] = str(fields.get("session_id") or uuid.uuid4())
         if self._recording is not None:
-            told |= {"payloads": True, "redaction": {"images": self._recording.images}}
-        told |= {
+            fields |= {"payloads": True, "redaction": {"images": self._recording.images}}
+        fields |= {
             "part": self._part,
             "started_at": utc(self._began, "microseconds"),
             "origin": self._origin,
@@ -642,7 +642,7 @@ class JournalWriter:
             "reflex_version": __version__,
             "python_version": platform.python_version(),
         }
-        return msgspec.convert(msgspec.to_builtins(told, enc_hook=str), Header)
+        return msgspec.convert(msgspec.to_builtins(fields, enc_hook=str), Header)
 
     def _line(self, item: _Item) -> bytes:
         if isinstance(item, bytes):

@@ -196,7 +196,7 @@ class Live:
         elif isinstance(event, RequestSettled):
             self._settled(event.at, event.ticket)
         elif isinstance(event, BatchScheduled):
-            self._running[event.batch] = _told(event.batch, event.queued)
+            self._running[event.batch] = _live_batch(event.batch, event.queued)
             for ticket in event.batch.admitted:
                 if ticket.request.streams:
                     self._parts.setdefault(ticket, None)
@@ -212,8 +212,8 @@ class Live:
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
         """Everything since the last one. now: on the clock of the events."""
         passed = max(now - self._since, 1e-9)
-        for told in self._running.values():
-            self._group(told.group).busy += max(0.0, now - max(told.at, self._since))
+        for batch in self._running.values():
+            self._group(batch.group).busy += max(0.0, now - max(batch.at, self._since))
         groups = [_group(name, found, passed, now) for name, found in self._groups.items()]
         newest = [(name, self._clients[name]) for name in list(reversed(self._clients))[:CLIENTS]]
         batches, left_out = list(self._ended), self._count - len(self._ended)
@@ -271,14 +271,14 @@ class Live:
 
     def _finished(self, event: BatchFinished) -> None:
         batch, elapsed = event.batch, event.elapsed
-        told = self._running.pop(batch, None) or _told(batch, 0)
-        told.took, told.failed = _us(elapsed), event.crashed or event.apart
-        self._ended.append(told)
+        ended = self._running.pop(batch, None) or _live_batch(batch, 0)
+        ended.took, ended.failed = _us(elapsed), event.crashed or event.apart
+        self._ended.append(ended)
         self._count += 1
         group = self._group(batch.group)
         group.busy += max(0.0, min(elapsed, event.at - self._since))  # the rest is in the snapshots before
         group.batches += 1
-        if batch.expected > 0.0 and elapsed > 0.0 and not told.failed:
+        if batch.expected > 0.0 and elapsed > 0.0 and not ended.failed:
             group.ratios.append(batch.expected / elapsed)
 
     def _client(self, client: Hashable, group: str) -> _ClientFigures:
@@ -298,7 +298,7 @@ class Live:
         return self._groups.get(name) or self._groups.setdefault(name, _GroupFigures())
 
 
-def _told(batch: Batch, queued: int) -> LiveBatch:
+def _live_batch(batch: Batch, queued: int) -> LiveBatch:
     admitted, at = set(batch.admitted), batch.scheduled_at
     members = [
         LiveMember(_name(t.request.client), units, _us(at - t.arrived), t in admitted)
@@ -314,13 +314,13 @@ def _group(name: str, found: _GroupFigures, passed: float, now: float) -> LiveGr
     error = fmean(found.ratios) if found.ratios else None
     p50, p95, p99 = _percentiles(found.latencies, 0.5, 0.95, 0.99)
     parts = [*_percentiles(found.firsts, 0.5, 0.99), *_percentiles(found.gaps, 0.5, 0.99)]
-    told = LiveGroup(
+    group = LiveGroup(
         name, found.busy / passed, found.batches, found.requests, found.rate.value(now), p50, p95, p99, error,
         dict(found.outcomes), found.tokens.value(now), *parts,
     )  # fmt: skip
     found.busy, found.batches = 0.0, 0
     found.ratios.clear()
-    return told
+    return group
 
 
 def _percentiles(values: Iterable[float], *shares: float) -> list[Any]:
@@ -414,8 +414,8 @@ class OnDemandLive:
             self._live = Live(time.monotonic())
             self._add(self._live)
         self._lapse = asyncio.get_running_loop().call_later(UNSEEN, self._end, self._live)
-        told = self._server()
-        return self._live.snapshot(time.monotonic(), told)
+        figures = self._server()
+        return self._live.snapshot(time.monotonic(), figures)
 
     def close(self) -> None:
         """Stop the timer."""
@@ -520,11 +520,11 @@ def _merged_group(groups: list[LiveGroup], replicas: int) -> LiveGroup:
         total = sum(weight for _, weight in known)
         return sum(value * weight for value, weight in known) / total if total else None
 
-    told: dict[str, Any] = {name: sum(getattr(g, name) for g in groups) for name in _SUMMED}
-    told |= {name: worst(groups, name) for name in ("p95", "p99", "first_p99", "gap_p99")}
-    told |= {name: mean(name, "requests") for name in ("p50", "first_p50", "gap_p50")}
-    told |= {"error": mean("error", "batches"), "busy": sum(g.busy for g in groups) / replicas}
-    return msgspec.structs.replace(groups[0], **told, outcomes=dict(outcomes))
+    figures: dict[str, Any] = {name: sum(getattr(g, name) for g in groups) for name in _SUMMED}
+    figures |= {name: worst(groups, name) for name in ("p95", "p99", "first_p99", "gap_p99")}
+    figures |= {name: mean(name, "requests") for name in ("p50", "first_p50", "gap_p50")}
+    figures |= {"error": mean("error", "batches"), "busy": sum(g.busy for g in groups) / replicas}
+    return msgspec.structs.replace(groups[0], **figures, outcomes=dict(outcomes))
 
 
 _SUMMED = ("batches", "requests", "rate", "tokens")

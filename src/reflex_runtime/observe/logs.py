@@ -200,10 +200,10 @@ class LogStream(io.TextIOBase):
                 elif not self._waiting and self._dropped:
                     words = f"{self._dropped} lines of the log were dropped: its reader did not read"
                     record = logging.makeLogRecord({"name": "reflex.log", "levelname": "WARNING", "msg": words})
-                    told = f"{self.formatter.format(record)}\n".encode()
+                    line = f"{self.formatter.format(record)}\n".encode()
                     self._dropped = 0
-                    self._waiting.append(told)
-                    self._size += len(told)
+                    self._waiting.append(line)
+                    self._size += len(line)
                 elif not self._waiting:
                     self._written.set()
                     return
@@ -251,7 +251,7 @@ class JsonLog(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,
             "logger": record.name,
@@ -260,14 +260,14 @@ class JsonLog(logging.Formatter):
             "thread": record.threadName,
         }
         if (span := current_span()) is not None:
-            told |= {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
+            fields |= {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
         if "settings" in record.__dict__:
-            told["settings"] = record.__dict__["settings"]
+            fields["settings"] = record.__dict__["settings"]
         error = record.exc_info[1] if record.exc_info else None
         if record.exc_info and error is not None:
-            told |= {"error": type(error).__name__, "error_message": cut(str(error))}
-            told["traceback"] = cut(self.formatException(record.exc_info))
-        return json.dumps(told, default=str)  # ASCII: whatever the encoding of standard error
+            fields |= {"error": type(error).__name__, "error_message": cut(str(error))}
+            fields["traceback"] = cut(self.formatException(record.exc_info))
+        return json.dumps(fields, default=str)  # ASCII: whatever the encoding of standard error
 
 
 class FailureLog:
@@ -293,5 +293,5 @@ class FailureLog:
         """Log a failed request. now: seconds."""
         if count := self._throttle.count(now):
             more = f" ({count - 1} more since the last line)" if count > 1 else ""
-            told = error.logged() if isinstance(error, ReflexError) else error
-            logging.getLogger("reflex.server").error("request %s failed: %s%s", request_id, told, more)
+            reason = error.logged() if isinstance(error, ReflexError) else error
+            logging.getLogger("reflex.server").error("request %s failed: %s%s", request_id, reason, more)

@@ -417,8 +417,8 @@ class Metrics:
 
     def render(self) -> bytes:
         if self._recording is not None:
-            dropped, told = self._recording
-            told.value = float(dropped())
+            dropped, series = self._recording
+            series.value = float(dropped())
         return generate_latest(self.registry)
 
 

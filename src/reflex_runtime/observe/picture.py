@@ -256,11 +256,11 @@ def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Seque
     title = f"{counted}{requests:,} request{'s' * (requests != 1)} in {len(batches):,}{some} {kind}"
     figure.text(0.012, 0.965, title, fontsize=12.5, fontweight="bold", va="center")
     start, end = trace.seconds(batches[0]), max(trace.seconds(b) + b.elapsed for b in batches)
-    told = [f"{start:.3f} s to {end:.3f} s", *drawing.notes]
-    below = figure.text(0.012, 0.927, _DOT.join(told), color=FAINT, va="center")
+    notes = [f"{start:.3f} s to {end:.3f} s", *drawing.notes]
+    below = figure.text(0.012, 0.927, _DOT.join(notes), color=FAINT, va="center")
     if below.get_window_extent().x1 > figure.bbox.x1:
-        half = ceil(len(told) / 2)
-        below.set_text(f"{_DOT.join(told[:half])}\n{_DOT.join(told[half:])}")
+        half = ceil(len(notes) / 2)
+        below.set_text(f"{_DOT.join(notes[:half])}\n{_DOT.join(notes[half:])}")
     handles = [Patch(label=name, **fill(i)) for i, name in list(drawing.names.items())[: NAMED + 1]]
     if len(drawing.names) > NAMED + 1:
         handles.append(Patch(label=f"and {len(drawing.names) - NAMED - 1} more", facecolor="none", edgecolor="none"))
@@ -345,9 +345,9 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[floa
                 small.setdefault(colour, []).append(at)
             bottom += segment.height
         if bar.mark:
-            told = bar.mark if len(bar.mark) * 6.4 <= bar_px else "↩"
+            mark = bar.mark if len(bar.mark) * 6.4 <= bar_px else "↩"
             axes.annotate(
-                told, (x, bottom), xytext=(0, 1), textcoords="offset points", ha="center", va="bottom", color=_CEILING,
+                mark, (x, bottom), xytext=(0, 1), textcoords="offset points", ha="center", va="bottom", color=_CEILING,
                 fontsize=7.5, gid=f"preempted-{bar.batch.id}",
             )  # fmt: skip
     for colour, places in sorted(small.items()):
@@ -395,18 +395,18 @@ def _strip(axes: Axes, label: str, found: Sequence[str], kinds: Mapping[str, tup
         if letter and len(found) <= 60:
             axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
     total = Counter(found)
-    told = [(f"{name} {total[kind]:,}", colour) for kind, (_, colour, name) in kinds.items() if name and total[kind]]
-    handles = [Patch(facecolor=colour, label=text) for text, colour in told[:MOST_KINDS]]
-    if len(told) > MOST_KINDS:
-        handles.append(Patch(label=f"and {len(told) - MOST_KINDS} more", facecolor="none", edgecolor="none"))
+    labels = [(f"{name} {total[kind]:,}", colour) for kind, (_, colour, name) in kinds.items() if name and total[kind]]
+    handles = [Patch(facecolor=colour, label=text) for text, colour in labels[:MOST_KINDS]]
+    if len(labels) > MOST_KINDS:
+        handles.append(Patch(label=f"and {len(labels) - MOST_KINDS} more", facecolor="none", edgecolor="none"))
     _key(axes, handles)
 
 
 def draw_times(axes: Axes, bars: Sequence[Bar]) -> None:
     """Predicted against measured time."""
-    told = "modelled" if all("modelled" in bar.batch.notes for bar in bars) else "measured"
+    source = "modelled" if all("modelled" in bar.batch.notes for bar in bars) else "measured"
     measured = [bar.batch.elapsed * 1e3 for bar in bars]
-    drawn: list[Any] = [axes.bar(range(len(bars)), measured, width=0.62, color="#CBD5E1", label=told)]
+    drawn: list[Any] = [axes.bar(range(len(bars)), measured, width=0.62, color="#CBD5E1", label=source)]
     known = [(x, bar.batch.expected * 1e3) for x, bar in enumerate(bars) if bar.batch.expected is not None]
     if known:
         left, right = [x - 0.42 for x, _ in known], [x + 0.42 for x, _ in known]

@@ -120,9 +120,9 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
     head = Text(f"{url}: ").append(state_text(state))
     head.append(f"  {rate:.1f} answers/s  device {busy:.0%} busy  p99 {ms(worst(served, 'p99'))}")
     for name, policy in policies.items():
-        for slot, told in policy.get("slots", {}).items():
-            if told["verdict"] != "ok":
-                head.append(f"  {name}/{slot}: {told['verdict']}", "bold red")
+        for slot, verdict in policy.get("slots", {}).items():
+            if verdict["verdict"] != "ok":
+                head.append(f"  {name}/{slot}: {verdict['verdict']}", "bold red")
     if model is not None:
         head.append(f"\n{model.get('model', '')}: {model.get('running', 0)} running")
         first, gap = (ms(worst(served, name)) for name in ("first_p50", "gap_p50"))
@@ -183,10 +183,10 @@ def policies_table(policies: Mapping[str, Any], width: int) -> Table:
     """Every slot of every policy, with its version and the verdict of its breaker."""
     rows: list[list[str | Text]] = []
     for name, policy in policies.items():
-        for slot, told in policy["slots"].items():
+        for slot, state in policy["slots"].items():
             why = policy["breaker"]["slots"].get(slot, {}).get("why") or ""
             version = str(policy["versions"].get(slot, ""))
-            rows.append([name, state_text(policy["state"]), slot, state_text(told["verdict"]), version, why])
+            rows.append([name, state_text(policy["state"]), slot, state_text(state["verdict"]), version, why])
     columns = "policy", "state", "slot", "breaker", "version", "why"
     return fitting(columns, rows, width, set(columns), ("why", "version", "state"))
 
@@ -206,10 +206,10 @@ def processes_table(processes: Sequence[Mapping[str, Any]], width: int) -> Table
 def outputs_table(outputs: Mapping[str, Any], width: int) -> Table:
     """The outputs of feeds, and how many results they sent."""
     rows: list[list[str | Text]] = []
-    for name, told in outputs.items():
-        drops = ", ".join(f"{count} {reason}" for reason, count in told["drops"].items() if count)
-        figures = str(told["sent"]), str(told["waiting"]), drops
-        rows.append([name, state_text(told["state"]), *figures, told["where"], told["error"] or ""])
+    for name, output in outputs.items():
+        drops = ", ".join(f"{count} {reason}" for reason, count in output["drops"].items() if count)
+        figures = str(output["sent"]), str(output["waiting"]), drops
+        rows.append([name, state_text(output["state"]), *figures, output["where"], output["error"] or ""])
     columns = "output", "state", "sent", "waiting", "dropped", "receiver", "why"
     return fitting(columns, rows, width, {"output", "state", "dropped", "receiver", "why"}, ("why", "receiver"))
 

@@ -278,10 +278,10 @@ def selected(
     return found if last is None else found[-last:]
 
 
-def show_batches(console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str) -> None:
-    """Print the table of a trace, and the lines above and below it. everything: all rows. told: the name of the
+def show_batches(console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, name: str) -> None:
+    """Print the table of a trace, and the lines above and below it. everything: all rows. name: the name of the
     trace."""
-    console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
+    console.print(Text(_origin(trace, name)), style="dim", soft_wrap=True)
     if not batches:
         console.print("no batches")
         return
@@ -310,8 +310,8 @@ def _origin(trace: Journal, file: str) -> str:
     groups = []
     for name, info in header.groups.items():
         budget = info.budget
-        told = "no budget" if budget is None else f"budget {budget:g} {info.unit}{info.or_times_fixed}"
-        groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
+        ceiling = "no budget" if budget is None else f"budget {budget:g} {info.unit}{info.or_times_fixed}"
+        groups.append(f"{plain(name)}: {ceiling}, at most {info.max_size} requests")
     return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *groups])
 
 
@@ -354,8 +354,8 @@ def _columns(
     ]
     if varying:
         places = [[p for n, p in zip(PLACE, place_of(b), strict=True) if n in varying and p] for b in rows]
-        told = varying[0] if len(varying) == 1 else "where"
-        before.append((told, [Text("/".join(plain(p, share) for p in place)) for place in places], False))
+        title = varying[0] if len(varying) == 1 else "where"
+        before.append((title, [Text("/".join(plain(p, share) for p in place)) for place in places], False))
     before.append(("why", [Text(b.cause, "bold red" if b.crashed else "") for b in rows], False))
     before.append(("n", [Text(str(b.size)) for b in rows], True))
     measured = [_ms(b.elapsed) for b in rows]
@@ -469,11 +469,11 @@ MARKS = {"queued": "", "preempted": "↩", "resident": "‖"}
 
 def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
     """A key to the marks that are in the table."""
-    told = ["prefill (p) dark, decode (d) pale", "8/11: computed/known before the step", "▸ entered"]
+    marks = ["prefill (p) dark, decode (d) pale", "8/11: computed/known before the step", "▸ entered"]
     states = {w.state for waiters in who_waited(trace.batches, {b.id for b in batches}).values() for w in waiters}
-    told += ["↩ preempted, waits to come back"] * ("preempted" in states)
-    told += ["‖ resident, granted nothing"] * ("resident" in states)
-    return "; ".join(told)
+    marks += ["↩ preempted, waits to come back"] * ("preempted" in states)
+    marks += ["‖ resident, granted nothing"] * ("resident" in states)
+    return "; ".join(marks)
 
 
 def _step_columns(
@@ -495,9 +495,9 @@ def _step_columns(
     members = {m.seq: m for b in trace.batches for m in b.members}
     ever = {m.seq: b.id for b in trace.batches for m in b.members}
     behind: list[_Column] = []
-    told = [_waiting(waited.get(b.id, ()), b, colours) for b in rows]
-    if any(told):
-        behind.append(("waited: why", told, False))
+    waiting = [_waiting(waited.get(b.id, ()), b, colours) for b in rows]
+    if any(waiting):
+        behind.append(("waited: why", waiting, False))
     thrown = [[members[seq] for seq in b.left if seq in members and ever[seq] >= b.id] for b in rows]
     if any(thrown):
         behind.append(("preempted", [_names(m, colours) for m in thrown], False))
@@ -564,10 +564,10 @@ def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     guessed = f", {guesses:g} guessed, of which {right:g} were right" if guesses else ""
     lines.append(f"{sum(tokens) - decoded - guesses:g} of them prefill, {decoded} decode{guessed}{again}{found}")
     waited = who_waited(trace.batches, {b.id for b in batches})
-    why = Counter(why_waiting(b) or "not told why" for b in batches if waited.get(b.id))
+    why = Counter(why_waiting(b) or "unknown" for b in batches if waited.get(b.id))
     if why:
-        told = ", ".join(f"{name} {n:,}" for name, n in why.most_common())
-        lines.append(f"requests waited in {why.total():,} step{'s' * (why.total() != 1)}: {told}")
+        counts = ", ".join(f"{name} {n:,}" for name, n in why.most_common())
+        lines.append(f"requests waited in {why.total():,} step{'s' * (why.total() != 1)}: {counts}")
     lines += _pace(batches)
     shown = list(map(Text, lines))
     if len(batches) == len(trace.batches):
@@ -582,14 +582,14 @@ def _pace(batches: Sequence[BatchLine]) -> list[str]:
     went = courses(batches)
     first = sorted(c.first_token * 1e3 for c in went if c.first_token is not None)
     gaps = sorted(gap * 1e3 for c in went for gap in c.gaps)
-    told = []
+    parts = []
     if first:
-        told.append(f"first token after p50 {percentile(first, 0.5):.1f} ms, longest {first[-1]:.1f} ms")
+        parts.append(f"first token after p50 {percentile(first, 0.5):.1f} ms, longest {first[-1]:.1f} ms")
     if gaps:
-        told.append(f"gap between tokens p50 {percentile(gaps, 0.5):.1f} ms, longest {gaps[-1]:.1f} ms")
+        parts.append(f"gap between tokens p50 {percentile(gaps, 0.5):.1f} ms, longest {gaps[-1]:.1f} ms")
     modelled = {str(b.notes["modelled"]) for b in batches if "modelled" in b.notes}
     by = f" (modelled: a step takes {plain(modelled.pop(), 60)})" if len(modelled) == 1 else ""
-    return ["; ".join(told) + by] if told else []
+    return ["; ".join(parts) + by] if parts else []
 
 
 def _conservation(trace: Journal) -> list[Text]:

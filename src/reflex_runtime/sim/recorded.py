@@ -85,17 +85,17 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
             f"{recording.path}: the header's `groups` do not say how {', '.join(missing) or 'its slots'} were "
             "scheduled, and a schedule cannot be replayed without"
         )
-    scheduler = Scheduler([_group(name, told, changes or Changes()) for name, told in settings.items()])
+    scheduler = Scheduler([_group(name, info, changes or Changes()) for name, info in settings.items()])
     for name, warm in recording.warm.items():
         if name in settings:
             teach(scheduler.cost_model(name), name, warm)
     return scheduler
 
 
-def flush_of(name: str, told: GroupInfo) -> FlushPolicy:
+def flush_of(name: str, info: GroupInfo) -> FlushPolicy:
     """The flush policy of a recorded group. ConfigError if the journal's cannot be read."""
-    known = told.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # earlier journals have further settings
-    flush: dict[str, Any] = {k: tuple(v) if isinstance(v := told.flush[k], list) else v for k in known}
+    known = info.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # earlier journals have further settings
+    flush: dict[str, Any] = {k: tuple(v) if isinstance(v := info.flush[k], list) else v for k in known}
     flush = {key: inf if value is None else value for key, value in flush.items()}
     try:
         return FlushPolicy(**flush)
@@ -103,8 +103,8 @@ def flush_of(name: str, told: GroupInfo) -> FlushPolicy:
         raise ConfigError(f"slot {name}: the journal's settings of its batches cannot be read: {error}") from None
 
 
-def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
-    cost = told.cost
+def _group(name: str, info: GroupInfo, changes: Changes) -> GroupConfig:
+    cost = info.cost
     if cost is None:
         raise ConfigError(
             f"slot {name}: its batches were not bounded by learned times, so its schedule cannot be replayed; that of "
@@ -112,16 +112,16 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
         )
     return GroupConfig(
         name=name,
-        flush=changes.of(flush_of(name, told)),
-        capacity=told.capacity,
-        max_queued_seconds=told.max_queued_seconds or inf,
-        max_in_flight_per_client=told.max_in_flight_per_client,
-        weight=told.weight,
-        tenant=told.tenant or "",
-        latest_only=told.latest_only,
-        promote_after=told.promote_after,
+        flush=changes.of(flush_of(name, info)),
+        capacity=info.capacity,
+        max_queued_seconds=info.max_queued_seconds or inf,
+        max_in_flight_per_client=info.max_in_flight_per_client,
+        weight=info.weight,
+        tenant=info.tenant or "",
+        latest_only=info.latest_only,
+        promote_after=info.promote_after,
         cost=lambda: TimeCost(cost["stages"], cost["affine"], cost["sizes"], padded_stages=cost.get("padded_stages")),
-        controller=Planner() if told.planned else None,
+        controller=Planner() if info.planned else None,
     )
 
 
@@ -165,7 +165,7 @@ class RecordedSteps:
     """Answers as a processor with these stages: the next stage, or the rest of the last."""
 
     def __init__(self, recording: Journal) -> None:
-        self._stages = {name: told.cost["stages"] for name, told in recording.groups.items() if told.cost is not None}
+        self._stages = {name: info.cost["stages"] for name, info in recording.groups.items() if info.cost is not None}
 
     def __call__(self, ticket: Ticket, units: float) -> Outcome:
         stages = self._stages[ticket.request.group]
@@ -250,15 +250,15 @@ class ObservedLoad:
 
     def text(self) -> str:
         """One line for people."""
-        told = []
+        parts = []
         for kind, what in (("returns", "wait for their answer, then"), ("by the clock", "ask by the clock, every")):
             ranked = sorted(self.pauses.get(kind, ()))  # type: ignore[call-overload]
             if ranked:
                 middle, high = (1e3 * percentile(ranked, share) for share in (0.5, 0.95))
-                told.append(f"{self.clients[kind]} callers {what} {middle:.1f} ms (p95 {high:.1f})")  # type: ignore[index]
+                parts.append(f"{self.clients[kind]} callers {what} {middle:.1f} ms (p95 {high:.1f})")  # type: ignore[index]
         if self.open_rate:
-            told.append(f"{self.open_rate:.1f} requests/s that do not wait")
-        return "; ".join(told)
+            parts.append(f"{self.open_rate:.1f} requests/s that do not wait")
+        return "; ".join(parts)
 
 
 def observe(journal: Journal) -> ObservedLoad:
@@ -511,7 +511,7 @@ def _span(recording: Journal) -> tuple[float, float]:
 
 def side_by_side(reports: Mapping[str, Report]) -> list[list[str]]:
     """Rows of a table, the first its header: one column per report."""
-    told: dict[str, Callable[[Report], str]] = {
+    cells: dict[str, Callable[[Report], str]] = {
         "requests": lambda r: str(round(r.offered * r.span)),
         "answered in time": lambda r: share(r.on_time),
         "latency p50, ms": lambda r: ms(r.p50),
@@ -523,7 +523,7 @@ def side_by_side(reports: Mapping[str, Report]) -> list[list[str]]:
         "batch size, largest": lambda r: str(max(r.sizes, default=0)),
         "device busy": lambda r: share(r.busy),
     }
-    rows = [["", *reports], *([name, *map(tell, reports.values())] for name, tell in told.items())]
+    rows = [["", *reports], *([name, *map(tell, reports.values())] for name, tell in cells.items())]
     causes = [report.causes for report in reports.values()]
     lost = [Counter(report.outcomes) - Counter(ok=report.outcomes.get("ok", 0)) for report in reports.values()]
     for counts in (causes, lost):

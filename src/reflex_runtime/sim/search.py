@@ -52,14 +52,14 @@ class Knobs(NamedTuple):
 
     def flags(self, before: Knobs) -> list[str]:
         """The flags of `reflex serve` that differ from `before`."""
-        told = []
+        flags = []
         if self.budget != before.budget:
-            told.append(f"--max-batch-cost-ms {self.budget * 1e3:g}")
+            flags.append(f"--max-batch-cost-ms {self.budget * 1e3:g}")
         if self.hold != before.hold and self.hold < inf:
-            told.append(f"--batch-timeout-ms {self.hold * 1e3:g}")
+            flags.append(f"--batch-timeout-ms {self.hold * 1e3:g}")
         if self.size != before.size:
-            told.append(f"--max-batch-size {self.size}")
-        return told
+            flags.append(f"--max-batch-size {self.size}")
+        return flags
 
     def in_words(self) -> str:
         """All three."""
@@ -116,9 +116,9 @@ class Tuning:
             seen, was, will = (float(getattr(figures, name)) for figures in (measured, before, after))
             return seen * will / was if was > 0.0 else will
 
-        told = {name: ratio(name) for name in ("p50", "p95", "p99", "throughput", "batch", "busy")}
-        told["on_time"] = min(1.0, max(0.0, measured.on_time + after.on_time - before.on_time))
-        return TunedFigures(**{**told, "busy": min(1.0, told["busy"])})
+        predicted = {name: ratio(name) for name in ("p50", "p95", "p99", "throughput", "batch", "busy")}
+        predicted["on_time"] = min(1.0, max(0.0, measured.on_time + after.on_time - before.on_time))
+        return TunedFigures(**{**predicted, "busy": min(1.0, predicted["busy"])})
 
     @property
     def doubt(self) -> str:
@@ -293,11 +293,11 @@ def _may(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
 def present(journal: Journal) -> Knobs:
     """The settings of a journal. ConfigError if its groups have different ones."""
     found = set()
-    for name, told in journal.groups.items():
-        flush = flush_of(name, told)
+    for name, info in journal.groups.items():
+        flush = flush_of(name, info)
         if any(flush.hold_max):
             raise ConfigError(f"{journal.path}: its batches left by a rule that reflex serve does not have")
-        if told.weight > 0.0:  # a shadow has its own
+        if info.weight > 0.0:  # a shadow has its own
             found.add(Knobs(flush.max_batch_cost, flush.returns, flush.max_batch_size))
     if len(found) != 1:
         raise ConfigError(
@@ -315,7 +315,7 @@ def figures_of(report: Report) -> TunedFigures:
     )  # fmt: skip
 
 
-def told(tuning: Tuning, present: str, source: str) -> str:
+def text_of(tuning: Tuning, present: str, source: str) -> str:
     """The result as text. present: the settings of the journal, in words. source: name of the journal."""
     load, before, after = tuning.load, tuning.before, tuning.after
     lines = [
