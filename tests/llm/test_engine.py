@@ -557,8 +557,8 @@ def test_l2_a_long_prompt_is_read_within_the_gap(max_gap_ms: float | None, longe
 
 def test_a_step_is_laid_out_flat() -> None:
     a, b = (Sequence(p, GREEDY, ByteTokenizer()) for p in ([1, 2, 3, 4, 5], [6, 7, 8]))
-    a.num_computed_tokens, a.blocks, b.num_computed_tokens, b.blocks = 1, [9, 4, 2], 2, [7, 0]
-    step = flatten([(a, 3), (b, 1)])
+    a.blocks, b.blocks = [9, 4, 2], [7, 0]
+    step = flatten([(a, 1, 3), (b, 2, 1)])
     assert (step.token_ids.tolist(), step.positions.tolist()) == ([2, 3, 4, 8], [1, 2, 3, 2])
     assert (step.past_lens.tolist(), step.begins.tolist()) == ([1, 2], [0, 3, 4])
     assert (step.blocks.tolist(), step.block_begins.tolist()) == ([9, 4, 2, 7, 0], [0, 3, 5])

@@ -203,4 +203,4 @@ def test_options_that_need_a_checkpoint_are_refused_by_name(
     with pytest.raises(ConfigError, match=f"{field}='{value}'.*an export to OpenVINO"):
         check(describe(gpt2[0]), **{field: value})
     monkeypatch.setattr("reflex_runtime.llm.engine.load._sees_cuda", lambda: True)
-    assert choose("auto", "auto", "auto", export=True) == ("cpu", "openvino")
+    assert choose("auto", "auto", export=True) == ("cpu", "openvino")

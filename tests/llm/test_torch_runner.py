@@ -197,8 +197,6 @@ def test_a_token_that_the_model_does_not_have_is_refused_before_anything_is_writ
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"device": "tpu"}, "device='tpu': must be one of auto, cpu, cuda"),
-        ({"dtype": "int8"}, "dtype='int8': is about what is computed"),
         ({"block_size": 0}, "block_size=0: must be >= 1"),
         ({"num_blocks": 0}, "num_blocks=0: must be >= 1"),
         ({"threads": -1}, "threads=-1: must be >= 1"),

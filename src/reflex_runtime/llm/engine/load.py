@@ -1,7 +1,6 @@
-"""From a model directory to what runs it: the one place that knows which runner suits which device.
+"""From a model directory to its runner: OpenVINO's paged attention on a CPU, PyTorch on a GPU, either by request.
 
-OpenVINO's paged attention on a CPU, PyTorch on a GPU; either can be asked for. Each is imported only when it is chosen.
-An export to OpenVINO runs on OpenVINO alone.
+A runner is imported only when it is chosen.
 """
 
 from __future__ import annotations
@@ -30,12 +29,6 @@ from reflex_runtime.llm.runners.checkpoint import (
 from reflex_runtime.llm.runners.openvino_source import OpenVinoExport, is_export
 from reflex_runtime.llm.runners.runner import BLOCK_SIZES, GIB, Runner, blocks_in, context_length, free_bytes
 from reflex_runtime.run.model_files import check_files, read_object
-from reflex_runtime.settings.declare import one_of
-
-DEVICES = ("auto", "cpu", "cuda")
-RUNNERS = ("auto", "openvino", "torch")
-DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("none", "int8", "int4")
 
 Description = ModelConfig | OpenVinoExport | AnyModelConfig
 
@@ -65,7 +58,7 @@ def load(
         if value < 1:
             raise _wrong(name, value, "must be >= 1")
     check_files(Path(directory))
-    device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory), quantization)
+    device, runner = choose(device, runner, given.get("block_size"), is_export(directory), quantization)
     tokenizer = HFTokenizer.load(directory)
     if runner == "openvino":
         from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
@@ -79,7 +72,7 @@ def load(
 
 
 def describe(directory: str | Path) -> Description:
-    """What is in a directory, read and checked without its weights. ConfigError for what cannot be served."""
+    """The description of a directory, checked; its weights are not read. ConfigError for one that cannot be served."""
     check_files(Path(directory))
     if is_export(directory):
         return OpenVinoExport.open(directory)
@@ -93,23 +86,12 @@ def describe(directory: str | Path) -> Description:
 
 
 def choose(
-    device: str,
-    runner: str,
-    dtype: str,
-    block_size: int | None = None,
-    export: bool = False,
-    quantization: str = "none",
+    device: str, runner: str, block_size: int | None = None, export: bool = False, quantization: str = "none"
 ) -> tuple[str, str]:
-    """The device and the runner that `load` uses. Loads nothing. export: the model is OpenVINO's own.
+    """The device and the runner that `load` uses. Loads nothing. export: of OpenVINO.
 
-    ConfigError for options that no runner takes together, or that nothing here can run; `field` names one of them.
+    ConfigError for options that no runner takes together, or that this machine cannot run; `field` names one of them.
     """
-    _one_of("device", device, DEVICES)
-    _one_of("runner", runner, RUNNERS)
-    if dtype in ("int8", "int4"):
-        raise _wrong("dtype", dtype, f"is about what is computed; weights of fewer bits are quantization={dtype}")
-    _one_of("dtype", dtype, DTYPES)
-    _one_of("quantization", quantization, QUANTIZATIONS)
     if export:
         for name, value, refused in (("device", device, "cuda"), ("runner", runner, "torch")):
             if value == refused:
@@ -124,7 +106,7 @@ def choose(
     if runner == "openvino" and device != "cpu":
         raise _wrong("runner", runner, f"runs on the cpu, not on {device}; use torch, or the device cpu")
     if runner == "openvino" and block_size is not None:
-        why = "blocks of the openvino runner have the size that its kernels want; leave it out, or use torch"
+        why = "the kernels of the openvino runner fix the size of a block; leave it out, or use torch"
         raise _wrong("block_size", block_size, why)
     if runner == "torch" and quantization != "none":
         why = "only the openvino runner rounds weights; leave it out, or use the device cpu"
@@ -154,7 +136,7 @@ def check(
     copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. The memory of
     the weights is not counted: whether cache and weights fit together shows when they are loaded.
     """
-    device, runner = choose(device, runner, dtype, block_size, isinstance(model, OpenVinoExport), quantization)
+    device, runner = choose(device, runner, block_size, isinstance(model, OpenVinoExport), quantization)
     if adapters:
         if not isinstance(model, ModelConfig):
             raise not_adaptable()
@@ -187,18 +169,16 @@ def check_directory(root: Path) -> None:
         raise ConfigError(f"{root}: is an adapter (PEFT) of {base!r}, not a model; {how}")
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise _wrong(name, value, one_of(str(value), known))
-
-
 def _wrong(name: str, value: Any, why: str) -> ConfigError:
     return ConfigError(f"{name}={value!r}: {why}", field=name)
 
 
 def _sees_cuda() -> bool:
-    if sys.platform == "linux" and not _has_driver():
-        return False  # seconds sooner than PyTorch would say so
+    if sys.platform == "linux" and not Path("/dev/kfd").exists():  # the driver of AMD's GPUs
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False  # seconds sooner than PyTorch finds out
     try:
         import torch
     except ImportError:
@@ -206,44 +186,32 @@ def _sees_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _has_driver() -> bool:
-    """Whether there is a driver that PyTorch could see a GPU through."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Path("/dev/kfd").exists()  # that of the GPUs of AMD
-    return True
-
-
 # -- how a model is sampled --------------------------------------------------------------------------------------------
 
-
 AUTHORS_SAY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's authors may say of how it is sampled, for requests that do not; else it is the OpenAI API's own."""
+"""Defaults of a model's authors for fields that a request omits."""
 
 
 def authors_said(defaults: SamplingParams) -> str:
-    """Those that differ from the API's own."""
+    """The defaults that differ from the OpenAI API's."""
     plain = SamplingParams()
-    said = ((name, getattr(defaults, name)) for name in AUTHORS_SAY)
-    return ", ".join(f"{name} {value:g}" for name, value in said if value != getattr(plain, name))
+    found = ((name, getattr(defaults, name)) for name in AUTHORS_SAY)
+    return ", ".join(f"{name} {value:g}" for name, value in found if value != getattr(plain, name))
 
 
 def sampling_defaults(directory: Path | str) -> SamplingParams:
-    """Of a model directory. ConfigError that names the file, the key and the range for a value that cannot be.
+    """The defaults in a model directory. ConfigError names the file, the key and the range.
 
-    `do_sample` and `max_new_tokens` are for other programs: in the OpenAI API a request says both.
+    `do_sample` and `max_new_tokens` are ignored: in the OpenAI API they are fields of a request.
     """
     file = Path(directory) / GENERATION_FILE
-    said = read_object(file) if file.is_file() else {}
-    found = {name: said[name] for name in AUTHORS_SAY if said.get(name) is not None}
+    given = read_object(file) if file.is_file() else {}
+    found = {name: given[name] for name in AUTHORS_SAY if given.get(name) is not None}
     for name, value in found.items():
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise ConfigError(f"{file}: {name}={value!r:.200}: must be a {'whole ' if whole else ''}number")
-    if found.get("top_k", 0) < 0:  # -1 is off, too, in some files
-        found["top_k"] = 0
-    found |= {name: float(value) for name, value in found.items() if name != "top_k"}
+        found[name] = max(0, value) if whole else float(value)  # -1 is off, too, in some files
     try:
         return SamplingParams(**found)
     except ConfigError as error:

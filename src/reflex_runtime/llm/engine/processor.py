@@ -1,7 +1,7 @@
-"""The processor of tokens: a step of a model is laid out flat, run and sampled, and each sequence gets its outcome.
+"""The processor of tokens: lays a step of a model out flat, runs and samples it, and gives each sequence its outcome.
 
-`LLMProcessor` has everything that a driver needs to generate tokens: the group of its requests, the requests, and the
-code that runs a batch. A server runs it under the asyncio driver, `LLMEngine` under one whose caller makes every step.
+`LLMProcessor` has all that a driver needs to generate tokens: the group of its requests, the requests, and the code
+that runs a batch. A server runs it under the asyncio driver, `LLMEngine` under one whose caller makes every step.
 
 A step is a transaction. The scheduler reserves blocks before it grants units. The processor changes a sequence only
 after the forward pass returned, each sequence separately. Then the scheduler publishes the computed blocks. A request
@@ -10,10 +10,9 @@ that fails or is cancelled in between leaves no trace in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -53,8 +52,9 @@ from reflex_runtime.observe.metrics import ENGINE, SeriesSet
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
-Lane = tuple[Sequence, int]  # see below
+Lane = tuple[Sequence, int, int]  # see below
 Written = TokenOutput | ProcessorError
+Scored = dict[Sequence, list[ScoredToken]]
 
 SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
 GUESSED_BYTES = 64 << 20  # of logits of guessed tokens in a step: each gives a row as long as the vocabulary
@@ -183,61 +183,61 @@ class LLMProcessor(BaseProcessor):
         """One step of every sequence in the batch. Notes the number of blocks in use, for the trace."""
         held = self.pool.num_blocks - self.pool.free_blocks
         batch.notes |= {"blocks_used": held, "num_blocks": self.pool.num_blocks}
-        lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
-        ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n >= s.num_tokens]
+        lanes = [
+            (sequence := ticket.request.payload, sequence.num_computed_tokens, int(units))
+            for ticket, units in batch.grants.items()
+        ]
+        ends = [i for i, (s, past, n) in enumerate(lanes) if past + n >= s.num_tokens]
         matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
-        prepared = self._beside.submit(_prepare, matchers) if matchers else None
-        with unchanged_if_it_fails(lanes):
-            lanes = self._scored_before(lanes)
-            step = flatten(lanes)
-            logits = self.runner.forward(step)
-            if prepared is not None:
-                prepared.result()
+        prepared = self._beside.submit(lambda: [matcher.prepare() for matcher in matchers]) if matchers else None
+        scored: Scored = {}
+        last = self._scored_before(lanes, scored) if any(s.scores_from is not None for s, _, _ in lanes) else lanes
+        step = flatten(last)
+        logits = self.runner.forward(step)
+        if prepared is not None:
+            prepared.result()
         if step.rows is not None:
-            return self._with_rows(lanes, ends, logits)
+            return self._with_rows(lanes, last, ends, logits, scored)
         rows = None if len(ends) == len(lanes) else ends
         written = dict(zip(ends, _write([lanes[i][0] for i in ends], logits, rows), strict=True))
-        return [_outcome(sequence, n, written.get(i)) for i, (sequence, n) in enumerate(lanes)]
+        return [_outcome(sequence, n, written.get(i)) for i, (sequence, _, n) in enumerate(lanes)]
 
-    def _scored_before(self, lanes: Seq[Lane]) -> list[Lane]:
-        """Compute what would give too many rows of logits at once, of prompts that are scored, in calls before; returns
-        what is left of each lane."""
+    def _scored_before(self, lanes: Seq[Lane], scored: Scored) -> list[Lane]:
+        """Score the beginnings of long prompts in calls of their own, so that no call has too many rows of logits;
+        returns what is left of each lane. scored: gets their tokens."""
         most = max(1, SCORED_BYTES // (4 * self.runner.vocab_size))
-        scoring = sum(sequence.scores_from is not None for sequence, _ in lanes)
-        if not scoring:
-            return list(lanes)
-        kept, left = max(1, most // scoring), list[Lane]()
-        for sequence, n in lanes:
-            while sequence.scores_from is not None and num_rows(sequence, n) > kept:
-                piece = min(n - kept, n - num_rows(sequence, n) + most)
-                if sequence.cached_tokens is None:
-                    sequence.cached_tokens = sequence.num_computed_tokens
-                lane = [(sequence, piece)]
-                step = flatten(lane)
+        kept, left = max(1, most // sum(s.scores_from is not None for s, _, _ in lanes)), list[Lane]()
+        for sequence, past, n in lanes:
+            while sequence.scores_from is not None and num_rows(sequence, past, n) > kept:
+                piece = [(sequence, past, min(n - kept, n - num_rows(sequence, past, n) + most))]
+                step = flatten(piece)
                 logits = self.runner.forward(step)
                 if step.rows is not None:
-                    sequence.scored(scores(lane, logits)[sequence])
-                sequence.num_computed_tokens += piece
-                n -= piece
-            left.append((sequence, n))
+                    score(piece, logits, scored)
+                past, n = past + piece[0][2], n - piece[0][2]
+            left.append((sequence, past, n))
         return left
 
-    def _with_rows(self, lanes: Seq[Lane], ends: Seq[int], logits: Logits) -> list[Outcome]:
-        """The outcomes of a step that has several rows of a sequence: for guesses, or to score a prompt."""
-        scored, at = scores(lanes, logits), next_rows(lanes)
-        written = self._write_drafted([(*lanes[i], at[i]) for i in ends], logits)
+    def _with_rows(
+        self, lanes: Seq[Lane], last: Seq[Lane], ends: Seq[int], logits: Logits, scored: Scored
+    ) -> list[Outcome]:
+        """The outcomes of a step that has several rows of a sequence: for guesses, or to score a prompt. last: what the
+        last call computed of the lanes."""
+        score(last, logits, scored)
+        rows = next_rows(last)
+        written = self._write_drafted([last[i] for i in ends], [rows[i] for i in ends], logits)
         for sequence, found in scored.items():
             sequence.scored(found)
         outcomes: list[Outcome] = []
-        for sequence, n in lanes:
-            *earlier, last = written.get(sequence, (None,))
-            outcomes.append(_outcome(sequence, n, last, tuple(earlier)))
+        for sequence, _, n in lanes:
+            *earlier, final = written.get(sequence, (None,))
+            outcomes.append(_outcome(sequence, n, final, tuple(earlier)))
         return outcomes
 
-    def _write_drafted(self, lanes: Seq[tuple[Sequence, int, int]], logits: Logits) -> dict[Sequence, list[Written]]:
-        """The tokens that these sequences get, of which some have a draft. Each is sampled as without one; as long as
-        it is what was guessed, the logits after it are there. lanes: (sequence, its tokens, its row)."""
-        going = {sequence: (drafted(sequence, n), row) for sequence, n, row in lanes}
+    def _write_drafted(self, lanes: Seq[Lane], rows: Seq[int], logits: Logits) -> dict[Sequence, list[Written]]:
+        """The tokens that these sequences get, of which some have a draft. Each is sampled as without one; while it
+        equals the guess, the next row has the logits after it. rows: of their last known tokens."""
+        going = {lane[0]: (drafted(*lane), row) for lane, row in zip(lanes, rows, strict=True)}
         written: dict[Sequence, list[Written]] = {sequence: [] for sequence in going}
         self.drafted += sum(count for count, _ in going.values())
         place, best = 0, logits.argmax(axis=1)
@@ -260,11 +260,6 @@ class LLMProcessor(BaseProcessor):
     def stop(self) -> None:
         self._beside.shutdown()
         self.runner.close()
-
-
-def _prepare(matchers: Seq[Matcher]) -> None:
-    for matcher in matchers:
-        matcher.prepare()
 
 
 def _write(
@@ -305,9 +300,10 @@ def _outcome(sequence: Sequence, n: int, last: Written | None, earlier: tuple[Wr
 
 # -- lanes -------------------------------------------------------------------------------------------------------------
 #
-# A lane is a sequence and how many of its tokens the step computes: known ones, and behind them those of its draft.
-# It gets logits after its last known token, if that is in the step, and after each of the draft. A sequence whose
-# prompt is scored gets them after each token of the prompt, too (`Sequence.scores_from`).
+# A lane is a sequence, how many of its tokens are in the cache, and how many more a call computes: known ones, and
+# behind them those of its draft. It gets logits after its last known token, if the call computes that, and after each
+# of the draft. A sequence whose prompt is scored gets them after each token of the prompt, too
+# (`Sequence.scores_from`).
 
 
 def flatten(lanes: Seq[Lane]) -> Step:
@@ -316,10 +312,9 @@ def flatten(lanes: Seq[Lane]) -> Step:
     positions: list[int] = []
     past: list[int] = []
     begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
-    adapters = [sequence.adapter for sequence, _ in lanes]
+    adapters = [sequence.adapter for sequence, _, _ in lanes]
     several = False
-    for sequence, n in lanes:
-        done = sequence.num_computed_tokens
+    for sequence, done, n in lanes:
         if n == 1:
             ids.append(sequence.tokens[done])
             positions.append(done)
@@ -346,46 +341,31 @@ def flatten(lanes: Seq[Lane]) -> Step:
     )
 
 
-def num_rows(sequence: Sequence, n: int) -> int:
+def num_rows(sequence: Sequence, past: int, n: int) -> int:
     """After how many of the lane's tokens logits are wanted: the last ones."""
-    done, first = sequence.num_computed_tokens, sequence.num_tokens - 1
+    first = sequence.num_tokens - 1
     if sequence.scores_from is not None:
         first = min(first, sequence.scores_from)
-    return max(0, done + n - max(done, first))
+    return max(0, past + n - max(past, first))
 
 
-@contextmanager
-def unchanged_if_it_fails(lanes: Seq[Lane]) -> Iterator[None]:
-    """A call that raises leaves these sequences as they were, also where a part of them was computed and scored."""
-    scoring = [sequence for sequence, _ in lanes if sequence.scores_from is not None]
-    before = [(s.num_computed_tokens, len(s.prompt_choices), s.scores_from, s.cached_tokens) for s in scoring]
-    try:
-        yield
-    except BaseException:
-        for sequence, (computed, scored, first, cached) in zip(scoring, before, strict=True):
-            sequence.num_computed_tokens, sequence.scores_from, sequence.cached_tokens = computed, first, cached
-            del sequence.prompt_choices[scored:]
-        raise
-
-
-def scores(lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[ScoredToken]]:
-    """The prompt tokens that a step with `rows` scored. logits: of those rows."""
-    found: dict[Sequence, list[ScoredToken]] = {}
+def score(lanes: Seq[Lane], logits: Logits, scored: Scored) -> None:
+    """Add the prompt tokens that a call with `Step.rows` scored. logits: of those rows."""
     begin = 0
-    for sequence, n in lanes:
-        count = num_rows(sequence, n)
+    for sequence, past, n in lanes:
+        count = num_rows(sequence, past, n)
         if sequence.scores_from is not None and count:
-            first = sequence.num_computed_tokens + n - count  # the token at the position behind is what a row predicts
-            told = sequence.tokens[first + 1 : min(first + count + 1, sequence.num_prompt_tokens)]
-            rows = logits[begin : begin + len(told)]
-            found[sequence] = [explain(*each, sequence.alternatives) for each in zip(rows, told, strict=True)]
+            first = past + n - count + 1  # a row predicts the token at the next position
+            tokens = sequence.tokens[first : min(first + count, sequence.num_prompt_tokens)]
+            rows = logits[begin : begin + len(tokens)]
+            found = [explain(*each, sequence.alternatives) for each in zip(rows, tokens, strict=True)]
+            scored.setdefault(sequence, []).extend(found)
         begin += count
-    return found
 
 
-def drafted(sequence: Sequence, n: int) -> int:
+def drafted(sequence: Sequence, past: int, n: int) -> int:
     """How many of the lane's tokens are guesses."""
-    return max(0, sequence.num_computed_tokens + n - sequence.num_tokens)
+    return max(0, past + n - sequence.num_tokens)
 
 
 def next_rows(lanes: Seq[Lane]) -> list[int]:
@@ -397,8 +377,8 @@ def next_rows(lanes: Seq[Lane]) -> list[int]:
 def _rows(lanes: Seq[Lane], begins: Seq[int]) -> npt.NDArray[np.int64] | None:
     """See `Step.rows`; None if no token of the step is one, because a runner computes at least one row."""
     rows: list[int] = []
-    for (sequence, n), end in zip(lanes, begins[1:], strict=True):
-        rows += range(end - num_rows(sequence, n), end)
+    for lane, end in zip(lanes, begins[1:], strict=True):
+        rows += range(end - num_rows(*lane), end)
     return np.array(rows, np.int64) if rows else None
 
 
