@@ -181,7 +181,7 @@ class Other:
     def releases(self, ticket: Ticket) -> None:
         self.released += 1
 
-    def forgot(self, prefix: bytes, shared: bool, next: bytes | None) -> None:
+    def forgot(self, prefix: bytes, next: bytes | None) -> None:
         return
 
     def published(self, prefix: bytes) -> None:
@@ -244,7 +244,7 @@ class Segmented(Lists):
     def came(self, one: Replayed, found: int) -> None:
         self._again.update(one.blocks[:found])
 
-    def forgot(self, prefix: bytes, shared: bool, next: bytes | None) -> None:
+    def forgot(self, prefix: bytes, next: bytes | None) -> None:
         self._again.discard(prefix)
 
     def kind(self, name: bytes) -> int:
@@ -312,7 +312,7 @@ class Frequency(Heap):
     def releases(self, ticket: Ticket) -> None:
         self._highest = 0.0
 
-    def forgot(self, prefix: bytes, shared: bool, next: bytes | None) -> None:
+    def forgot(self, prefix: bytes, next: bytes | None) -> None:
         self._times.pop(prefix, None)
 
     def key(self, name: bytes) -> float:

@@ -93,7 +93,7 @@ def faults(pool: BlockPool, sequences: Sequence[Any] = ()) -> list[str]:
             wrong.append(f"block {block}: {counted} holders counted, {held[block]} found")
         if bool(held[block]) == (block in free):
             wrong.append(f"block {block}: {'held and free' if held[block] else 'neither held nor free'}")
-        if digest is None and (pool._shared[block] or pool._next_of[block] is not None):
+        if digest is None and pool._next_of[block] is not None:
             wrong.append(f"block {block}: knows nothing, and what follows it")
         if digest is not None and pool._block_of.get(digest) != block:
             wrong.append(f"block {block}: what it knows leads to block {pool._block_of.get(digest)}")

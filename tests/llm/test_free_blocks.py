@@ -12,7 +12,7 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.engine import blocks
-from reflex_runtime.llm.engine.blocks import BlockPool, FreeBlocks, Past
+from reflex_runtime.llm.engine.blocks import BlockPool, FreeBlocks
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
 
@@ -97,10 +97,10 @@ def test_l5_what_was_learned_stays_within_its_bounds_and_what_is_remembered_with
         for _ in range(2000):
             name, shared = rng.choice(names), rng.random() < (0.1 if seed % 2 else 0.9)
             if rng.random() < 0.5 and name not in free._forgotten:
-                free.forgot(name, shared, None)
+                free.forgot(name, blocks._FORKED if shared else None)
             else:
                 free.published(name)
-            assert free._were_shared <= set(free._forgotten)
+            assert free._forgotten_shared == [*free._forgotten.values()].count(blocks._FORKED)
             assert len(free._forgotten) <= 8
             assert 1 / 16 <= free.weight <= 16
 
@@ -110,8 +110,8 @@ def test_l5_a_mistake_moves_the_weight_to_its_kind(shared: bool, more: bool) -> 
     free = FreeBlocks(100)
     free.published(b"other")
     assert free.weight == 1.0
-    free.forgot(b"it", shared, b"next")
-    assert free.published(b"it") == Past(shared, b"next")
+    free.forgot(b"it", blocks._FORKED if shared else b"next")
+    assert free.published(b"it") == (blocks._FORKED if shared else b"next")
     assert (free.weight > 1.0) is more
     before = free.weight
     free.published(b"it")  # nobody forgot it since
@@ -123,11 +123,11 @@ def test_l5_shared_is_what_stands_before_a_fork() -> None:
     begin, middle = texts.new(2), texts.new(2)
     for tokens in (begin + middle + texts.new(1), begin + middle + texts.new(1)):
         ask(pool, tokens)
-    assert sum(pool._shared) == 4
+    assert pool._next_of.count(blocks._FORKED) == 4
     ask(pool, begin + texts.new(3))
-    assert sum(pool._shared) == 4
+    assert pool._next_of.count(blocks._FORKED) == 4
     ask(pool, texts.new(39))  # everything but one block is forgotten
-    assert sum(pool._shared) <= 1
+    assert pool._next_of.count(blocks._FORKED) <= 1
 
 
 def touched(pool: BlockPool) -> int:
