@@ -176,7 +176,7 @@ def test_a_better_version_is_told_and_equal_ones_are_not(tmp_path: Path) -> None
     same = compared(tmp_path / "2", (0.7, 0.7), 400)
     assert "a against b: undecided" in same.text()
     assert same.comparison is not None
-    assert same.comparison.e_b_better < 1000.0
+    assert same.comparison.e["b_better"] < 1000.0
 
 
 def test_one_policy_has_no_comparison(tmp_path: Path) -> None:

@@ -81,9 +81,9 @@ def test_v12_three_bets_on_every_block() -> None:
     assert comparison.blocks == 2
     assert comparison.counts == {"a": (5, 8), "b": (1, 2)}
     for e, won in (
-        (comparison.e_a_better, (0.75, -0.5)),
-        (comparison.e_b_better, (-0.75, 0.5)),
-        (comparison.e_not_inferior, (-0.70, 0.55)),
+        (comparison.e["a_better"], (0.75, -0.5)),
+        (comparison.e["b_better"], (-0.75, 0.5)),
+        (comparison.e["not_inferior"], (-0.70, 0.55)),
     ):
         assert e == pytest.approx(sum(prod(1 + share * w for w in won) for share in BETS) / len(BETS))
 
@@ -98,7 +98,7 @@ def test_v12_verdicts_are_kept_once_reached() -> None:
         comparison.add("a", True)
         comparison.add("b", False)
     assert (comparison.verdict, comparison.not_inferior) == ("b_better", True)
-    assert comparison.e_b_better < 1.0 < comparison.e_a_better
+    assert comparison.e["b_better"] < 1.0 < comparison.e["a_better"]
     json.dumps(comparison.snapshot(), allow_nan=False)
 
 
@@ -111,9 +111,9 @@ def test_v12_a_verdict_is_reached_with_the_wealth_of_1_over_alpha_and_not_before
             comparison.add("a" if random.random() * 100 < split else "b", (random.random() < 0.8) == b_better)
             comparison.add("b", b_better)
             comparison.add("a", not b_better)
-            e = comparison.e_b_better if b_better else comparison.e_a_better
+            e = comparison.e["b_better"] if b_better else comparison.e["a_better"]
             assert (comparison.verdict != "undecided") == (e >= 1 / alpha)
-            assert not b_better or comparison.not_inferior == (comparison.e_not_inferior >= 1 / alpha)
+            assert not b_better or comparison.not_inferior == (comparison.e["not_inferior"] >= 1 / alpha)
             if e >= 1 / alpha:
                 break
         assert comparison.verdict == ("b_better" if b_better else "a_better")
@@ -125,8 +125,8 @@ def test_v12_wealth_stays_finite_for_ever() -> None:
         comparison.add("a", True)
         comparison.add("b", False)
     assert comparison.verdict == "a_better"
-    assert 1e3 < comparison.e_a_better < inf
-    assert comparison.e_not_inferior >= 0.0
+    assert 1e3 < comparison.e["a_better"] < inf
+    assert comparison.e["not_inferior"] >= 0.0
     json.dumps(comparison.snapshot(), allow_nan=False)
 
 
@@ -136,7 +136,7 @@ def test_v12_with_all_on_one_side_there_is_nothing_to_compare(split: int) -> Non
     for i in range(3000):
         comparison.add("ab"[i % 2], i % 3 == 0)
     assert (comparison.verdict, comparison.not_inferior, comparison.blocks) == ("undecided", False, 0)
-    assert comparison.e_a_better == comparison.e_b_better == comparison.e_not_inferior == pytest.approx(1.0)
+    assert comparison.e["a_better"] == comparison.e["b_better"] == comparison.e["not_inferior"] == pytest.approx(1.0)
     assert comparison.counts["a"][1] + comparison.counts["b"][1] == 3000
     assert comparison.snapshot()["waiting"] == {"a": 0, "b": 0}
 
@@ -146,17 +146,17 @@ def test_v12_a_new_split_begins_a_new_block_and_keeps_the_wealth() -> None:
     for _ in range(5):
         comparison.add("a", True)
         comparison.add("b", False)
-    before = comparison.e_a_better
+    before = comparison.e["a_better"]
     comparison.add("a", True)
     comparison.set_split(80)
     assert comparison.snapshot()["waiting"] == {"a": 0, "b": 0}
-    assert (comparison.left_out, comparison.split, comparison.e_a_better) == (1, 80, before)
+    assert (comparison.left_out, comparison.split, comparison.e["a_better"]) == (1, 80, before)
     for slot in "baaa":
         comparison.add(slot, slot == "a")
-    assert comparison.e_a_better == before
+    assert comparison.e["a_better"] == before
     comparison.set_split(80)  # the same: the block goes on
     comparison.add("a", True)
-    assert comparison.e_a_better > before
+    assert comparison.e["a_better"] > before
     assert comparison.blocks == 6
     comparison.set_split(100)
     comparison.set_split(50)
@@ -177,7 +177,7 @@ def test_v12_a_slot_that_runs_ahead_waits_in_bounded_memory(split: int, fast: st
     for _ in range(size[slow]):
         comparison.add(slow, False)
     assert comparison.blocks == 1
-    better = comparison.e_a_better if fast == "a" else comparison.e_b_better
+    better = comparison.e["a_better"] if fast == "a" else comparison.e["b_better"]
     assert better > 1.0  # the oldest were left out: those that wait are the successes
 
 
@@ -262,7 +262,7 @@ def test_v12_the_simulated_test_is_the_one_that_is_built() -> None:
             for slot, outcomes in (("b", b[i]), ("a", a[i])):
                 for success in outcomes:
                     comparison.add(slot, bool(success))
-            found = [comparison.e_a_better, comparison.e_b_better, comparison.e_not_inferior]
+            found = [comparison.e["a_better"], comparison.e["b_better"], comparison.e["not_inferior"]]
             assert found == pytest.approx([wealth[i] for wealth in expected], rel=1e-9)
 
 

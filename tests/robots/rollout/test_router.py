@@ -228,16 +228,6 @@ def test_v11_move_to_where_it_is_changes_nothing_and_keeps_what_is_to_be_told() 
     assert router.move(routing, "a") == Routing("a", "ep", degraded=False, cached=True, changed=True)
 
 
-def test_v11_a_forgotten_episode_that_is_moved_is_remembered_there() -> None:
-    router = Router(100, episodes=1)
-    router.route("ep", "r", 0.0)
-    routing = router.route("ep", "r", 0.0)
-    router.route("other", "r", 1.0)
-    assert router.move(routing, "b").changed
-    assert router.route("ep", "r", 2.0) == Routing("b", "ep", degraded=False, cached=True)
-    assert len(router) == 1
-
-
 @pytest.mark.parametrize("split", [-1, 101, 50.0, "50", True, None])
 def test_v1_a_split_outside_its_range_names_flag_value_and_range(split: object) -> None:
     router = Router(50)

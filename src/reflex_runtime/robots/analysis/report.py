@@ -201,9 +201,9 @@ class RolloutReport:
         margin, decided = f"b is not worse by {found.margin * 100:g} points", ", decided" if found.not_inferior else ""
         lines = [
             f"a against b: {verdict} (a verdict needs an e-value of {1.0 / found.alpha:,.0f})",
-            f"  {'a is better':<28}e = {evidence(found.e_a_better)}",
-            f"  {'b is better':<28}e = {evidence(found.e_b_better)}",
-            f"  {margin:<28}e = {evidence(found.e_not_inferior)}{decided}",
+            f"  {'a is better':<28}e = {evidence(found.e['a_better'])}",
+            f"  {'b is better':<28}e = {evidence(found.e['b_better'])}",
+            f"  {margin:<28}e = {evidence(found.e['not_inferior'])}{decided}",
             f"  {found.blocks:,} blocks of episodes compared, {found.left_out:,} episodes left out of the test",
         ]
         if any(s.loaded for s in self.slots.values()):

@@ -174,7 +174,7 @@ class ServedPolicy:
             self.slo.check(now)
         for name, tripped in self.rollout.evaluate(now).items():
             if not tripped:
-                self.slots[name].settle()
+                self.slots[name].previous = None
             elif (back := self.slots[name].go_back()) is not None:
                 self.rollout.exchanged(name, now)
                 numbers = {"slot": name, "version": back.name}

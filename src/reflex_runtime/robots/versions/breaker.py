@@ -35,7 +35,7 @@ class CrashEvidence:
     would notice a 20 % rate 16 calls sooner, but guarantees 999 calls only, and at exactly 1 % drains a slot every
     14,000 calls. A fresh start begins at 1, above the floor: a new version is watched more closely.
 
-    crashes: that still weigh: since every ratio was last at the floor.
+    crashes: since every ratio was last at the floor.
     """
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ class Poison:
 
 
 class _Circuit:
-    """State of one slot, fresh and closed.
+    """State of one slot; new ones are closed.
 
-    count: crashes in a row. opened: since when it is drained, None while it is in use. by_rate: the evidence opened it.
+    count: crashes in a row. opened: when it was drained, None while it is in use. by_rate: the evidence opened it.
     probe: the routing key that is served as a test.
     """
 
@@ -119,11 +119,11 @@ class Breaker:
     crash rate is sufficient. For an unbroken run only the counter decides, so that ten in a row are allowed if the
     setting is ten. 0 disables the breaker; crashes are still counted.
 
-    Closing again: when an open slot has waited for `cooldown` seconds, one key is served there as a probe. Its clean
-    answer closes the slot and resets count, evidence and cool-down. A crash doubles the cool-down, up to `longest`. If
-    the probe has no result, the next key is the probe after the cool-down. A crash while no probe is out comes from a
-    call that was queued before, and changes nothing. A clean answer of such a call closes a slot that a run opened (the
-    run is over), but not one that the evidence opened: at 20 % most calls are clean.
+    Closing: when an open slot has waited for `cooldown` seconds, one key is served there as a probe. Its clean answer
+    closes the slot and resets count, evidence and cool-down. A crash doubles the cool-down, up to `longest`. If the
+    probe has no result, the next key is the probe after the cool-down. A crash while no probe is out comes from an
+    older queued call, and changes nothing. A clean answer of such a call closes a slot that a run opened (the run is
+    over), but not one that the evidence opened: at 20 % most calls are clean.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Breaker:
         self._other = dict(zip(slots, reversed(slots), strict=True))
 
     def crashed(self, slot: str, now: float, poison: float = 0.0) -> bool:
-        """One call of the slot of which no item succeeded. True when the slot opened by it.
+        """Count a call of the slot in which no item succeeded. True if it opened the slot.
 
-        poison: the share of requests that failed lately while others were answered, in [0, 1). Calls with only such
-        requests are no evidence of a crash rate, and a longer run of them is needed.
+        poison: the share of requests that failed lately while others were answered, in [0, 1). A call of only such
+        requests is no evidence of a crash rate, so a longer run is needed.
         """
         state = self._slots[slot]
         state.count += 1
@@ -152,10 +152,7 @@ class Breaker:
         return False
 
     def answered(self, slot: str) -> bool:
-        """One clean answer of the slot. True when the slot closed by it.
-
-        Call it once for each clean call, not for each request of its batch: the evidence counts calls.
-        """
+        """Count a clean call of the slot, whatever the size of its batch. True if it closed the slot."""
         state = self._slots[slot]
         state.count = 0
         if state.opened is None:
@@ -169,7 +166,7 @@ class Breaker:
     def place(self, slot: str, key: str, now: float) -> str | None:
         """The slot that serves a request with this routing key: `slot`, the other one, or None (degraded).
 
-        The probe's key keeps its slot until the probe is decided or replaced. With both open each is probed by its own
+        The probe's key keeps its slot until the probe ends or is replaced. With both open each is probed by its own
         keys.
         """
         state = self._slots[slot]
@@ -209,11 +206,7 @@ class Breaker:
         return {name: state.verdict for name, state in self._slots.items()}
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """JSON-safe state of each slot, in seconds as of `now`.
-
-        consecutive, log_e; and of an open one why, how long it has been (`open_s`), when the next probe may go
-        (`retry_in_s`) and the present cool-down.
-        """
+        """JSON-safe. Of an open slot also why, for how long, and the time until the next probe."""
         return {
             "verdict": self.verdict,
             "max_consecutive": self.max_consecutive,
@@ -232,7 +225,7 @@ class Breaker:
         }
 
     def _opens(self, slot: str, now: float, least: int) -> bool:
-        """Open the slot if its crashes suffice. least: crashes in a row that are needed, whatever the setting."""
+        """Open the slot if its crashes suffice. least: crashes in a row that are needed, if above the setting."""
         state, other = self._slots[slot], self._slots[self._other[slot]]
         evidence, replaced = state.evidence, other is not state and other.opened is None
         if self.max_consecutive == 0:

@@ -1,8 +1,8 @@
 """Which of two policies is better, by a test that stays valid however often it is checked.
 
 If success rates are checked all day, they cross any fixed significance level sooner or later. Here each hypothesis is a
-bet with fair odds: if the hypothesis is true, the wealth ever reaches 1/alpha with probability at most alpha. The unit
-is the episode, because requests of one episode succeed or fail together.
+bet with fair odds: if it is true, the wealth ever reaches 1/alpha with probability at most alpha. The unit is the
+episode, because requests of one episode succeed or fail together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from math import floor, sqrt
 from typing import Any, Final, Literal
 
-BETS: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # the share of the wealth that is put on the next block
+BETS: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # bettors, by the share of their wealth in the next block
 BLOCKS: Final = 32  # blocks that may wait for the other slot
 _MOST: Final = 1e300  # a larger wealth means nothing more, and infinity is no JSON
 
@@ -46,33 +46,19 @@ def ratio(split: int) -> tuple[int, int]:
     return (n, 1) if split >= other else (1, n)
 
 
-class _Wealth:
-    """The mean wealth of six bettors, each of which bets a fixed share of its wealth."""
-
-    def __init__(self) -> None:
-        self.each = [1.0] * len(BETS)
-
-    def bet(self, won: float) -> None:
-        self.each = [min(wealth * (1.0 + share * won), _MOST) for wealth, share in zip(self.each, BETS, strict=True)]
-
-    @property
-    def average(self) -> float:
-        return sum(self.each) / len(BETS)
-
-
 class Comparison:
     """A against B by episodes that succeeded or not, as a betting test in blocks. Pure, in bounded memory.
 
     A block holds episodes of both slots in the ratio of the split; d = mean A − mean B lies in [−1, 1] and has mean 0
-    if they are equally good. Each block counts for three bets: A is better (d), B is better (−d), B is worse by less
-    than `margin` (margin − d). A verdict is final. The wealth has no floor: the guard handles a version that becomes
-    worse after thousands of episodes.
+    if they are equally good. Each block is in three bets: A is better (d), B is better (−d), B is worse by less than
+    `margin` (margin − d). A verdict is final. The wealth has no floor: the guard handles a version that becomes worse
+    after thousands of episodes.
 
     alpha: probability of a wrong verdict, of each bet, over all looks. margin: of the success rate. Both in (0, 1).
 
     If the slots do not alternate in the ratio of the split, the episodes of at most 32 blocks of one wait for the
     other. Beyond that the oldest episode is left out of the test (not of `counts`), so that a block compares episodes
-    of about the same time. The choice depends on counts only, never on results, so the odds stay fair.
+    of about the same time. The choice depends on counts, never on results, so the odds stay fair.
     """
 
     def __init__(self, split: int, alpha: float = 1e-3, margin: float = 0.05) -> None:
@@ -80,7 +66,7 @@ class Comparison:
         self.verdict: Verdict = "undecided"
         self.not_inferior = False
         self.blocks = self.left_out = 0  # left_out: episodes, or parts of a block cut short by a new split
-        self._a_better, self._b_better, self._not_inferior = _Wealth(), _Wealth(), _Wealth()
+        self._wealth = {name: [1.0] * len(BETS) for name in ("a_better", "b_better", "not_inferior")}
         self._successes = {"a": 0, "b": 0}
         self._episodes = {"a": 0, "b": 0}
         self._waiting: dict[str, deque[bool]] = {"a": deque(), "b": deque()}
@@ -113,23 +99,14 @@ class Comparison:
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Slot → (successes, episodes), of all that were added."""
+        """(successes, episodes) of each slot, of all that were added."""
         return {slot: (self._successes[slot], self._episodes[slot]) for slot in ("a", "b")}
 
     @property
-    def e_a_better(self) -> float:
-        """Evidence that A succeeds more often."""
-        return self._a_better.average
-
-    @property
-    def e_b_better(self) -> float:
-        """Evidence that B succeeds more often."""
-        return self._b_better.average
-
-    @property
-    def e_not_inferior(self) -> float:
-        """Evidence that B's success rate is above A's less `margin`."""
-        return self._not_inferior.average
+    def e(self) -> dict[str, float]:
+        """The evidence, a mean wealth, for each hypothesis: a succeeds more often, b does, b's success rate is above
+        a's less `margin`."""
+        return {name: sum(each) / len(BETS) for name, each in self._wealth.items()}
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-safe: counts with rates and 95 % intervals, the three e-values, the verdicts, and episodes left out."""
@@ -142,7 +119,7 @@ class Comparison:
             "waiting": {slot: len(waiting) for slot, waiting in self._waiting.items()},
             "alpha": self.alpha,
             "margin": self.margin,
-            "e": {"a_better": self.e_a_better, "b_better": self.e_b_better, "not_inferior": self.e_not_inferior},
+            "e": self.e,
             "slots": {
                 slot: {"successes": k, "episodes": n, "rate": k / n if n else None, "interval": list(wilson(k, n))}
                 for slot, (k, n) in self.counts.items()
@@ -155,13 +132,13 @@ class Comparison:
 
     def _close(self, d: float) -> None:
         self.blocks += 1
-        self._a_better.bet(d)
-        self._b_better.bet(-d)
-        self._not_inferior.bet(self.margin - d)
-        enough = 1.0 / self.alpha
+        for name, won in (("a_better", d), ("b_better", -d), ("not_inferior", self.margin - d)):
+            wealth = zip(self._wealth[name], BETS, strict=True)
+            self._wealth[name] = [min(each * (1.0 + share * won), _MOST) for each, share in wealth]
+        e, enough = self.e, 1.0 / self.alpha
         if self.verdict == "undecided":
-            if self.e_a_better >= enough:
+            if e["a_better"] >= enough:
                 self.verdict = "a_better"
-            elif self.e_b_better >= enough:
+            elif e["b_better"] >= enough:
                 self.verdict = "b_better"
-        self.not_inferior = self.not_inferior or self.e_not_inferior >= enough
+        self.not_inferior = self.not_inferior or e["not_inferior"] >= enough

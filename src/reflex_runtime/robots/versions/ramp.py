@@ -1,7 +1,7 @@
 """Limits on the answers of a policy: the latency objective of a server, the guard of a version, and the ramp, which
 raises b's share in stages or rolls back by its guard.
 
-Every decision has the numbers that it was made from, so that the log says why.
+Every decision carries the numbers behind it, for the log.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger("reflex.slo")
 class Change:
     """A change of the versions.
 
-    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended for the begin and end of a drill.
-    numbers: JSON-safe, the reasons for it.
+    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended at the begin and end of a drill.
+    numbers: behind it, JSON-safe.
     """
 
     at: float
@@ -49,7 +49,7 @@ class Objective:
 
     @classmethod
     def read(cls, text: str) -> Objective | None:
-        """From `p99=150ms`; None for any other text."""
+        """An objective from `p99=150ms`; None for any other text."""
         name, _, time = text.strip().partition("=")
         rank = re.fullmatch(r"p([0-9]{1,2}(?:\.[0-9]{1,6})?)", name)
         limit = seconds(time, "ms", "s")
@@ -57,7 +57,7 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """The same; ConfigError names flag, value and format."""
+        """The same; ConfigError for any other text."""
         if (found := cls.read(text)) is None:
             raise ConfigError(
                 f"--slo={one_line(text)}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms"
@@ -70,7 +70,7 @@ class Objective:
 
 
 class SloTracker:
-    """Follows one objective: a sink. prefix: of the slots whose answers count."""
+    """A sink that follows one objective. prefix: of the slots whose answers count."""
 
     events = frozenset({RequestAnswered})
 
@@ -102,14 +102,14 @@ class SloTracker:
         return round(self.value * 1e3, 3)
 
     def admits(self) -> bool:
-        """Whether the next request may enter; in mode 503 one in ten while it is violated, so that it can clear."""
+        """Whether the next request may enter: in mode 503 one in ten while it is violated, so that it can clear."""
         if not self.violated or self.mode != "503":
             return True
         self._asked += 1
         return self._asked % self.ADMIT == 0
 
     def check(self, now: float) -> None:
-        """Check the percentile. Call it every second; `served` calls it too."""
+        """Check the percentile; called every second, and by `served`."""
         self._since, self._checked_at = 0, now
         if (value := self.objective.value(self._samples)) is None:
             return
@@ -142,7 +142,7 @@ class RampGuard:
 
     @classmethod
     def parse(cls, text: str) -> RampGuard:
-        """From `p99=150ms,error=1%`; either part alone will do. ConfigError names flag, value and format."""
+        """A guard from `p99=150ms,error=1%` or either part alone; ConfigError for another text."""
         latency = rate = None
         for part in text.split(","):
             found, error = Objective.read(part), _ERROR.fullmatch(part.strip())
@@ -164,10 +164,10 @@ class GuardWatch:
 
     window: number of most recent answers. least: answers needed before it may trigger (200s for the latency).
 
-    It triggers when the share of bad answers (failed, or slower than the limit) is above the guard's limit and chance
-    cannot explain it: by the 99 % Wilson bound, and with at least three bad answers. It is checked every second. With
-    the plain share of the window, a version that fails half as often as allowed would be rolled back in nine ramps of
-    ten (12,000 answers, limit 1 %); with this rule in 2 %. One that fails at 5 % is noticed as soon, after 50 answers.
+    It triggers when the share of bad answers (failed, or slower than the limit) exceeds the guard's limit beyond
+    chance: by the 99 % Wilson bound, and with at least three bad answers. It is checked every second. With the share in
+    the window alone, a version that fails half as often as allowed would be rolled back in nine ramps of ten (12,000
+    answers, limit 1 %); with this rule in 2 %. One that fails at 5 % is noticed as soon, after 50 answers.
     """
 
     def __init__(self, guard: RampGuard, window: int = 500, least: int = 30) -> None:
@@ -191,7 +191,7 @@ class GuardWatch:
         return None
 
     def above(self) -> str | None:
-        """The limit that the window is above, perhaps by chance, or None. The ramp then stays at its stage."""
+        """The limit that the window exceeds, perhaps by chance, or None. The ramp then stays at its stage."""
         return next((why for why, *_ in self._offences()), None)
 
     def numbers(self) -> dict[str, float]:
@@ -208,7 +208,7 @@ class GuardWatch:
         return [latency for ok, latency in self._answers if ok]
 
     def _offences(self) -> Iterator[tuple[str, int, int, float]]:
-        """Every part of the guard that the window is above of: (figures, answers that offend, of, share allowed)."""
+        """Each limit of the guard that the window exceeds: (figures, bad answers, of how many, share allowed)."""
         served, n, allowed, latency = self._served(), len(self._answers), self.guard.error_rate, self.guard.latency
         failed = n - len(served)
         if allowed is not None and n and failed / n > allowed:
@@ -232,9 +232,9 @@ class Ramp:
     shares: b's percent in each stage, ascending, in [1, 100]. every: seconds a stage lasts. guard: b is rolled back as
         soon as it triggers.
     least: answers of b that a stage with a guard needs before it may end, because a time without traffic proves
-        nothing. Nor does a stage end while b is above a limit of the guard, even if by chance.
+        nothing. Nor does a stage end while b exceeds a limit of the guard, even if by chance.
 
-    The last stage is watched too; then the ramp is finished and keeps the share. After a roll-back the share stays 0.
+    The last stage is watched too; then the ramp is finished and keeps the share. After a rollback the share stays 0.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Ramp:
 
     @classmethod
     def shares_of(cls, text: str) -> tuple[int, ...]:
-        """The shares in `5,20,50,100`. ConfigError names flag, value and format."""
+        """The shares in `5,20,50,100`; ConfigError for another text."""
         parts = [part.strip() for part in text.split(",")]
         whole = all(re.fullmatch(r"[0-9]{1,3}", part) for part in parts)
         shares = tuple(int(part) for part in parts) if whole else ()
@@ -263,7 +263,7 @@ class Ramp:
 
     @classmethod
     def every_of(cls, text: str) -> float:
-        """The seconds in `10m`, `90s` or `1.5h`. ConfigError names flag, value and format."""
+        """The seconds in `10m`, `90s` or `1.5h`; ConfigError for another text."""
         every = seconds(text, "s", "m", "h")
         if not 1.0 <= every <= LONGEST:
             raise ConfigError(
@@ -273,7 +273,7 @@ class Ramp:
         return every
 
     def observe(self, ok: bool, latency: float) -> None:
-        """Add an answer of b: a 200 with its latency in seconds, or a failure of the model. Add no other answers."""
+        """Add an answer of b: a 200 with its latency in seconds, or a failure of the model."""
         if self.state == "running":
             self._watch.add(ok, latency)
             self._seen += 1
@@ -281,8 +281,8 @@ class Ramp:
     def evaluate(self, now: float) -> Change | None:
         """The decision that is due now, if any: advance, finish, hold or rollback, with b's share from now on.
 
-        A stage's time begins at the planned end of the stage before, so a late call makes no stage longer. But each
-        stage lasts at least half its time.
+        A stage begins at the planned end of the last one, so a late call makes no stage longer; but each lasts at least
+        half its time.
         """
         if self.state != "running":
             return None
@@ -306,7 +306,7 @@ class Ramp:
         return self._decided(now, "advance", why, numbers)
 
     def roll_back(self, now: float, why: str) -> Change | None:
-        """Roll back; `why` may be from outside (an operator, a drain). None if the ramp has already ended."""
+        """Roll back, also for an outside reason (an operator, a drain). None if the ramp has ended."""
         if self.state != "running":
             return None
         self.state, self.share = "rolled_back", 0
@@ -332,9 +332,7 @@ class Ramp:
         if self.guard is not None and self._seen < self.least:
             return f"b has had {self._seen} answers in this stage, the guard needs {self.least}"
         above = self._watch.above()
-        if above is not None:
-            return f"guard: {above}; not beyond chance yet"
-        return None
+        return None if above is None else f"guard: {above}; not beyond chance yet"
 
     def _decided(self, now: float, what: str, why: str, numbers: dict[str, float]) -> Change:
         self.decisions.append(Change(now, "ramp", f"{what}: {why}", {"share": self.share, **numbers}))

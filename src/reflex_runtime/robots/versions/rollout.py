@@ -30,10 +30,10 @@ CHANGES: Final = 200  # changes kept for the diagnostics
 
 @dataclass(slots=True)
 class SlotRecord:
-    """Results of the policy in a slot. A new policy begins a new one.
+    """Results of one policy of a slot.
 
-    number: counts the slot's policies. successes, episodes: of outcomes. watch: the guard of a policy that was
-    exchanged, until `until` at least; drained: the breaker opened meanwhile.
+    number: counts the slot's policies. successes, episodes: of outcomes. watch: the guard of a new policy, at least
+    until `until`; drained: the breaker opened meanwhile.
     """
 
     number: int = 1
@@ -50,7 +50,7 @@ class Rollout:
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
     is ready. guard: for exchanged policies. on_change: called with every change, on the event loop. on_moved: called
-    with the moved episodes. prefix: before the name of each slot in the names of groups; other groups do not count.
+    with the moved episodes. prefix: of the names of the slots' groups; other groups do not count.
     """
 
     events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
@@ -77,7 +77,7 @@ class Rollout:
         self._make_ramp = ramp
         self.changes: deque[Change] = deque(maxlen=CHANGES)
         self._guard = guard
-        self._clean = ""  # the slot whose batch came back and has not answered yet
+        self._clean = ""  # the slot of a finished batch without an answer yet
         self._counted: BatchFinished | None = None  # the last one
         self._on_change, self._on_moved = on_change, on_moved
         self._episodes: Lru[str, set[tuple[str, int]]] = Lru(EPISODES)  # episode → policies that answered it
@@ -132,7 +132,7 @@ class Rollout:
         return routing
 
     def untold(self, routing: Routing) -> None:
-        """The request failed: the next answer of its episode says that it moved."""
+        """The request failed: the next answer of its episode reports the move."""
         if self.router is not None and routing.changed:
             self.router.untold(routing)
 
@@ -145,12 +145,12 @@ class Rollout:
                 self.rollback(now, "b was drained during its ramp")
 
     def computed(self, slot: str, now: float) -> None:
-        """A batch of the slot gave an answer. Called once per batch: the evidence counts calls, not requests."""
+        """A batch of the slot gave an answer; called once per batch."""
         if self.breaker.answered(slot):
             self._switched("return", slot, now, f"{slot} answers again: {self.breaker.verdict}")
 
     def answered(self, slot: str, outcome: str, latency: float) -> None:
-        """Count an answer: only `ok` and `failed` tell of the policy."""
+        """Count an answer; only `ok` and `failed` depend on the policy."""
         if outcome not in ("ok", "failed"):
             return
         if self.ramp is not None and slot == "b":
@@ -160,8 +160,8 @@ class Rollout:
             watch.add(outcome == "ok", latency)
 
     def outcome(self, episode_id: str, success: bool, robot_id: str | None = None) -> dict[str, Any]:
-        """How an episode ended; the first report counts. Episodes that two policies answered, or whose policy was
-        exchanged since, count for none. Without a robot, one alone may have an episode of that name."""
+        """Count how an episode ended; the first report counts. Episodes that two policies answered, or whose policy was
+        exchanged, count for none. Without a robot, only one robot may have an episode of that name."""
         episode = episode_key(robot_id, episode_id)
         if robot_id is None and episode not in self._episodes:
             named = [known for known in self._episodes if known.endswith(f"\n{episode_id}")]
@@ -188,10 +188,10 @@ class Rollout:
         return told | {"counted": counted, "repeated": False}
 
     def __call__(self, event: Event) -> None:
-        """Answers, and crashed and clean calls, of the slots.
+        """Count answers, and crashed and clean calls, of the slots.
 
         A call is clean only if it gave an answer: a prefix that worked before a crashed denoise step proves nothing. A
-        request that failed while others were answered counts as a bad request; each crash is told with their share.
+        request that failed while others were answered is a bad request; the breaker gets their share with each crash.
         """
         if isinstance(event, RequestSettled):
             slot, outcome = self._slot_of.get(event.ticket.request.group), event.ticket.outcome
@@ -218,7 +218,7 @@ class Rollout:
         return {} if verdict == "ok" else {"verdict": verdict}
 
     def _count(self, event: BatchFinished) -> None:
-        """Count a batch once, although several sinks get its event in any order."""
+        """Count a batch once; `notes` may get its event before or after this sink."""
         if event is self._counted:
             return
         self._counted = event
@@ -253,12 +253,12 @@ class Rollout:
         self._switched("return", slot, now, f"{slot} was reset by an operator: {self.breaker.verdict}")
 
     def may_exchange(self) -> None:
-        """Raises Conflict while a ramp runs, because its results so far belong to the old policy."""
+        """Raise Conflict while a ramp runs: its results belong to the old policy."""
         if self.ramp is not None and self.ramp.state == "running":
             raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
 
     def exchanged(self, slot: str, now: float, watch_until: float | None = None) -> None:
-        """The slot has a new policy without results. watch_until: its guard looks until then, and until it can
+        """The slot has a new policy without results. watch_until: its guard watches until then, and until it can
         decide."""
         if slot not in self.slots:  # the shadow
             return
@@ -270,8 +270,8 @@ class Rollout:
             self.comparison = Comparison(self.comparison.split)
 
     def evaluate(self, now: float) -> dict[str, bool]:
-        """Advance or roll back the ramp; call it every second. Returns the exchanged slots whose watch has ended, and
-        whether their guard triggered."""
+        """Advance or roll back the ramp; called every second. Returns the slots whose watch has ended, and whether the
+        guard triggered."""
         if self.ramp is not None:
             change = self.ramp.evaluate(now)
             if change is not None and self.ramp.state == "rolled_back":
@@ -325,7 +325,7 @@ class Rollout:
         self.changed(now, kind, why, {"slot": slot, "verdict": breaker.verdict, "breaker": breaker.snapshot(now)})
 
     def changed(self, now: float, kind: str, why: str, numbers: dict[str, Any]) -> None:
-        """Log a change, keep it, and call `on_change`."""
+        """Log and keep a change, and call `on_change`."""
         self._add(Change(now, kind, why, numbers))
 
     def _add(self, change: Change) -> None:

@@ -1,8 +1,8 @@
 """Which of two policies serves an episode: the same one from its first request to its last.
 
-Only the key decides the slot, so the choice is the same in every process and after a restart. It is the episode's name,
-else the robot's, else the connection. When the split changes, a table keeps running episodes on their slot. A move (by
-a drain or a rollback) is reported in one answer.
+Only the key decides the slot, so the choice is the same in every process and after a restart. The key is the episode's
+name, else the robot's, else the connection. When the split changes, a table keeps running episodes on their slot. One
+answer reports a move (by a drain or a rollback).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def bucket(key: str) -> int:
 class Routing:
     """Where one request goes.
 
-    slot: a or b; of a server with one slot its name, and nothing else. key: the hashed text. degraded: the next request
-    may have another key: this one names no episode and no robot, and is the first of its connection, or has none.
-    cached: the slot came from the table of running episodes. changed: the other slot served the episode until now; the
-    answer to this request must say so, whatever its status. entry: of the table, "" for none; robots that give one name
-    to an episode have one each. verdict: of the breaker at that time.
+    slot: a or b; with one slot its name, and no other field is set. key: the hashed text. degraded: the next request
+    may have another key, because this one names neither episode nor robot, and is the first of its connection or has
+    none. cached: the slot is from the table of running episodes. changed: the other slot served the episode so far; the
+    answer must report it, whatever its status. entry: of the table, "" for none; robots that use the same name for an
+    episode have one each. verdict: the breaker's at that time.
     """
 
     slot: str
@@ -61,15 +61,14 @@ class Router:
 
     split: percent of the keys that go to a, in [0, 100].
     episodes: most running episodes; the longest unused is forgotten. idle: seconds without a request after which an
-        episode is forgotten. Then its key decides again: as before unless the split changed or the episode was moved.
+        episode is forgotten. Then its key decides again.
     """
 
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
         self.split = _checked(split)
         self._capacity, self._idle = episodes, idle
         self._table: Lru[str, _Episode] = Lru(episodes)
-        self._connections: Lru[str, _Episode] = Lru(episodes)  # apart: they are many, and push no episode out
-        self._now = 0.0
+        self._connections: Lru[str, _Episode] = Lru(episodes)  # apart, so that they push no episode out
 
     def set_split(self, split: int) -> None:
         """For episodes that begin from now on. ConfigError outside [0, 100]."""
@@ -83,10 +82,7 @@ class Router:
         robot_id: str | None = None,
         connection: Hashable = None,
     ) -> Routing:
-        """The slot of a request. An empty episode_id names no episode, as everywhere in the runtime.
-
-        connection: that it came on, a text or (address, port).
-        """
+        """The slot of a request. An empty episode_id names no episode. connection: a text or (address, port)."""
         self._forget(now)
         if key := episode_id or robot_id or "":
             entry = episode_key(robot_id, episode_id) or f"{robot_id}\n"
@@ -106,15 +102,13 @@ class Router:
         return Routing(episode.slot, key, cached=True, changed=moved, entry=entry)
 
     def move(self, routing: Routing, slot: str) -> Routing:
-        """Move a request to another slot, and its episode with it. `changed` if the episode had begun on the other."""
+        """Move a request that was just routed to another slot, and its episode with it; `changed` if the episode began
+        on the first."""
         if routing.slot == slot:
             return routing
         if not routing.entry:
             return replace(routing, slot=slot)
-        episode = self._table_of(routing.entry).get(routing.entry)
-        if episode is None:  # forgotten since it was routed
-            episode = _Episode(routing.slot, self._now)
-            self._table_of(routing.entry)[routing.entry] = episode
+        episode = self._table_of(routing.entry)[routing.entry]
         changed = routing.changed or (routing.cached and episode.slot != slot)
         episode.slot = slot
         return replace(routing, slot=slot, changed=changed)
@@ -126,8 +120,8 @@ class Router:
             episode.moved = True
 
     def rollback(self, slot: str, now: float) -> list[str]:
-        """Send all to `slot`, running episodes too; the next answer of each that moved says so. Returns these episodes,
-        whose state in the old slot the caller must drop."""
+        """Send all to `slot`, running episodes too; the next answer of each moved one reports it. Returns the moved
+        episodes, whose state in the old slot the caller must drop."""
         self._forget(now)
         self.split = BUCKETS if slot == "a" else 0
         moved = []
@@ -159,7 +153,6 @@ class Router:
         return self._connections if entry.startswith("\n") else self._table
 
     def _forget(self, now: float) -> None:
-        self._now = now
         for table in (self._table, self._connections):
             while table and table[entry := next(iter(table))].used <= now - self._idle:
                 del table[entry]

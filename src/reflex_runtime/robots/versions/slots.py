@@ -1,4 +1,4 @@
-"""The slots of a server, each with a policy, its processor and the faults of a drill; and the hot swap of policies.
+"""The slots of a server: versions of a policy, their processors and the faults of a drill; and the hot swap.
 
 Each loaded version of a slot's policy has its own partitions, so two versions never share a batch. Requests that were
 prepared for the old version run on it, residents included; new requests go to the new version from the next batch on.
@@ -43,11 +43,11 @@ WARM_SIZES = (1, 2, 4)
 
 
 class Version:
-    """One loaded policy of a slot and what runs its batches.
+    """One loaded policy of a slot and its processor.
 
     number: counts the slot's versions from 1; from the second on it is part of the policy's shape, so that versions
-    share neither batches nor learned costs. users: requests that still need it, counted by the server.
-    name: `model_id@hash`. told: its fields in every answer: inference mode, model hash and config hash.
+    share neither batches nor learned costs. users: requests that need it, counted by the server. name:
+    `model_id@hash`. told: its fields in every answer: inference mode, model hash and config hash.
     """
 
     def __init__(self, policy: Policy, processor: Processor, number: int = 1) -> None:
@@ -61,18 +61,18 @@ class Version:
 
 
 class Slot:
-    """One slot: the version for new requests (`version`), and those that earlier requests still run on.
+    """One slot: the version for new requests (`version`), and those of earlier requests.
 
     It is the processor of its group, and runs each batch on the version it was prepared for. `start`, `run`, `drop` and
-    `stop` are the device thread's, everything else happens on the event loop; what both use is one dictionary, written
-    by single operations. A later version is started on the device thread before its first batch.
+    `stop` run on the device thread, everything else on the event loop; they share one dictionary, written by single
+    operations. A later version is started on the device thread before its first batch.
     """
 
     repeatable = True
 
     def __init__(self, name: str, config: ServeConfig, policy: Policy, faults: Sequence[Fault]) -> None:
         self.name, self._config = name, config
-        self.faults = list(faults)  # of all its versions, also of those to come
+        self.faults = list(faults)  # of all its versions, later ones too
         self._made = 0
         self.version = self.made(policy)
         self.previous: Version | None = None  # kept while the guard watches the one that replaced it
@@ -103,28 +103,24 @@ class Slot:
         return Version(policy, served, self._made)
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """From the next batch on these faults, and no others."""
+        """Replace the faults from the next batch on."""
         self.faults[:] = faults
 
     def exchange(self, version: Version, keep: bool = False) -> None:
-        """New requests go to `version`. keep: the one before stays loaded, for `go_back`."""
+        """New requests go to `version`. keep: the present one stays loaded for `go_back`, as `previous`."""
         self._versions[version.policy.shape] = version
         self.previous, self.version = self.version if keep else None, version
 
     def go_back(self) -> Version | None:
-        """Send new requests to the version before again; None if there is none."""
+        """Send new requests to the previous version again; None if there is none."""
         if self.previous is None:
             return None
         self.version, self.previous = self.previous, None
         self.policy.forget()  # chunks from before the exchange
         return self.version
 
-    def settle(self) -> None:
-        """Give up the version before."""
-        self.previous = None
-
     def let_go(self, active: Sequence[Any]) -> list[Version]:
-        """Unload versions that are not in use, and return them. active: the group's partitions that hold tickets."""
+        """Unload unused versions, and return them. active: the group's partitions that hold tickets."""
         kept = self.version, self.previous
         gone = [v for v in self._versions.values() if v not in kept and not v.users and v.policy.shape not in active]
         for version in gone:
@@ -135,7 +131,7 @@ class Slot:
 
     @property
     def any_thread(self) -> bool:
-        """Whether calls of all its versions may be made on any thread."""
+        """Whether calls of all its versions may run on any thread."""
         return all(may_run_anywhere(version.processor) for version in list(self._versions.values()))
 
     def start(self) -> None:
@@ -168,12 +164,12 @@ class Slot:
             version.processor.stop()
 
 
-# What code is wrong with, unlike memory, a device or a file that may be there at the next start.
+# Faults of code. Memory, a device or a file may be there at the next start.
 MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError, ImportError, ArithmeticError)
 
 
 def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exception,)) -> WarmUp:
-    """Warm a policy up; ConfigError for one that raises one of these."""
+    """Warm a policy up; ConfigError for one that raises one of `wrong`."""
     try:
         return policy.warm_up(WARM_SIZES)
     except ConfigError:
@@ -211,12 +207,12 @@ def device_of(config: ServeConfig) -> DeviceOptions:
 def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0, tenant: str = "") -> GroupConfig:
     """A slot's group in the scheduler. Served slots share the device's time evenly; a shadow gets the rest.
 
-    weight, tenant: of the policy, where there are several.
+    weight, tenant: of one of several policies.
     """
-    # Values alone, so that it keeps no policy.
+    # Of values alone, so that it keeps no policy in memory.
     cost = partial(TimeCost, policy.stages, sizes=policy.captured_sizes, padded_stages=policy.padded_stages)
     if slot == SHADOW:
-        # One request, one step at a time: what the others may wait for.
+        # One request, one step at a time: the others wait for no more.
         budget = BUDGET if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
         return GroupConfig(
             name=policy.slot,
