@@ -1,7 +1,4 @@
-"""Back-off between attempts, and limits on how often a failure is reported.
-
-Pure: times are passed in.
-"""
+"""Back-off between attempts, and limits on how often a failure is reported. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ def doubled(first: float, longest: float, times: int) -> float:
 
 
 class Restarts:
-    """How long to wait before each start: longer after each failure, and a rest after many.
+    """Waits before the starts of a process: longer after each failure, and a rest after many.
 
     A failure is a start that failed or a life shorter than `steady` seconds. After `most` of them in a row the breaker
-    is open: one trial every `rest` seconds, until one of them lives that long. jitter: gives numbers in [0, 1); waits
-    are shortened by up to half, so that processes that were lost together do not come back together.
+    is open: one trial every `rest` seconds, until one lives that long. jitter: returns numbers in [0, 1); waits are
+    shortened by up to half, so that processes that were lost together do not come back together.
     """
 
     def __init__(
@@ -33,7 +30,7 @@ class Restarts:
         self.failures += 1
 
     def lived(self, seconds: float) -> None:
-        """A process was lost that had been ready for so many seconds."""
+        """A process was lost after it was ready for so many seconds."""
         self.failures = 0 if seconds >= self.steady else self.failures + 1
 
     @property
@@ -49,11 +46,11 @@ class Restarts:
 
 
 class Throttle:
-    """Counts occurrences and says how many to report now: the first at once, then at most once per `every` seconds.
+    """Limits reports of a count: the first at once, then at most one per `every` seconds.
 
-    Every method takes `now` and returns the count to report, 0 for nothing. What they return and what is `held` add up
-    to what was counted. A recovery reports what is held early, at most once between two regular reports: a source that
-    fails and recovers thirty times a second causes two reports per `every` seconds.
+    Methods return the count to report now, 0 for none. These and `held` add up to the occurrences. A recovery reports
+    the held count early, at most once between two regular reports: a source that fails and recovers thirty times a
+    second causes two reports per `every` seconds.
     """
 
     __slots__ = ("_early", "_next", "every", "held")
@@ -69,11 +66,11 @@ class Throttle:
         return self.due(now)
 
     def due(self, now: float) -> int:
-        """What is held, if a report is due."""
+        """The held count, if a report is due."""
         return self._tell(now) if now >= self._next else 0
 
     def recover(self, now: float) -> int:
-        """What is held, after a success: reported early."""
+        """The held count, early, after a success."""
         if now >= self._next or not self._early:
             early = now < self._next
             told = self._tell(now)
@@ -82,7 +79,7 @@ class Throttle:
         return 0
 
     def flush(self, now: float) -> int:
-        """What is held, at the end."""
+        """The held count, at the end."""
         return self._tell(now)
 
     def quiet(self, now: float) -> bool:

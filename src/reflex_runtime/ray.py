@@ -2,9 +2,9 @@
 
     serve run reflex_runtime.ray:app export=./my-export replicas=2
 
-Each replica is the application of `reflex serve` with a device of its own. Ray brings requests, and adds and removes
-replicas by its settings. Requests that name an episode in the header `x-session-id` go to one replica, by Ray's router
-with consistent hashing; a websocket is on one replica anyway.
+Each replica is the application of `reflex serve` with a device of its own. Ray routes requests, and adds and removes
+replicas by its settings. Its router with consistent hashing sends requests with an episode in the header `x-session-id`
+to one replica; a websocket stays on one replica anyway.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OWN: Final = ("export", "replicas", "max_replicas", "cpus", "gpus")
 def app(args: Mapping[str, str]) -> serve.Application:
     """The application that Ray deploys.
 
-    export: what is served, as SOURCE of `reflex serve`. replicas: fewest (2); max_replicas: most, for Ray's
-    autoscaling. cpus, gpus: that Ray reserves for a replica (1, 0). Other arguments: settings of `reflex serve`.
+    export: SOURCE of `reflex serve`. replicas: fewest (2); max_replicas: most, for Ray's autoscaling. cpus, gpus: Ray
+    reserves them for a replica (1, 0). Other arguments: settings of `reflex serve`.
     Raises ConfigError.
     """
     if not args.get("export"):
@@ -56,7 +56,7 @@ def app(args: Mapping[str, str]) -> serve.Application:
 
 
 class ReflexReplica:
-    """The ASGI application of a replica. It is made in the replica's process, when Ray starts its life."""
+    """The ASGI application of a replica, made in its process at ASGI's lifespan startup."""
 
     def __init__(self, export: str, settings: Mapping[str, str]) -> None:
         self._export, self._settings = export, dict(settings)

@@ -1,7 +1,6 @@
 """Delivers events to sinks, and answers to callers.
 
-Thousands of requests, cancels or answers are done in slices: a turn of the loop each, with other work in between.
-`Idle` waits until a driver has nothing left to do.
+Thousands of cancels or answers take several turns of the loop, with other work in between.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Event
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.scheduler import Scheduler
 
-TURN: Final = 0.004  # seconds after which the rest of the events is for the next turn of the loop
+TURN: Final = 0.004  # seconds of events in one turn of the loop
 SLICE: Final = 64  # requests queued or cancelled, and answers delivered, in one turn of the loop: a few milliseconds
 
 
 class Cancels:
-    """Cancels requests at once, as long as there are few in a turn of the loop; the others in its next turns.
+    """Cancels the first few requests of a turn of the loop at once, the others in its next turns.
 
-    input: the driver's way to make an input to its scheduler. Called on the loop.
+    input: calls an action with the driver's scheduler and the time. Used on the loop only.
     """
 
     def __init__(self, input: Callable[[Callable[[Scheduler, float], None]], object]) -> None:
@@ -34,11 +33,11 @@ class Cancels:
 
     @property
     def pending(self) -> bool:
-        """Whether some were added that are not cancelled yet."""
+        """Whether some are not cancelled yet."""
         return bool(self._later)
 
     def add(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel it now or soon, after those that were added before. loop: the running one."""
+        """Cancel it now, or after those that are pending. loop: the running one."""
         if not self._cancelled:
             loop.call_soon(self._next_turn, loop)
         self._cancelled += 1
@@ -65,19 +64,19 @@ class Cancels:
 
 
 class Idle:
-    """For a coroutine that waits until there is nothing left. idle: whether that is so now."""
+    """Lets a coroutine wait until a driver has nothing left to do. idle: whether that is so."""
 
     def __init__(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
-        self._reached: asyncio.Event | None = None  # made when something waits: most of the time nothing does
+        self._reached: asyncio.Event | None = None  # made when a coroutine waits
 
     def look(self) -> None:
-        """To be called when it may have become so."""
+        """Call it when the driver may have become idle."""
         if self._reached is not None and self._idle():
             self._reached.set()
 
     async def wait(self, timeout: float) -> bool:
-        """Wait until it is so, `timeout` seconds at most. Returns whether it is."""
+        """Wait until the driver is idle, `timeout` seconds at most. Returns whether it is."""
         if timeout > 0 and not self._idle():
             self._reached = asyncio.Event()
             try:
@@ -99,10 +98,9 @@ Sink = Callable[[Event], None]
 class Audience:
     """Calls the sinks with every event, in order, and resolves the waiter of every ticket that settled.
 
-    sinks: one with an attribute `events` (a set of event types) gets those only. One that raises is logged and called
-        again with the next event. No sink may depend on the order of sinks, and none publishes an event itself.
-    name: begins its log lines.
-    unheard: of the events of every request and batch those that no sink takes, for `Scheduler.unheard`.
+    sinks: must be quick, and publish no event. A sink with an attribute `events` (a set of event types) gets those
+        only. One that raises is logged and called again with the next event. Their order is not promised.
+    name: begins its log lines. unheard: types of events that no sink takes, for `Scheduler.unheard`.
     """
 
     def __init__(
@@ -121,12 +119,12 @@ class Audience:
         return tuple(self._sinks)
 
     def add(self, sink: Sink) -> None:
-        """Add a sink for the events from now on."""
+        """Call the sink with every event from now on."""
         self._sinks.append(sink)
         self._changed()
 
     def remove(self, sink: Sink) -> None:
-        """It gets no more events. ValueError if it is none of the sinks."""
+        """Call the sink no more. ValueError if it is none of the sinks."""
         self._sinks.remove(sink)
         self._changed()
 
@@ -138,8 +136,7 @@ class Audience:
     def tell(self, events: Iterable[Event], all: bool = False) -> bool:
         """Call the sinks and resolve `ticket.waiter`: a future, or a function of the settled ticket.
 
-        Without `all` only as many events as one turn of the loop has time for. Returns whether some are left; they are
-        first in the next call.
+        Without `all` only as many events as fit in a turn of the loop. Returns whether some are left for the next call.
         """
         self._untold.extend(events)
         while self._untold:
@@ -149,7 +146,7 @@ class Audience:
         return bool(self._untold)
 
     def _tell_some(self) -> None:
-        """The next events of one turn, by count and by time: answers cost much more than others, large ones most."""
+        """The events of one turn, by count and by time: an answer costs much more than others, a large one most."""
         untold, sinks_of, clock = self._untold, self._sinks_of, self._clock
         answers, end = 0, clock() + TURN
         for _ in range(16 * SLICE):
@@ -164,7 +161,7 @@ class Audience:
                 break
 
     def publish(self, event: Event) -> None:
-        """Call the sinks with one event now, before those that wait in `tell`. For servers; not from a sink."""
+        """Call the sinks with one event now, before those that wait in `tell`. Not from a sink."""
         kind = type(event)
         sinks = self._sinks_of.get(kind)
         if sinks is None:

@@ -1,13 +1,11 @@
 """The asyncio driver: an event loop submits, cancels and awaits; device work runs in a separate thread.
 
-Futures are resolved and sinks are called on the loop, once per batch. Batches that are proven to be brief run there
-too: one after each turn of the loop, of what was submitted in it. While the device is busy, one loop timer handles
-expiry and the watchdog; while it is free, its thread sleeps until the next deadline. The loop never waits for the
-device thread.
+Futures are resolved and sinks are called on the loop, once per batch. Brief batches run there too: one after each turn
+of the loop, of the requests submitted in it. While the device is busy, one loop timer handles expiry and the watchdog;
+while it is free, its thread sleeps until the next deadline. The loop never waits for the device thread.
 
-`Dispatcher` drives calls that are awaited, not run. Everything happens on the loop, without a lock. What comes in one
-turn of the loop is decided on at the end of that turn, so that what came together leaves together. In between one timer
-waits for `wake_at`; nothing is polled.
+`Dispatcher` drives calls that are awaited, not run. Everything happens on the loop, without a lock. It decides at the
+end of each turn of the loop, so that requests of one turn share a call. In between one timer waits for `wake_at`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _TICK: Final = 0.00051  # s; uvloop counts whole milliseconds, and half of one w
 
 
 class LoopDriver(Generic[V]):
-    """What the drivers on an event loop share: sinks, cancels and one timer. V is the type of values.
+    """Base of the drivers on an event loop: sinks, cancels and one timer. V is the type of values.
 
     input: calls an action with the scheduler and the time.
     """
@@ -77,17 +75,17 @@ class LoopDriver(Generic[V]):
         self._shortest = _TICK if type(self._loop).__module__.startswith("uvloop") else 0.0
 
     def add_sink(self, sink: Sink) -> None:
-        """One more sink, for the events from now on."""
+        """Call the sink with every event from now on."""
         self._audience.add(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events. ValueError if it is none of the sinks."""
+        """Call the sink no more. ValueError if it is none of the sinks."""
         self._audience.remove(sink)
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request. Its future ends with `Cancelled` unless it is already done. Only on the loop.
 
-        At once; if many are cancelled together, in one of the loop's next turns, so that other work gets its turn.
+        A few are cancelled at once; very many in the next turns of the loop, with other work in between.
         """
         assert self._loop is not None
         self._cancels.add(ticket, self._loop)
@@ -102,7 +100,7 @@ class LoopDriver(Generic[V]):
         raise NotImplementedError
 
     def _arm(self, at: float) -> None:
-        """Set the timer to `at`, unless it is set to an earlier time. An early one does no harm: it is set anew."""
+        """Set the timer to `at`, unless it is set to an earlier time: that one sets it anew."""
         if at >= self._timer_at:
             return
         assert self._loop is not None
@@ -127,14 +125,11 @@ class Batcher(LoopDriver[V]):
             value = await batcher.run(Request(payload))
 
     processors: one per group. watchdog: seconds a batch may run before it fails with `ProcessorHung`; 0 is off.
-    sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
-        those only. One that raises is logged and called again with the next event. Or an `Audience`, for a server that
-        publishes events of its own to the same sinks.
-    on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
-    one_thread: see `Device`; for processors that no second thread may call, even when the first one hangs.
-    brief: batches that take at most so many seconds run on the loop itself if their processor has `any_thread` and many
-        before them were as brief (`BriefBatches`); 0: none do. The watchdog cannot answer for one that hangs there:
-        it is logged, and on_stuck is called, on the device thread.
+    sinks: called on the loop, see `Audience`; or an `Audience`, for a server that publishes events of its own.
+    on_fatal: called on the loop when the device is given up. expendable, one_thread: see `Device`.
+    brief: batches that take at most so many seconds run on the loop if their processor has `any_thread` and many before
+        them were as brief (`BriefBatches`); 0: none do. The watchdog cannot answer for one that hangs there: it is
+        logged, and on_stuck is called, on the device thread.
     """
 
     def __init__(
@@ -174,8 +169,8 @@ class Batcher(LoopDriver[V]):
     async def start(self, prepare: Callable[[], object] | None = None) -> None:
         """Bind to the running loop and start the device thread.
 
-        prepare: called on that thread first, for example a warm-up that must run on the device thread. `start` waits
-        for it and raises its error; close the batcher then.
+        prepare: called on that thread first, such as a warm-up. `start` waits for it and raises its error; close the
+        batcher then.
         """
         self._bind()
         await asyncio.wrap_future(self.device.start(prepare))
@@ -189,9 +184,8 @@ class Batcher(LoopDriver[V]):
     ) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
 
-        settled: called on the loop with the settled ticket, instead of a future, if no coroutine waits.
-        ready: False if something must be done before it can run; no batch takes it before `prepared`. held: it gets
-        nothing until `Scheduler.resume`.
+        settled: called on the loop with the settled ticket, instead of a future. ready: False if no batch may take it
+        before `prepared`. held: it gets nothing until `Scheduler.resume`.
         """
         loop = self._loop
         if loop is None:
@@ -203,7 +197,7 @@ class Batcher(LoopDriver[V]):
             raise
         if self._replaces:  # a replaced request is answered at once
             self._pump_soon()
-        if not self._wake_due and (ready or ticket.deadline < inf):  # the device thread sleeps until deadlines it knows
+        if not self._wake_due and (ready or ticket.deadline < inf):  # the device thread sleeps until the next deadline
             self._wake_soon(loop)
         if ticket.deadline < self._timer_at:
             self._arm(ticket.deadline)
@@ -233,8 +227,8 @@ class Batcher(LoopDriver[V]):
         return value
 
     def flush(self) -> None:
-        """Call the sinks with the events so far, as many as fit in a turn of the loop. Without it, events without an
-        answer are delivered with the next answer."""
+        """Call the sinks with the events so far, as many as fit in a turn of the loop. Else events without an answer
+        are delivered with the next answer."""
         self._pump()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
@@ -273,7 +267,7 @@ class Batcher(LoopDriver[V]):
         self._wake_due = False
         if self.device.turn():
             self._pump()
-            if not self.scheduler.idle:  # what is left, after the loop had its turn
+            if not self.scheduler.idle:  # the next batch, after a turn of the loop
                 assert self._loop is not None
                 self._wake_soon(self._loop)
         else:  # a batch may start
@@ -339,9 +333,9 @@ class Dispatcher(LoopDriver[Any]):
         dispatcher.start()
         value = await dispatcher.submit(Request(payload)).waiter
 
-    send: called on the loop with a batch, which it puts on its way before it returns; what it returns is awaited: one
-        outcome per ticket, in the order of the batch's grants. What it raises fails the whole batch: a `ReflexError` as
-        it is, anything else as a `ProcessorError`. Cancelled when the dispatcher closes before the answer.
+    send: called on the loop with a batch, and awaited: one outcome per ticket, in the order of the batch's grants. Its
+        exception fails the whole batch: a `ReflexError` as it is, any other as a `ProcessorError`. Cancelled when the
+        dispatcher closes before the answer.
     sinks: see `Audience`. max_batches: calls out at a time.
 
     A cancelled request that waits is not sent. If its call is out, the answer is awaited and dropped.
@@ -367,7 +361,7 @@ class Dispatcher(LoopDriver[Any]):
     def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`.
 
-        settled: called with the settled ticket, in place of the future, where no coroutine waits.
+        settled: called with the settled ticket, instead of a future.
         """
         assert self._loop is not None, "Dispatcher.start was not called"
         try:
@@ -378,14 +372,14 @@ class Dispatcher(LoopDriver[Any]):
         return ticket
 
     def input(self, action: Callable[[Scheduler, float], T]) -> T:
-        """Any other input, such as a pause: action gets the scheduler and the time. It takes effect in this turn."""
+        """Any other input: the result of `action(scheduler, now)`. It takes effect in this turn of the loop."""
         result = action(self.scheduler, self._clock())
         self._pump_soon()
         return result
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
-        """Admit nothing more; with `drain` let what waits and what is out be answered within `timeout` seconds. Calls
-        that are still out then are cut short. Every ticket has settled when it returns."""
+        """Admit nothing more. With `drain` waiting requests and calls have `timeout` seconds; calls that are out then
+        are cut short. Every ticket has settled when it returns."""
         if self._loop is None:
             return
         self.input(lambda scheduler, now: scheduler.close(now, drain))
@@ -410,7 +404,7 @@ class Dispatcher(LoopDriver[Any]):
         """Form batches, send them, publish events; with very many events, in several turns."""
         self._pump_due = False  # first, so that later events cause another turn
         now = self._clock()
-        # a batch that was formed now could hold a request that is about to be cancelled
+        # a batch formed now could hold a request that is about to be cancelled
         while not self._cancels.pending and (batch := self.scheduler.next_batch(now)) is not None:
             self._begin(batch)
         if self._audience.tell(self.scheduler.take_events(), all):
@@ -447,7 +441,7 @@ class Dispatcher(LoopDriver[Any]):
             self._complete(batch, call.result(), began)
 
     def _complete(self, batch: Batch, result: Sequence[Outcome] | ReflexError, began: float | None = None) -> None:
-        """Settle a batch, the first time that something is known of it."""
+        """Settle a batch, once."""
         if self._out.pop(batch, None) is None:
             return  # it was cut short
         now = self._clock()

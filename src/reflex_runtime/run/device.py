@@ -37,8 +37,8 @@ Clock = Callable[[], float]
 
 
 def complete(scheduler: Scheduler, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
-    """Complete a batch that took `elapsed` seconds. If the cost model cannot learn from it, it is logged, and the batch
-    fails with a ProcessorError."""
+    """Complete a batch that took `elapsed` seconds. An error of the cost model is logged, and the batch fails with a
+    ProcessorError."""
     try:
         scheduler.complete(batch, outcomes, elapsed, now)
     except Exception as error:  # the batch is still in flight, see `Scheduler.complete`
@@ -88,8 +88,8 @@ class Wakeable:
 # -- the thread that forms the next batch ------------------------------------------------------------------------------
 
 
-WAKING = 0.0002  # seconds: from the time a thread sleeps until, to when it runs with the interpreter's lock
-SLACK = 0.0002  # seconds by which it may form earlier, rather than sleep once more
+WAKING = 0.0002  # seconds from the end of a thread's sleep until it has the interpreter's lock
+SLACK = 0.0002  # seconds by which it may form too early, rather than sleep once more
 ERROR = 0.05  # of a predicted time
 PAYS = 0.01  # least share of a batch's time that forming takes
 MISSES = 2  # batches in a row that could not be formed ahead, after which none is tried until one is full
@@ -128,7 +128,7 @@ class FormingAhead:
             self._took(seconds)
 
     def began(self, batch: Batch, now: float) -> None:
-        """A batch was started: plan the next one, if that may pay."""
+        """A batch was started: plan the next one, if forming it ahead may pay."""
         expected = batch.expected
         if self._misses >= MISSES or self._ends or not expected * PAYS < self._takes:
             self._at = inf
@@ -138,7 +138,7 @@ class FormingAhead:
             self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # this process may have no more threads: batches are formed when the device is free
+            except RuntimeError:  # no more threads: batches are formed when the device is free
                 log.exception("no batch is formed ahead")
                 self.end()
         elif self._bell.waiting and self._at < self._bell.until:
@@ -163,7 +163,7 @@ class FormingAhead:
                 if self._at <= now + SLACK:
                     try:
                         self._form(now)
-                    except Exception:  # a cost model's: the device forms the batch itself, and has the error too
+                    except Exception:  # of a cost model: the device forms the batch itself, and fails too
                         log.exception("a batch could not be formed ahead")
                     continue
                 until = min(self._at, self._next if self._next > now else inf)
@@ -178,14 +178,14 @@ class FormingAhead:
             return
         self._misses = 0
         self._took(self._clock() - now)
-        # The thread is needed again when this batch is about to end: it need not be woken for that.
+        # It is needed again when this batch is about to end: with a time of its own nobody has to wake it.
         self._next = planned + batch.expected
 
 
 # -- brief batches run on the event loop -------------------------------------------------------------------------------
 
-# A hand-over to a thread and back costs more than a small model. But while a batch runs on the loop nothing else does,
-# so a kind of batch runs there only after many of them in a row were brief, and the first long one sends it back.
+# A hand-over to a thread and back costs more than a small model. But a batch on the loop holds up everything else, so a
+# kind of batch runs there only after many in a row were brief, and the first long one sends it back.
 
 BRIEF: Final = 0.0003  # seconds; a hand-over costs 0.05 to 0.15 ms of them
 PROOF: Final = 32  # batches in a row that must be brief
@@ -263,8 +263,8 @@ class BriefBatches:
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices of what must leave: a thread that waits
-# for it needs that long to wake up, and would not get it from one that takes it again at once
+BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices of requests that leave: a thread that
+# waits for it needs that long to wake up
 
 
 def _run_into(future: Future[object], action: Callable[[], object]) -> None:
@@ -278,17 +278,17 @@ def _run_into(future: Future[object], action: Callable[[], object]) -> None:
 class Device:
     """Runs a scheduler's batches on processors, one per group, on one thread.
 
-    notify: called when an answer is among the events, never with the lock held; on the device thread or a caller's.
-        Take the events in one place, so that they stay in order. Events that answer nothing (a request queued, a batch
-        scheduled) come with the next answer.
-    on_fatal: called once, from any thread, when the device is given up. watchdog: seconds after which a batch hangs.
-    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit`); a thread
+    notify: called when an answer is among the events, without the lock, on any thread. Take the events in one place,
+        so that they stay in order. Events that answer nothing (a request queued, a batch scheduled) come with the next
+        answer.
+    on_fatal: called once, on any thread, when the device is given up. watchdog: seconds after which a batch hangs.
+    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit`). A thread
         lost to one is replaced without being counted, and the group is paused: until its thread comes back and `REST`
         times its time has passed, or until `resume`.
     one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
         its late results are dropped.
-    ahead: whether a full batch is formed while the one before runs (`FormingAhead`), which is completed while it runs
-        itself. For a driver that takes the events on another thread.
+    ahead: whether a full batch is formed while the one before runs (`FormingAhead`); that is completed while the next
+        one runs. For a driver that takes the events on another thread.
     brief: seconds up to which batches may run on the thread that calls `turn`; 0: none do.
     on_stuck: called on the device thread, once a watchdog, while a batch that runs in `turn` has taken longer than
         that: the thread that could answer is not free.
@@ -297,7 +297,7 @@ class Device:
 
     RESTARTS = 1
     EXPENDABLE_S = 1.0  # seconds that a batch of an expendable group may take, whatever its prediction
-    REST = 60.0  # so it takes from the others at most a sixtieth of the time, however often it is late
+    REST = 60.0  # a late group takes at most a sixtieth of the time from the others
 
     def __init__(
         self,
@@ -345,9 +345,9 @@ class Device:
     # -- callers -------------------------------------------------------------------------------------------------------
 
     def start(self, prepare: Callable[[], object] | None = None) -> Future[object]:
-        """Start the device thread. prepare: called on it first; a replacement does not repeat it.
+        """Start the device thread. prepare: called on it first, but not on a replacement.
 
-        Returns a future of what it returns or raises; the thread goes on after an error, too.
+        Returns a future of its result or exception. The thread goes on after an exception, too.
         """
         prepared: Future[object] = Future()
         with self._lock:
@@ -363,7 +363,7 @@ class Device:
     def submit(
         self, request: Request, waiter: Any = None, wake: bool = True, ready: bool = True, held: bool = False
     ) -> Ticket:
-        """Admit a request; its end is in the events. Raises `Rejected` (also an event).
+        """Admit a request; its end is an event. Raises `Rejected`, which is an event too.
 
         wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
         ready: False if no batch may take it before `prepared`. held: it gets nothing until `Scheduler.resume`.
@@ -380,12 +380,12 @@ class Device:
         return ticket
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
-        """As `Scheduler.prepared`; a later `wake` lets the device look at it."""
+        """As `Scheduler.prepared`; wakes nothing."""
         with self._lock:
             self.scheduler.prepared(ticket, made, self.clock())
 
     def wake(self) -> None:
-        """Let a free device look at what was submitted."""
+        """Wake a free device if it has something new to decide."""
         if self._bell.waiting:
             with self._lock:
                 if self._has_news():
@@ -406,7 +406,7 @@ class Device:
         return bool(self.input(leave))
 
     def input(self, action: Callable[[Scheduler, float], Any]) -> Any:
-        """Any other input to the scheduler, under the lock; returns what `action(scheduler, now)` does."""
+        """Any other input to the scheduler, under the lock; returns the result of `action(scheduler, now)`."""
         with self._lock:
             self._settle()
             result = action(self.scheduler, self.clock())
@@ -433,11 +433,11 @@ class Device:
 
     @property
     def soonest(self) -> float:
-        """Seconds in which a batch may hang that starts at once."""
+        """Seconds after which a batch that starts now may hang."""
         return min(self.watchdog, self.EXPENDABLE_S) if self.expendable and self.watchdog < inf else self.watchdog
 
     def look_at(self) -> float:
-        """When a driver must `look`: at the next deadline, or when the batch that runs has run for too long."""
+        """When a driver must `look`: at the next deadline, or when the running batch reaches its limit."""
         with self._lock:
             if self._running is not None:
                 return min(self.scheduler.wake_at(), self._running[1] + self.limit)
@@ -458,21 +458,18 @@ class Device:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread is in a processor, also with a batch that was given up."""
+        """Whether a batch runs, given up or not."""
         return self._running is not None or self._late
 
     @property
     def current(self) -> bool:
-        """Whether the caller is the device thread itself, which must not wait for an answer."""
+        """Whether the caller is the device thread, which must not wait for an answer."""
         return threading.current_thread() is self.thread
 
     @property
     def limit(self) -> float:
-        """Seconds that the batch now running may take.
-
-        One of an expendable group has a second, ten times its prediction, or twice what others lately took beyond
-        theirs on this machine: those wait behind it.
-        """
+        """Seconds that the running batch may take. In an expendable group the longest of: a second, ten times its
+        prediction, twice the time that other batches lately took beyond their predictions on this machine."""
         running, watchdog = self._running, self.watchdog
         if running is None or running[0].group not in self.expendable or watchdog == inf:
             return watchdog
@@ -489,9 +486,9 @@ class Device:
 
     def stop(self, timeout: float = 5.0) -> bool:
         """Run the batches that the scheduler still forms, settle the rest, stop the thread. Returns whether it ended in
-        `timeout`.
+        `timeout` seconds.
 
-        A scheduler that drains forms all that is queued, one that was closed otherwise none. Requests left after the
+        A draining scheduler forms all queued requests, one that was closed otherwise none. Requests left after the
         timeout settle here, those of a running batch with CutShort.
         """
         until = time.monotonic() + timeout
@@ -515,9 +512,9 @@ class Device:
     # -- brief batches, on the event loop's thread ---------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Let a free device take what was submitted: here, if its batch is brief, else on its thread.
+        """Let a free device take its next batch: here, if it is brief, else on the device thread.
 
-        Returns whether a batch ran here; its events wait to be taken. Always on the same thread.
+        Returns whether a batch ran here; take its events. Always called on the same thread.
         """
         if not self._bell.waiting:
             return False
@@ -525,7 +522,7 @@ class Device:
             settled = self.scheduler.settled
             try:
                 batch = self._form_here() if self._has_news() else None
-            except BaseException:  # it fails on the device thread, too, and there it has consequences
+            except BaseException:  # it fails on the device thread, too, which gives up the device
                 self._bell.ring()
                 raise
             news = settled != self.scheduler.settled
@@ -535,7 +532,7 @@ class Device:
             return False
         try:
             outcomes = self._context.run(run_batch, self._processors[batch.group], batch)
-        except BaseException:  # the caller does not go on with what waits
+        except BaseException:  # the caller does not go on
             error = Failed(ProcessorError("the thread that ran it was interrupted"))
             self._came_back(batch, [error] * len(batch), ring=True)
             self._notify()
@@ -617,9 +614,10 @@ class Device:
                 log.exception("a processor could not be stopped")
 
     def _next(self, generation: int, outcomes: list[Outcome]) -> Batch | None:
-        """Complete the batch that ran, wait for the next; None when the device stops or this thread was given up.
+        """Complete the batch that ran and wait for the next; None when the device stops or this thread was given up.
 
-        outcomes: of the batch that ran, none before the first. Emptied, so that nothing of it is kept alive meanwhile.
+        outcomes: of the batch that ran; none before the first. They are cleared, so that a sleeping thread keeps
+        nothing of them alive.
         """
         while True:
             with self._lock:
@@ -652,7 +650,7 @@ class Device:
         return None
 
     def _back_late(self, thread: int, now: float) -> None:
-        """A thread that was given up has come back: its expendable group was late, and does not hang. The lock is
+        """A thread that was given up has come back: let its expendable group run again, after a rest. The lock is
         held."""
         group, since = self._astray.pop(thread, ("", now))
         if group and self.lost is None and all(group != other for other, _ in self._astray.values()):
@@ -680,7 +678,7 @@ class Device:
         return None, [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
 
     def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
-        """The batch that ran came back. The lock is held. If the next one is formed, it is completed once that runs."""
+        """The running batch came back; `_settle` completes it, once the next one runs. The lock is held."""
         if self._late:  # it was given up and answered meanwhile
             self._late = False
             return
@@ -697,16 +695,16 @@ class Device:
             self._ahead.began(batch, now)
 
     def _settle(self) -> None:
-        """Complete the batch that came back, if the next one was started first. The lock is held."""
+        """Complete the batch that came back. The lock is held."""
         returned, self._returned = self._returned, None
         if returned is not None:
             batch, _, elapsed, _ = returned
             if batch.group not in self.expendable:
                 self._overrun = max(0.99 * self._overrun, elapsed - batch.expected)
-            complete(self.scheduler, *returned)  # this may be any thread, which knows nothing of the batch
+            complete(self.scheduler, *returned)
 
     def _has_news(self) -> bool:
-        """Whether what came could change when the sleeping thread is to wake up. The lock is held."""
+        """Whether an input may change when the sleeping thread wakes up. The lock is held."""
         return not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until
 
     def _has_work(self) -> bool:
@@ -764,7 +762,7 @@ class Device:
         self._ended.set()
 
     def _give_up_hung(self) -> None:
-        """The batch that runs has run for its limit. The lock is held; `_tell_lost` follows without it."""
+        """Give up the running batch. The lock is held; `_tell_lost` follows without it."""
         assert self._running is not None
         (batch, since), limit = self._running, self.limit
         self.hung += 1
@@ -783,13 +781,13 @@ class Device:
             on_fatal()
 
     def _cut_short(self, error: ProcessorError) -> None:
-        """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
+        """Fail the running batch, if there is one, and give up its thread. The lock is held."""
         self._settle()
         if self._running is None:
             return
         (batch, since), now = self._running, self.clock()
         self._running = None
-        self._late = self._one_thread  # that thread still stops the processors
+        self._late = self._one_thread  # its thread stays in charge
         self._generation += not self._one_thread
         try:
             self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)

@@ -1,14 +1,11 @@
-"""Files of a model, which others made: what is none is refused, texts are read up to a bound, and tables must be true.
+"""Reads files of a model that others made, with bounds and checks.
 
-What reads a directory after us (transformers, LeRobot, onnxruntime) opens whatever is there: a pipe or a device in the
-place of a file would hold the load for ever. So `check_files` looks at the whole directory first.
-
-The outline of a safetensors file is a length, a table in JSON, and bytes. Its tensors must cover the bytes without a
-gap and without sharing any: a file whose offsets overlap would load as another model than the one that was trained.
-
-`JsonObject` reads JSON as msgspec structs. msgspec checks types and bounds. Its messages do not show the value and do
-not name the file, so errors are made here: from the value that was found and from the description in the field's
-`msgspec.Meta`.
+- `check_files`: transformers, LeRobot and onnxruntime open every file of a directory; a pipe or a device in the place
+  of a file would hold the load for ever.
+- A safetensors file is a length, a table in JSON, and bytes. Its tensors must cover the bytes without a gap and without
+  sharing any: with overlapping offsets another model than the trained one would load.
+- `JsonObject` reads JSON as msgspec structs. msgspec checks types and bounds; errors name the file, the value found and
+  the description in the field's `msgspec.Meta`.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 
 MOST_TEXT: Final = 64 << 20  # bytes of a JSON file or template; the largest tokenizers have about half of it
-MOST_FILES: Final = 100_000  # of a model's directory, with those below it
+MOST_FILES: Final = 100_000  # of a model's directory and its folders
 _MOST_AXES: Final = 64  # of a tensor; NumPy has no more, and a product of millions of lengths takes minutes
 _MAX_HEADER: Final = 100_000_000  # bytes; the format's own bound
 _AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
@@ -43,7 +40,7 @@ _BITS: Final = {
 
 def check_files(root: Path) -> None:
     """ConfigError where a directory holds a pipe or a device, or a directory with the name of a file. Linked folders
-    are looked into as libraries do, each once: a link may lead to a folder above it."""
+    are checked too, each once: a link may lead to a folder above it."""
     count, seen = 0, set[tuple[int, int]]()
     for folder, folders, names in os.walk(root, followlinks=True):
         there = os.stat(folder)
@@ -59,13 +56,13 @@ def check_files(root: Path) -> None:
 
 
 def check_kind(file: Path) -> None:
-    """ConfigError for what is there and is no file. A link to nothing passes: its reader fails, if it has one."""
+    """ConfigError for a path that exists and is no file. A broken link passes: its reader fails."""
     with suppress(OSError):
         _check_kind(file, file.stat().st_mode)
 
 
 def read_file(file: Path, most: int = MOST_TEXT) -> bytes:
-    """All of a file. ConfigError for what is none, cannot be read, or has over `most` bytes."""
+    """All of a file. ConfigError if it is no file, cannot be read, or has over `most` bytes."""
     try:
         with open(file, "rb", opener=_without_waiting) as opened:
             _check_kind(file, os.fstat(opened.fileno()).st_mode)
@@ -82,7 +79,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def read_json(file: Path, **hooks: Any) -> Any:
-    """The value in a JSON file. ConfigError for a file that holds none. hooks: of `json.loads`."""
+    """The value in a JSON file. ConfigError for a file that is not JSON. hooks: of `json.loads`."""
     data = read_file(file)
     try:
         return json.loads(data, **hooks)
@@ -114,7 +111,7 @@ def _check_kind(file: Path, mode: int) -> None:
 
 
 def check_fetched(file: Path, head: bytes) -> None:
-    """ConfigError for a file that begins as those do that Git LFS has not fetched."""
+    """ConfigError for a file that Git LFS has not fetched. head: its first bytes."""
     if head.startswith(LFS):
         raise ConfigError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull, and copy again")
 
@@ -130,7 +127,7 @@ class StoredTensor:
 
 
 def read_table(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file; no weight is read. ConfigError for a file that differs from its table."""
+    """The table of a safetensors file, without its weights. ConfigError for a file that differs from its table."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -177,7 +174,7 @@ def _entry(file: Path, name: str, entry: Any, begin: int, end: int) -> StoredTen
 
 
 def _check_covered(file: Path, tensors: dict[str, StoredTensor], begin: int, end: int) -> None:
-    """Every byte of the data is one tensor's."""
+    """Check that every byte of the data belongs to one tensor."""
     last, at = "the header", begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if tensor.start != at:
@@ -193,7 +190,7 @@ def _check_covered(file: Path, tensors: dict[str, StoredTensor], begin: int, end
 MISSING: Final = object()
 
 CHECKPOINT_KEYS: Final = frozenset({"type", "input_features"})
-"""What a config.json has that is of a LeRobot policy, and not of a language model."""
+"""Keys that a LeRobot policy's config.json has, and that of a language model has not."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -209,13 +206,13 @@ class JsonObject:
         self.values = values
 
     def wrong(self, key: str, expected: str, found: Any = MISSING) -> NoReturn:
-        """Raise the ConfigError for a key. found: the value where it is not the one in the file."""
+        """Raise the ConfigError for a key. found: the value, by default the one in the file."""
         value = self.get(key) if found is MISSING else found
         shown = "nothing" if value is MISSING else shorten(json.dumps(value, ensure_ascii=False, default=str))
         raise ConfigError(f"{self.file}: {self.name(key) or 'file'}: found {shown}, expected {expected}")
 
     def name(self, key: str) -> str:
-        """The key as errors name it, from the top of the file."""
+        """The key in errors, from the top of the file."""
         return ".".join(part for part in (self.within, key) if part)
 
     def has(self, key: str) -> bool:
@@ -236,7 +233,7 @@ class JsonObject:
                 raise ConfigError(f"{self.file}: {self.name(key)}: found an unknown key, expected {expected}")
 
     def read(self, kind: type[S]) -> S:
-        """The object as a struct. Every field that can be wrong or required needs a description."""
+        """The object as a struct. Every field that can be wrong or missing needs a description."""
         fields = msgspec.structs.fields(kind)
         if kind.__struct_config__.forbid_unknown_fields:
             self.only(field.name for field in fields)
@@ -244,7 +241,7 @@ class JsonObject:
         return kind(**{field.name: self.convert(field.name, field.type) for field in asked})
 
     def convert(self, key: str, kind: Any, value: Any = MISSING) -> Any:
-        """The value of a key as a described type. value: the one to convert where it is not the one in the file."""
+        """The value of a key as a described type. value: by default the one in the file."""
         value = self.get(key) if value is MISSING else value
         try:
             return msgspec.convert(value, kind)
@@ -253,7 +250,7 @@ class JsonObject:
 
 
 def described(kind: Any) -> str:
-    """The `msgspec.Meta` of a type, or of a part of the type."""
+    """The description in the `msgspec.Meta` of a type, or of a part of the type."""
     for meta in getattr(kind, "__metadata__", ()):
         if meta.description is not None:
             return str(meta.description)

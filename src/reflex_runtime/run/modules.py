@@ -1,4 +1,4 @@
-"""MODULE:NAME of a user's own code: imported, made, and what is wrong with it in one line."""
+"""Imports MODULE:NAME of a user's own code. Its errors are one line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from reflex_runtime.settings.declare import did_you_mean
 _FORM: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 _PACKAGES: Final = {"sklearn": "scikit-learn", "PIL": "pillow", "cv2": "opencv-python-headless", "yaml": "pyyaml"}
-"""What pip calls them, where that is another name."""
+"""Names of packages that differ from their modules'."""
 
 
 def imported(text: str, where: str, form: str) -> Any:
-    """What MODULE:NAME names, from the current directory or installed. ConfigError begins with `where`.
+    """The object MODULE:NAME, from the current directory or installed. ConfigError begins with `where`.
 
-    form: how it is written there, for the error.
+    form: how to write it, for the error.
     """
     module, _, name = text.partition(":")
     if not _FORM.fullmatch(text):
         raise ConfigError(f"{where}: must be {form}")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a file beside you, as `python -m` finds it
+        sys.path.insert(0, "")  # the current directory, as with `python -m`
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def imported(text: str, where: str, form: str) -> Any:
 
 
 def made(make: Callable[[], Any], where: str, what: str) -> Any:
-    """What a class or function of a user makes. ConfigError begins with `where` and names `what`."""
+    """The result of a user's class or function. ConfigError begins with `where` and names `what`."""
     try:
         return make()
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""One graph of ONNX Runtime as a session that runs rows in one call, with a true dynamic batch.
+"""Runs rows through one graph of ONNX Runtime, in one call where its batch axis is dynamic.
 
-The only module that imports onnxruntime, and only when it is needed. It has the execution providers, the inputs and
-outputs of graphs with what callers expect of them.
+The only module that imports onnxruntime, and only when needed. It also checks execution providers, and a graph's inputs
+and outputs against a caller's expectations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def onnxruntime_here() -> Any:
 
 
 def check_provider(provider: str) -> None:
-    """ConfigError when this onnxruntime cannot offer the provider at all; whether it starts, a session shows."""
+    """ConfigError when this onnxruntime does not have the provider. Only a session shows whether it starts."""
     available = onnxruntime_here().get_available_providers()
     if provider not in available:
         hint = did_you_mean(provider, available)
@@ -54,15 +54,15 @@ def check_provider(provider: str) -> None:
 # -- inputs and outputs of a graph -------------------------------------------------------------------------------------
 
 
-_NAMES = {"float": "float32", "double": "float64"}  # of types that numpy calls otherwise
+_NAMES = {"float": "float32", "double": "float64"}  # numpy's names of types
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a caller expects of a graph's input or output.
+    """An expected input or output of a graph.
 
-    kind: numpy's letters for the types it may have: "f" float, "i" integer, "u" unsigned (images), "b" bool, "" any.
-    dims: sizes after the batch axis, None in a place for any; None altogether: not known.
+    kind: numpy's letters for its allowed types: "f" float, "i" integer, "u" unsigned (images), "b" bool, "" any.
+    dims: sizes after the batch axis, None in a place for any; None instead of all: not known.
     """
 
     name: str
@@ -92,7 +92,7 @@ def port_of(path: Path, arg: Any) -> Port:
 
 
 class PortMismatch(ConfigError):
-    """The inputs or outputs of a graph are not those that its caller expects."""
+    """The inputs or outputs of a graph differ from those that its caller expects."""
 
 
 class BatchAxisError(ConfigError):
@@ -100,7 +100,7 @@ class BatchAxisError(ConfigError):
 
 
 def match(path: Path, what: str, specs: Sequence[TensorSpec], ports: Mapping[str, Port]) -> None:
-    """PortMismatch, with every difference, where the ports of a graph are not as expected. what: input or output.
+    """PortMismatch, with every difference, where the ports of a graph are not as expected. what: "input" or "output".
 
     Inputs must be all of the graph's, outputs may be some of them."""
     problems = [f"{what} {spec.name!r}: {found}" for spec in specs if (found := _mismatch(spec, ports))]
@@ -144,10 +144,10 @@ def shown(dims: Sequence[int | None]) -> str:
 # -- a session ---------------------------------------------------------------------------------------------------------
 
 
-Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
+Rows = Mapping[str, Any]  # tensor name → array [rows, …], or the result of `OnnxSession.place`
 
-# TF32 rounds the factors of float32 products to 10 bits; on the bundled policies that moved actions by 1.4e-3. A graph
-# that prefers speed to bits is float16.
+# TF32 rounds the factors of float32 products to 10 bits, which moves actions of the bundled policies by 1.4e-3. A graph
+# that prefers speed is float16.
 _OPTIONS = {CUDA: {"use_tf32": "0"}}
 
 # ONNX Runtime captures one CUDA graph per id; -1 runs without. Sizes are the ids here.
@@ -156,7 +156,7 @@ _GRAPH_ID, _NO_GRAPH = "gpu_graph_id", -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """One captured batch size. A replay reads and writes the addresses of the capture, so the buffers stay for good.
+    """One captured batch size. A replay uses the addresses of the capture, so the buffers stay for good.
 
     inputs: on the GPU, [size, …] by name. binding: these and the outputs. options: name the CUDA graph.
     """
@@ -167,7 +167,7 @@ class _Captured:
     options: Any
 
     def put(self, name: str, rows: Any) -> Any:
-        """Copy rows into the buffer of an input, padded; returns the buffer. What lies there already stays."""
+        """Copy rows into the buffer of an input, padded, unless they are the buffer; returns it."""
         buffer = self.inputs[name]
         if rows is not buffer:
             buffer.update_inplace(_padded(rows, self.size))
@@ -179,21 +179,17 @@ class OnnxSession:
 
     path: the .onnx file; external data lies beside it.
     metadata: of the file, by key. half: whether an input or output has 16 bits.
-    inputs, outputs: what is expected, as `match` checks it. Outputs named are the only ones computed. None expects
-        nothing.
-    provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
-        the processes of one machine otherwise fight for its cores.
+    inputs, outputs: as `match` checks them; only these outputs are computed. None: any, and all.
+    provider: the execution provider; another one is never used instead. threads: intra-op threads.
     captured_sizes: batch sizes to capture as CUDA graphs, ascending; needs the CUDA provider, a symbolic batch axis
-        and calls that differ in their rows alone. Rows are padded to the next size with copies of the last one and the
+        and calls that differ in their rows alone. Rows are padded to the next size with copies of the last one, and
         results trimmed; beyond the largest size the call runs without a graph. A size is captured at its first call.
-        ONNX Runtime keeps CUDA graphs per thread: those of the first thread that calls are the only ones, and calls on
-        any other run without. Calls from several threads at once are not safe.
-
-    whole: it has no batch axis; `call` runs it once.
-    any_batch: whether inputs may have a batch axis of any fixed size, with outputs that are symbolic there.
-
-    `batch_size` is the fixed size of the batch axis, None if it is symbolic. `run` then calls the graph once per so
-    many rows, the last ones padded with copies. A fixed size other than 1 is a ConfigError without `any_batch`.
+        ONNX Runtime keeps CUDA graphs per thread: only the first thread that calls has graphs, calls on others run
+        without. Calls from several threads at once are not safe.
+    any_batch: whether the batch axis of the inputs may have any fixed size; without it a size other than 1 is a
+        ConfigError. whole: the graph has no batch axis, and `call` runs it once.
+    batch_size: the fixed size of the batch axis, None if it is symbolic. `run` calls the graph once per so many rows,
+        the last ones padded with copies.
     """
 
     def __init__(
@@ -232,11 +228,11 @@ class OnnxSession:
         self._no_graph = self._options(_NO_GRAPH) if captured_sizes else None
 
     def run(self, rows: Rows, notes: dict[str, Any] | None = None) -> dict[str, NDArray[Any]]:
-        """Output arrays [rows, …] by name, of the same number of rows for every input.
+        """Output arrays [rows, …] by name. All inputs have the same number of rows; one at least is an array. They are
+        converted to the graph's types.
 
-        Inputs are converted to the graph's types; one of them at least is an array. notes: gets `fanout: sequential`
-        when the rows ran one by one, and `captured`, where there are captured sizes: whether
-        they ran at one.
+        notes: gets `fanout: sequential` when the rows ran one by one, and with captured sizes `captured`: whether they
+        ran at one.
         """
         n = next(len(array) for array in rows.values() if isinstance(array, np.ndarray))
         size = self._captured_size(n)
@@ -266,10 +262,10 @@ class OnnxSession:
         return {name: np.concatenate([part[name] for part in parts])[:n] for name in self._wanted}
 
     def place(self, array: NDArray[Any], name: str) -> Any:
-        """The rows for input `name`, where the graph will read them: on the GPU one upload serves many calls.
+        """The rows of input `name` on the GPU, so that one upload serves many calls.
 
-        On the CPU, and where rows run one by one, it is the array itself. At a captured size it lasts until the next
-        rows are placed or run at that size.
+        On the CPU, and where rows run one by one, the array itself. At a captured size it lasts until the next rows are
+        placed or run at that size.
         """
         array = np.ascontiguousarray(array, self.inputs[name].dtype)
         if self.provider != CUDA or not self.dynamic_batch:
@@ -289,13 +285,13 @@ class OnnxSession:
         return dict(zip(self._wanted, results, strict=True))
 
     def _call_bound(self, rows: Rows) -> Any:
-        """On the GPU: what was placed there before is read in place; results come back together."""
+        """A call on the GPU: placed rows are read in place, results come back together."""
         binding = self._bound({name: self._upload(value, name) for name, value in rows.items()})
         self._session.run_with_iobinding(binding, self._no_graph)
         return binding.copy_outputs_to_cpu()
 
     def _bound(self, inputs: Mapping[str, Any], outputs: Sequence[Any] = ()) -> Any:
-        """A binding of inputs on the GPU to outputs there: those given, or new ones at every run."""
+        """A binding of inputs on the GPU to outputs there, by default new ones at every run."""
         binding = self._session.io_binding()
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
@@ -379,7 +375,7 @@ class OnnxSession:
 
 
 def _padded(rows: Any, size: int) -> NDArray[Any]:
-    """Rows, an array or what was placed of one, with the last of them repeated up to `size`."""
+    """Rows, an array or placed, with the last one repeated up to `size`."""
     array: NDArray[Any] = rows if isinstance(rows, np.ndarray) else rows.numpy()
     return array if len(array) == size else array.take(range(size), 0, mode="clip")
 
@@ -398,6 +394,6 @@ def _open(path: Path, provider: str, threads: int, graphs: bool) -> tuple[Any, A
         session = ort.InferenceSession(str(path), options, providers=[(provider, chosen)])
     except Exception as error:  # onnxruntime raises a dozen classes of its own
         raise ConfigError(f"{path}: onnxruntime cannot load it: {error}") from error
-    if session.get_providers()[0] != provider:  # it falls back to the CPU without a word when drivers are missing
+    if session.get_providers()[0] != provider:  # without drivers it falls back to the CPU silently
         raise ConfigError(f"provider={provider!r}: onnxruntime could not start it here; check driver and libraries")
     return session, ort

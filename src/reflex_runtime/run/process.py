@@ -1,8 +1,8 @@
-"""What a process needs around its drivers: its event loop, threads for slow calls, no telemetry, and how it collects.
+"""A process around its drivers: event loop, slow calls, forks, memory, and no telemetry.
 
-By default glibc has a pool of memory for each thread, and once arrays of some megabytes have been freed it gives little
-back. Pictures are decoded on several threads and batches filled on two, so every pool grew to its own peak, one after
-the other for ten minutes: a server of 245 MB used 120 MB of them for nothing.
+By default glibc has a pool of memory for each thread, and gives little back once arrays of some megabytes were freed.
+Pictures are decoded on several threads and batches filled on two, so every pool grows to its own peak: of a server of
+245 MB, 120 MB were unused.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def loop_factory() -> asyncio.AbstractEventLoop:
 
 
 def telemetry_off() -> None:
-    """The inference libraries send nothing and write no id. Call it before importing onnxruntime or openvino.
+    """Switch off telemetry of the inference libraries. Call it before importing onnxruntime or openvino.
 
-    onnxruntime reads its variable once, when it is imported, and processes started from this one inherit it. openvino
-    reports its own import through the package `openvino_telemetry`, and uses a stub where that is missing.
+    onnxruntime reads its variable when it is imported; child processes inherit it. openvino reports its import through
+    the package `openvino_telemetry`, and uses a stub where that is missing.
     """
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # its import fails: the stub is used
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Run it in a daemon thread: the process can end while it runs. If the caller is cancelled, the thread goes on."""
+    """Run it in a daemon thread, so that the process can end meanwhile. Cancelling the caller does not stop it."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
@@ -63,7 +63,7 @@ async def in_thread(function: Callable[[], T]) -> T:
             done.set_result(function())
         except Exception as error:
             done.set_exception(error)
-        except BaseException as error:  # SystemExit, or a panic in a library's own code, must reach the caller too
+        except BaseException as error:  # a SystemExit or a panic would end the caller's loop
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="reflex-load", daemon=True).start()
@@ -77,8 +77,8 @@ _with_threads: WeakSet[Any] = WeakSet()
 
 
 def tell_of_forks(one: Any) -> None:
-    """Call its `forked()` in every process that is forked from this one, as long as it is alive: its threads are not
-    there, and locks may be held by them. It runs before anything else in the new process."""
+    """Call its `forked()` first in every process that is forked from this one: its threads are not there, and may hold
+    locks."""
     _with_threads.add(one)
 
 
@@ -92,11 +92,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Forked(Closed):
-    """The object belongs to another process, which this one was forked from."""
+    """The object belongs to the parent process."""
 
 
 class ForkedLock:
-    """Replaces the lock of an object whose threads stayed in another process: raises, and never waits."""
+    """The lock of an object whose threads stayed in the parent process: raises instead of waiting."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -112,22 +112,22 @@ class ForkedLock:
 
 
 LARGE: Final = 16 * 2**20
-"""Bytes: a larger array has memory of its own, which goes back when it is freed. Its fresh pages cost 1 ms per 20 MB;
-for batches of 32 pictures they would cost more than the copying."""
+"""Bytes: a larger array has memory of its own, which goes back when it is freed. Its fresh pages cost 1 ms per 20 MB,
+more than copying batches of 32 pictures."""
 KEPT: Final = 2 * LARGE  # bytes at the end of the pool that may stay unused
 IDLE: Final = 0.25  # seconds without a new request after which freed memory may go back
 BUSY: Final = 40  # times that long with requests, after which it may go back too
-LONGEST: Final = 600.0  # seconds between tries to give back what is used
+LONGEST: Final = 600.0  # most seconds between tries that give nothing back
 
-COLLECTIONS: Final = (10_000, 3, 1_000)  # `gc.set_threshold`. Requests make few cycles, so a young collection each 700
-# objects is pure tail. But thousands that wait are objects that every collection looks at: 1.5 ms for 10,000 of them
+COLLECTIONS: Final = (10_000, 3, 1_000)  # `gc.set_threshold`: requests make few cycles, and each collection visits the
+# waiting ones, 1.5 ms for 10,000 of them
 _MALLOC: Final = ((-8, 1), (-3, LARGE), (-1, KEPT))  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
 
 
 def prepare_memory(environ: Mapping[str, str] = os.environ, load: Callable[[None], Any] = ctypes.CDLL) -> None:
-    """Set up this process to serve. Call it before threads start: those that run keep their pools.
+    """Set up this process to serve, before threads start: running ones keep their pools.
 
-    Settings of malloc in the environment stay as they are. Without glibc only Python's collector is set.
+    Settings of malloc in the environment stay. Without glibc only Python's collector is set.
     """
     gc.set_threshold(*COLLECTIONS)
     if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
@@ -139,15 +139,15 @@ def prepare_memory(environ: Mapping[str, str] = os.environ, load: Callable[[None
 
 
 def freeze_loaded() -> None:
-    """Collect now, and never look again at the objects that are there: what is loaded stays."""
+    """Collect now, and exclude all objects from later collections: loaded ones stay."""
     gc.collect()
     gc.freeze()
 
 
 class FreedMemory:
-    """What this process has freed and its allocator has kept.
+    """Memory that this process freed and its allocator kept.
 
-    resident: bytes of memory that the process has. trim: gives back what is free, also between what is used.
+    resident: bytes of memory that the process has. trim: gives free memory back, also between used parts.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class FreedMemory:
         self._wait, self._next = 0.0, -inf  # seconds between tries, and when the next one may be
 
     def give_back(self, large: int = LARGE) -> None:
-        """Give it back, if the process has become that much larger: it takes some milliseconds, and where nothing went
-        back, because it is used, the next try is later and later.
+        """Give it back if the process has grown by `large` bytes. That takes some milliseconds; after a try that gave
+        nothing back the next one is later and later.
 
-        Requests and connections are in reference cycles, and those that waited in a burst are old by then: only a whole
+        Requests and connections are in reference cycles. Those that waited in a burst are old by then, and only a full
         collection finds them.
         """
         resident = self._resident()
@@ -177,13 +177,13 @@ class FreedMemory:
 
 
 def freed_memory(load: Callable[[None], Any] = ctypes.CDLL) -> FreedMemory | None:
-    """That of this process; None without Linux and glibc."""
+    """`FreedMemory` of this process; None without Linux and glibc."""
     trim = _function("malloc_trim", load)
     return FreedMemory(_resident, trim) if trim is not None and _STATM.exists() else None
 
 
 def _function(name: str, load: Callable[[None], Any]) -> Callable[..., Any] | None:
-    """A function of the C library; None where it has none of that name."""
+    """A function of the C library, or None."""
     try:
         found: Callable[..., Any] | None = getattr(load(None), name, None)
     except OSError:  # the interpreter is linked statically
@@ -199,8 +199,8 @@ def _resident() -> int:
 
 
 async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle: float = IDLE) -> None:
-    """Run until it is cancelled. asked: the number of requests so far. Between requests that never pause only much
-    memory goes back, and seldom."""
+    """Give memory back between requests, until cancelled. asked: the number of requests so far. While they never pause,
+    only much memory goes back, and seldom."""
     before, busy = -1, 0
     while True:
         await asyncio.sleep(idle)

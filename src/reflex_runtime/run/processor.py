@@ -1,9 +1,9 @@
-"""Code that runs a batch, and the one place that handles its errors.
+"""Processors compute batches; `run_batch` is the one place that handles their errors.
 
 A processor belongs to one device thread and needs no lock. Whatever it does (raise, return too few results, return
-exceptions), `run_batch` turns it into exactly one outcome per ticket.
+exceptions), `run_batch` makes exactly one outcome per ticket of it.
 
-Beside the protocol: what is an item's fault; a plain function as a processor; and what PyTorch on CUDA needs.
+Beside the protocol: the wall around foreign code, a plain function as a processor, and CUDA's lost devices and graphs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ else:
     V_co = TypeVar("V_co", covariant=True)
 
 
-# -- what is an item's fault -------------------------------------------------------------------------------------------
+# -- faults of an item -------------------------------------------------------------------------------------------------
 
-# Everything that it raises but an interrupt. Some libraries raise classes that are no `Exception` (Rust's
-# `PanicException`, for one odd input). They are faults like any other, but pass every `except Exception` and end the
-# thread, the loop or the server that runs the item.
+# Every exception but an interrupt is an item's fault. Some libraries raise classes that are no `Exception` (Rust's
+# `PanicException`): those would pass every `except Exception` and end the thread, the loop or the server.
 
 
 class Panic(Exception):
-    """What was raised is no `Exception`: its class and text. `__cause__` is it."""
+    """Stands for an exception that is no `Exception`, its `__cause__`."""
 
 
 _PASSED: Final = (str(Path(__file__).parents[1]) + os.sep, "<")  # ours, and frozen modules
@@ -53,8 +52,8 @@ _LIBRARIES: Final = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdli
 
 
 def place_of(error: BaseException) -> str:
-    """Where an exception was raised, `good.py, line 3`: the innermost call in code of the user's own, else in that of
-    an installed package. "" where it was raised in neither."""
+    """Where an exception was raised, `good.py, line 3`: the innermost call in the user's own code, else in an installed
+    package, else ""."""
     found, trace = "", error.__traceback__
     own = False
     while trace is not None:
@@ -69,10 +68,8 @@ def place_of(error: BaseException) -> str:
 
 
 class Wall:
-    """Around a call of a user's or a library's code: `with WALL:`. Out of it comes an Exception, or an interrupt.
-
-    Any other class becomes a `Panic`. interrupts: what is not the item's fault, and ends whatever runs it.
-    """
+    """Around a call of a user's or a library's code, `with WALL:`. It raises an Exception or an interrupt; any other
+    class becomes a `Panic`."""
 
     def __init__(self, *interrupts: type[BaseException]) -> None:
         self._passes: tuple[type[BaseException], ...] = (Exception, *interrupts)
@@ -90,7 +87,7 @@ class Wall:
 
 
 WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Around a plain function: it cannot be cancelled, so a CancelledError is its own."""
+"""Around a plain function. It cannot be cancelled, so a CancelledError is its own fault."""
 ASYNC_WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Around an `await`."""
 
@@ -99,10 +96,10 @@ ASYNC_WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.C
 
 
 class Processor(Protocol[V_co]):
-    """What a driver runs batches on; V is the type of its values. Methods are called on the device thread.
+    """Computes batches; V is the type of its values. Methods are called on the device thread.
 
-    repeatable: True when a call that raised has changed no ticket's state, so that it may be repeated with fewer
-    tickets to find the bad one; if False, the whole batch fails.
+    repeatable: whether a call that raised has changed no ticket's state. Then it is repeated with fewer tickets to find
+    the bad one; otherwise the whole batch fails.
     """
 
     repeatable: bool
@@ -113,19 +110,19 @@ class Processor(Protocol[V_co]):
     def run(self, batch: Batch) -> Sequence[V_co | Done | More | Failed | BaseException]:
         """One result per ticket, in the order of `batch.grants`.
 
-        A result is a `Done`, `More` or `Failed`; an exception instance counts as that item's failure, and any other
-        value as Done(value). State kept for `batch.left` is to be dropped first.
+        A result is a `Done`, `More` or `Failed`; an exception instance is that item's failure, and any other value is
+        Done(value). Drop the state of `batch.left` first.
         """
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
-        """Drop the state of these residents; no next batch will list them."""
+        """Drop the state of these residents, which no later batch lists in `left`."""
 
     def stop(self) -> None:
         """Called once after the last batch."""
 
 
 _SPECIAL = (Done, More, Failed, BaseException)
-_OF_DONE = Done()[1:]  # what follows the value
+_OF_DONE = Done()[1:]  # the fields after the value
 _outcome = tuple.__new__  # once a request: a NamedTuple's own constructor is a Python function around this
 
 
@@ -137,9 +134,9 @@ def may_run_anywhere(processor: Any) -> bool:
 def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     """Run a batch and return one outcome per ticket, whatever the processor does.
 
-    A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the bad ones run alone.
-    A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
-    results: whose is missing cannot be known. Raises GpuLost if no further batch can run in this process.
+    A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the bad ones run alone. A
+    batch fails if it has one ticket, its call cannot be repeated, hung, or returned a wrong number of results: nobody
+    can tell whose is missing. Raises GpuLost if no further batch can run in this process.
     """
     try:
         with WALL:
@@ -147,8 +144,7 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     except Exception as error:
         if lost := lost_gpu(error):
             raise lost from error
-        # What is raised to callers keeps the calls in its traceback, and these would keep the batch in their variables:
-        # a cycle, with every picture of it.
+        # The error goes to callers. Frames in its traceback would keep the batch alive, with every picture of it.
         traceback.clear_frames(error.__traceback__)
         try:
             return failure_of(error, batch, processor.repeatable)
@@ -191,11 +187,11 @@ def _special(result: Done | More | Failed | BaseException) -> Outcome:
 
 
 class BaseProcessor:
-    """Defaults for what most processors do not need.
+    """Defaults for processors.
 
-    captured_sizes: batch sizes it has captured, as CUDA graphs or the like, and pads to, ascending; its group's cost
-        model is `TimeCost(sizes=captured_sizes)`. It sets `batch.notes["captured"]` to whether the batch ran at one,
-        except in stages that it never captures (`TimeCost.padded_stages` names the others).
+    captured_sizes: batch sizes that are captured, such as CUDA graphs, and padded to, ascending; the group's cost model
+        is `TimeCost(sizes=captured_sizes)`. `batch.notes["captured"]` is whether the batch ran at one, except in stages
+        that are never captured (`TimeCost.padded_stages` names the others).
     """
 
     repeatable = True
@@ -220,11 +216,11 @@ V = TypeVar("V")
 
 
 class FunctionProcessor(BaseProcessor, Generic[P, V]):
-    """Calls `function([payload, …])`; it returns one result per payload, in order.
+    """Calls `function([payload, …])`, which returns one result per payload, in order.
 
-    repeatable: pass False for a function that must not see a payload twice. any_thread: pass True for one that may be
-    called on the event loop once it has proven to take a fraction of a millisecond. Raises TypeError for a function
-    that cannot be called so: a coroutine function, a generator function, or one that does not take a single list.
+    repeatable: False for a function that must not see a payload twice. any_thread: True for one that may run on the
+    event loop once it has proven to take a fraction of a millisecond. TypeError for a coroutine function, a generator
+    function, or one that does not take a single list.
     """
 
     def __init__(
@@ -247,15 +243,15 @@ class FunctionProcessor(BaseProcessor, Generic[P, V]):
 
 
 def payloads_of(batch: Batch) -> list[Any]:
-    """What a function is called with."""
+    """The payloads of a batch, in order."""
     return [ticket.request.payload for ticket in batch.grants]
 
 
 def checked_results(
     function: Any, results: Any, wrong: type[ProcessorError] = ResultCountMismatch, count: int | None = None
 ) -> Sequence[Any]:
-    """The function's results. Raises `wrong` for a dict, a text, None, an iterator; and for another number than
-    `count`. A plain ProcessorError lets the call be repeated in parts."""
+    """The function's results. Raises `wrong` for a dict, a text, None, an iterator, and for another number than
+    `count`. With a plain ProcessorError the call is repeated in parts."""
     ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
     if not ordered or isinstance(results, (Mapping, str, bytes)):
         if inspect.iscoroutine(results):
@@ -269,7 +265,7 @@ def checked_results(
 
 
 def kind_of(value: object) -> str:
-    """Its type, with the article."""
+    """The type of a value, with the article."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
@@ -280,7 +276,7 @@ def is_async(function: Any) -> bool:
 
 
 def is_method(function: Any) -> bool:
-    """Whether it is a function written in a class that takes the object first, as `self`."""
+    """Whether it is a function whose first parameter is `self`."""
     return inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "self"
 
 
@@ -310,12 +306,12 @@ def check_function(function: Any, *before: Any) -> None:
 
 
 def name_of(function: Any) -> str:
-    """What a message calls it."""
+    """The name of a function or callable object in messages."""
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
 def _called(function: Any) -> tuple[Any, Any]:
-    """The callable and its function: they differ for an object of a class with `__call__`."""
+    """The callable and its function, which is `__call__` of an object."""
     return function, function if inspect.isroutine(function) else type(function).__call__
 
 
@@ -323,10 +319,8 @@ def _called(function: Any) -> tuple[Any, Any]:
 
 
 def lost_gpu(error: BaseException) -> GpuLost | None:
-    """The error that ends the device, if every later call of this process to the GPU fails too; None for any other one.
-
-    A failed assertion or a wrong address in a kernel is such an error. Memory that ran out is not.
-    """
+    """A GpuLost if every later call of this process to the GPU fails too (a failed assertion or a wrong address in a
+    kernel), else None (memory ran out)."""
     torch = sys.modules.get("torch")
     if not isinstance(error, RuntimeError) or "CUDA error" not in str(error):
         return None
@@ -341,18 +335,16 @@ def lost_gpu(error: BaseException) -> GpuLost | None:
 
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""What launches work → what launches it again, on the same tensors. It is a plain function, so that everything around
-it (buffers, padding, which graphs there are) runs without a GPU: a test passes one that calls the work again."""
+"""Takes a function that launches work, and returns one that launches it again on the same tensors. A test passes one
+that needs no GPU."""
 
 
 def recorder() -> Record:
-    """What records the graphs of one model.
+    """Records the CUDA graphs of one model.
 
-    They share the memory of what they compute in between. So two of them must not run at the same time, and each must
-    leave its results in tensors made outside.
-
-    A graph is recorded after two plain runs, in which libraries choose kernels and make workspaces. While it is
-    recorded, the work must neither wait for the device nor copy from the host's memory: torch raises then.
+    They share their intermediate memory: two of them must not run at the same time, and each must leave its results in
+    tensors made outside. A graph is recorded after two plain runs, in which libraries choose kernels and make
+    workspaces. Meanwhile the work must neither wait for the device nor copy from the host's memory: torch raises then.
     """
     import torch
 
