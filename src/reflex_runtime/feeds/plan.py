@@ -1,6 +1,6 @@
-"""From options and a configuration file to feeds that run: read, checked, and changed when the file is read again.
+"""Reads options and a configuration file, checks them, and makes sources, processor and batching of them.
 
-Every refusal is one line that names the feed or the setting, the value, and what is allowed. It holds no credentials.
+Every refusal is one line that names the feed or the setting, the value, and what is allowed, without credentials.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.outputs.json_lines import NAME
 from reflex_runtime.feeds.runtime.pipeline import Region, Source, refusals_of
-from reflex_runtime.feeds.sources import DRAWN, pictures_in, source_of
+from reflex_runtime.feeds.sources import CAMERA, DRAWING, FOLDER, VIDEO, kind_of, pictures_in, source_of
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.run.coordinator import BatchConfig, BatchProcessor
 from reflex_runtime.run.model_files import check_kind
@@ -32,20 +32,20 @@ PER_FEED = (
     "realtime", "loop", "max_age_ms", "restarts", "read_timeout_s", "every", "fps", "rotate", "roi", "hwaccel",
     "score", "classes",
 )  # fmt: skip
-OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # of a feed in a file
-_FILE, _PLAYED, _FOLDER = "a file without realtime", "a file", "a directory of pictures"
-_DRAWN_KIND, CAMERA = "drawn", "a camera"
-FILES = (_FILE, _PLAYED)
-_ONLY = (  # settings of a feed, what they are for, and the kinds of source that have them
+OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # only in a table [[feed]]
+FILE = "a file without realtime"
+FILES = (FILE, VIDEO)  # kinds of a feed; `VIDEO` is one with realtime here
+_ONLY = (  # settings of a feed, the sources that they are for in words, and their kinds
     (("realtime", "loop"), "files of video", FILES),
-    (("max_age_ms", "restarts"), "cameras", (_PLAYED, _DRAWN_KIND, CAMERA)),
-    (("read_timeout_s",), "cameras", (_DRAWN_KIND, CAMERA)),
+    (("max_age_ms", "restarts"), "cameras", (VIDEO, DRAWING, CAMERA)),
+    (("read_timeout_s",), "cameras", (DRAWING, CAMERA)),
     (("hwaccel",), "videos and cameras", (*FILES, CAMERA)),
 )
+_DEFAULTS = FeedsConfig()
 _EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
-LONGEST_S: Final = 3600.0  # for what has no time limit of its own
-MOST: Final = 256  # feeds of a run whose file may name more of them later
-LARGEST_QUEUE: Final = 1_000_000  # frames: as many as `BatchConfig.queue_capacity` may be
+LONGEST_S: Final = 3600.0  # where there is no time limit
+MOST: Final = 256  # feeds of a run with a file, which may name more of them later
+LARGEST_QUEUE: Final = 1_000_000  # frames, the most of `BatchConfig.queue_capacity`
 
 
 # -- one feed ----------------------------------------------------------------------------------------------------------
@@ -53,66 +53,51 @@ LARGEST_QUEUE: Final = 1_000_000  # frames: as many as `BatchConfig.queue_capaci
 
 @dataclass(frozen=True, slots=True)
 class FeedSpec:
-    """A feed's name, its source as text, and its settings: the general ones with its own in their place."""
+    """A feed's name, its source as text, and its settings: its own over those of all feeds."""
 
     name: str
     source: str
     config: FeedsConfig
 
     @property
-    def file(self) -> Path | None:
-        """The video file or the directory it reads, if it is one."""
-        return Path(self.source) if is_file(self.source) else None
+    def kind(self) -> str:
+        """The kind of its source, in words: as `kind_of`, or `FILE`."""
+        kind = kind_of(self.source)
+        return FILE if kind == VIDEO and not self.config.realtime else kind
 
     @property
-    def kind(self) -> str:
-        """What its source is, in words: one of `FILES`, `CAMERA`, a directory, or drawn."""
-        if is_drawn(self.source):
-            return _DRAWN_KIND
-        if self.file is None:
-            return CAMERA
-        if "\0" not in self.source and self.file.is_dir():
-            return _FOLDER
-        return _PLAYED if self.config.realtime else _FILE
+    def file(self) -> Path | None:
+        """The video file or the directory that it reads; None for other sources."""
+        return None if self.kind in (DRAWING, CAMERA) else Path(self.source)
 
     @property
     def region(self) -> Region | None:
-        """The part of its pictures that the processor gets; None for all."""
+        """The part of its pictures that the processor gets; None for the whole."""
         return Region.of(self.config.roi) if self.config.roi else None
 
     def same_as(self, other: FeedSpec) -> bool:
-        """Whether it is the same feed: of the general settings only its own count."""
+        """Whether name, source and the settings of one feed are equal."""
         settings = (*PER_FEED, *OF_STAGES)
         same = all(getattr(self.config, name) == getattr(other.config, name) for name in settings)
         return same and (self.name, self.source) == (other.name, other.source)
 
-    def options(self, live: bool) -> dict[str, Any]:
-        """Its settings as `Runtime.feed` takes them. live: of its source."""
+    def options(self) -> dict[str, Any]:
+        """Its settings as `Runtime.feed` takes them."""
         own = self.config
         return {
             "max_age": own.max_age_ms / 1e3,
-            "restarts": (own.restarts or None) if live else None,
+            "restarts": own.restarts or None,
             "every": own.every,
             "fps": own.fps,
             "rotate": int(own.rotate),
         }
 
 
-def is_file(source: str) -> bool:
-    """Whether a source is a path to a file: no address, no device, nothing drawn."""
-    return "://" not in source and not source.startswith("/dev/video") and not is_drawn(source)
-
-
-def is_drawn(source: str) -> bool:
-    """Whether a source draws its own pictures."""
-    return source.lower().startswith(tuple(f"{name}:" for name in DRAWN))
-
-
 def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
-    """The feeds of a configuration file and of texts NAME=SOURCE, with the settings of texts NAME.SETTING=VALUE for one
-    feed alone. ConfigError for a name given twice, and for none."""
+    """The feeds of a configuration file and of texts NAME=SOURCE. Texts NAME.SETTING=VALUE are settings of one feed.
+    Raises ConfigError, also for a name given twice, and for no feeds."""
     feeds: list[str] = []
-    own: dict[str, dict[str, str]] = {}  # settings by feed
+    own: dict[str, dict[str, str]] = {}  # by feed
     for text in texts:
         left, equals, value = text.partition("=")
         name, _, setting = left.rpartition(".")
@@ -163,7 +148,7 @@ def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, st
 
 
 def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str]) -> FeedSpec:
-    """A feed with the settings of its own, which are among those known."""
+    """A feed with its own settings over those of all feeds. known: the settings that it may have."""
     hints, values = hints_of(FeedsConfig), {}
     for setting, value in own.items():
         if setting not in known:
@@ -176,34 +161,30 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], k
     for setting in ("score", "classes"):
         if setting in own and not config.onnx:
             raise ConfigError(f"{setting}: has no effect on a processor of your own (--processor)")
-    kind = spec.kind
-    none: dict[str, Any] = {}
-    for settings, of, kinds in _ONLY:
+    kind, defaults = spec.kind, {}
+    for settings, sources, kinds in _ONLY:
         for setting in settings if kind not in kinds else ():
             if setting in own and getattr(spec.config, setting):
-                raise ConfigError(f"{setting}: is for {of}, and {_public(source)} is {kind}")
-    if kind not in FILES:  # general settings of the command that do not apply to this source
-        none = {"realtime": False, "loop": False}
-    if kind in (_DRAWN_KIND, _FOLDER):
-        none["hwaccel"] = ""
-    spec = replace(spec, config=replace(spec.config, **none))
+                raise ConfigError(f"{setting}: is for {sources}, and {_public(source)} is {kind}")
+            defaults[setting] = getattr(_DEFAULTS, setting)  # a setting of all feeds is for those that have it
+    spec = replace(spec, config=replace(spec.config, **defaults))
     if spec.config.loop and not spec.config.realtime:
         raise ConfigError("loop needs realtime: a file without end cannot be answered whole")
     return spec
 
 
 def _public(text: str) -> str:
-    """A text that may hold an address, as an error may show it."""
+    """A text as an error may show it: without secrets of an address."""
     return one_line(without_secrets(text))
 
 
 def source_of_spec(spec: FeedSpec) -> Source:
-    """The source of a feed. ConfigError for a file that is not there."""
+    """The source of a feed, not opened. Raises ConfigError, also for a missing file."""
     own = spec.config
     if spec.file is not None and not spec.file.exists():
         raise ConfigError(f"{spec.name}={_public(spec.source)}: no such file")
     with refusals_of(spec.name):
-        if spec.kind == _FOLDER:
+        if spec.kind == FOLDER:
             pictures_in(Path(spec.source))
         return source_of(
             spec.source,
@@ -219,7 +200,7 @@ def source_of_spec(spec: FeedSpec) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class FeedPlan:
-    """A configuration that was read and checked. sources: of each feed, not opened yet. file: where it was read."""
+    """A checked configuration. sources: by feed, not opened yet. file: the configuration file, if any."""
 
     config: FeedsConfig
     specs: Sequence[FeedSpec]
@@ -227,7 +208,7 @@ class FeedPlan:
     file: Path | None = None
 
     def limits(self, general: FeedsConfig) -> dict[str, dict[str, Any]]:
-        """By feed, the `score` and `classes` that differ from the detector's. general: its settings."""
+        """By feed, the `score` and `classes` that differ from the detector's, which are those of `general`."""
         found: dict[str, dict[str, Any]] = {}
         for spec in self.specs:
             score, classes = spec.config.score, spec.config.classes
@@ -237,7 +218,7 @@ class FeedPlan:
 
 
 def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -> FeedPlan:
-    """What texts NAME=SOURCE, a file, the environment and flags ask for, checked as far as it can be before it runs."""
+    """The plan of texts NAME=SOURCE, a file, the environment and flags. Raises ConfigError."""
     config, places = read(FeedsConfig, "feeds", file, environment(), flags, ("feed",))
     specs = specs_of(texts, file, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
@@ -253,7 +234,7 @@ def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -
 
 
 def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
-    """That nothing is written over what is read, or written twice. file: the configuration."""
+    """Raise ConfigError if an output would overwrite an input or another output. file: the configuration."""
     outputs = [(name, value, Path(value)) for name, value in written(config)]
     if config.annotate:
         outputs += [("--annotate", config.annotate, video_of(config, spec.name)) for spec in specs]
@@ -269,7 +250,7 @@ def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | No
 
 
 def processor_asked(plan: FeedPlan) -> BatchProcessor:
-    """The processor that --processor or --onnx names."""
+    """The processor of --processor or --onnx. Raises ConfigError."""
     config = plan.config
     if config.processor and config.onnx:
         raise ConfigError("--processor and --onnx: give one of them, not both")
@@ -284,7 +265,7 @@ def processor_asked(plan: FeedPlan) -> BatchProcessor:
 
 
 def processor_of(text: str) -> BatchProcessor:
-    """The batch processor that MODULE:NAME names: an object, or a class or function that makes one."""
+    """The batch processor of MODULE:NAME: an object, or a class or function that makes one. Raises ConfigError."""
     flag = f"--processor={one_line(text)}"
     found = imported(text, flag, "MODULE:NAME, such as mypkg.vision:Detector")
     found = made(found, flag, found.__name__) if inspect.isclass(found) or inspect.isfunction(found) else found
@@ -297,7 +278,7 @@ def processor_of(text: str) -> BatchProcessor:
 
 
 def onnx_asked(config: FeedsConfig) -> OnnxFrames:
-    """The detector that --onnx names."""
+    """The detector of --onnx. Raises ConfigError."""
     from reflex_runtime.feeds.detectors.recognise import names_of_file
     from reflex_runtime.feeds.sources.shapes import DETECTOR
     from reflex_runtime.run.onnx_session import PROVIDERS, check_provider
@@ -336,8 +317,8 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def batching_asked(plan: FeedPlan) -> BatchConfig:
-    """How frames are batched. Feeds together have enough in flight for two batches. A file may name more feeds later,
-    and whatever each has in flight has a place in the queue."""
+    """How frames are batched. All feeds together have enough frames in flight for two batches, and each of these frames
+    has a place in the queue, also those of feeds that a file may name later."""
     config, feeds, size = plan.config, len(plan.specs), plan.config.max_batch_size
     most = feeds if plan.file is None else max(feeds, MOST)
     ahead = min(size, ceil(2 * size / feeds), LARGEST_QUEUE // most)
@@ -353,7 +334,7 @@ def batching_asked(plan: FeedPlan) -> BatchConfig:
 
 
 def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
-    """Why the processor cannot be used, in the words of the command line."""
+    """A failed start of the processor as an error of its option."""
     named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
     cause = error.__cause__
     words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
@@ -363,7 +344,7 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
 
 
 def at_the_next_start(before: FeedsConfig, after: FeedsConfig) -> list[str]:
-    """The settings that changed and that a run keeps, in words."""
+    """In words, the changed settings that take effect at the next start."""
     kept = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES})
     changed = [flag(name) for name in kept if getattr(before, name) != getattr(after, name)]
     return [f"at the next start: {', '.join(changed)}"] if changed else []

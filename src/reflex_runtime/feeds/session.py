@@ -161,7 +161,7 @@ class FeedsSession:
         sinks = [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs)]
         if self._pictures is not None:
             sinks.append(self._pictures.take)
-        self._runtime.feed(spec.name, source, pipeline, sinks, **spec.options(source.live))
+        self._runtime.feed(spec.name, source, pipeline, sinks, **spec.options())
 
     # -- running -------------------------------------------------------------------------------------------------------
 

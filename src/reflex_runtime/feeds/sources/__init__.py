@@ -1,7 +1,4 @@
-"""Sources, and which one a text names.
-
-Videos and drawn pictures have a module each; a directory of pictures is read here.
-"""
+"""The source that a text names, and directories of pictures as a source."""
 
 from __future__ import annotations
 
@@ -24,8 +21,20 @@ from reflex_runtime.run.processor import WALL
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.pictures import upright
 
-# Sources that draw their own pictures, by the word before the colon. Each gets the whole text. A program may add some.
+# Sources that draw their own pictures, by the word before the colon; each gets the whole text. Programs may add some.
 DRAWN: Final[dict[str, Callable[[str], Source]]] = {"shapes": shapes_source}
+
+VIDEO, FOLDER, CAMERA, DRAWING = "a file", "a directory of pictures", "a camera", "drawn"
+
+
+def kind_of(text: str) -> str:
+    """What kind of source a text names, in words: `VIDEO` is every path that is no directory."""
+    scheme, colon, _ = text.partition(":")
+    if colon and scheme.lower() in DRAWN:
+        return DRAWING
+    if "://" in text or text.startswith("/dev/video"):
+        return CAMERA
+    return FOLDER if os.path.isdir(text) else VIDEO
 
 
 def source_of(
@@ -36,18 +45,18 @@ def source_of(
     read_timeout: float = 5.0,
     hwaccel: str = "",
 ) -> Source:
-    """The source that a text names. Raises ConfigError; whether anything is there shows at `open`.
+    """The source that a text names. Raises ConfigError; whether it is there shows at `open`.
 
     text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; a directory of
         pictures; one of `DRAWN` with options, as in shapes:seed=7,fps=15.
-    realtime, loop, read_timeout, hwaccel: see VideoSource; read_timeout counts for connecting, too.
+    realtime, loop, read_timeout, hwaccel: see VideoSource; read_timeout is also for connecting.
     """
-    scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", text)) else ""
-    if (drawn := scheme in DRAWN) or os.path.isdir(text):
+    kind, scheme = kind_of(text), text.partition(":")[0].lower()
+    if kind in (DRAWING, FOLDER):
         if realtime or loop:
-            what = f"{scheme}:, which is no file" if drawn else f"{one_line(text)}, a directory of pictures"
+            what = f"{scheme}:, which is no file" if kind == DRAWING else f"{one_line(text)}, a directory of pictures"
             raise ConfigError(f"realtime={realtime}, loop={loop}: must be False for {what}")
-        return DRAWN[scheme](text) if drawn else PictureFolder(text)
+        return DRAWN[scheme](text) if kind == DRAWING else PictureFolder(text)
     if not text or ("://" in text and scheme not in NETWORK):
         known = ", ".join([*(f"{name}://" for name in NETWORK), *(f"{name}:" for name in DRAWN)])
         name = without_secrets(text)
@@ -66,15 +75,15 @@ def source_of(
 
 
 ENDINGS: Final = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
-MOST_PIXELS: Final = 8192 * 8192  # of a picture; a header with more is an error or an attack
+MOST_PIXELS: Final = 8192 * 8192  # of a picture: a header with more is an error or an attack
 
 
 class PictureFolder:
     """The pictures in a directory, as a `Source`: files whose names end in one of `ENDINGS`, in natural order, without
-    hidden ones and without those in directories below it.
+    hidden files and sub-directories.
 
-    Pictures mean what they mean to `/act` (see `web.pictures`). Of an animation the first picture is taken. A file that
-    cannot be decoded is passed over, and counted by `corrupt`. file: the name of the one that was read last.
+    Pictures are decoded as for `/act` (see `web.pictures`), of an animation the first one. A file that cannot be
+    decoded is left out, and counted by `corrupt`. file: the name of the last one.
     """
 
     live = False
@@ -99,7 +108,7 @@ class PictureFolder:
         self._files, self.total = iter(found), len(found)
 
     def read(self) -> Picture | None:
-        """The next picture that can be decoded; None after the last one."""
+        """The next picture; None after the last one."""
         for file in self._files:
             if self._stop.is_set():
                 raise SourceError(f"{self.name}: interrupted", retryable=False)
@@ -113,7 +122,7 @@ class PictureFolder:
         self._files = iter(())
 
     def interrupt(self) -> None:
-        """No picture after the one that is being decoded."""
+        """Read no further picture."""
         self._stop.set()
 
     def _decoded(self, file: str) -> NDArray[np.uint8] | None:
@@ -127,7 +136,7 @@ class PictureFolder:
 
 
 def pictures_in(where: Path) -> list[str]:
-    """The names of the pictures in a directory, in natural order: 2 is before 10. ConfigError if there are none."""
+    """The names of the pictures in a directory, in natural order: 2 before 10. Raises ConfigError if there are none."""
     try:
         found = sorted((entry.name for entry in os.scandir(where) if _is_picture(entry)), key=_natural)
     except OSError as error:
@@ -138,7 +147,7 @@ def pictures_in(where: Path) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that compares runs of digits as numbers; names that differ only in zeros by their text."""
+    """A key that compares runs of digits as numbers, then the names as text."""
     parts = re.split(r"([0-9]+)", name)
     return [(int(part), 0, "") if at % 2 else (0, 1, part) for at, part in enumerate(parts)] + [(0, 2, name)]
 
