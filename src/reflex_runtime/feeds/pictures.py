@@ -1,11 +1,11 @@
-"""The newest pictures of feeds as JPEG, with what was found drawn on them, made only while somebody looks.
+"""The newest pictures of feeds as JPEG, with their results drawn on them, made only while somebody watches.
 
-    GET /feeds/NAME.jpg             a small one, at most one in two seconds of each feed, the same for all who ask
-    GET /feeds/NAME.mjpeg           larger ones until the caller leaves, at most ten a second, each made once for all
-    GET /feeds.mjpeg?feed=A&feed=B  the same of several feeds in one answer, in a size between; without names, of all
+    GET /feeds/NAME.jpg             a small picture, at most one in two seconds of each feed
+    GET /feeds/NAME.mjpeg           large pictures until the caller leaves, at most ten a second
+    GET /feeds.mjpeg?feed=A&feed=B  the same of several feeds in one answer, smaller; without names, of all feeds
 
-One thread makes them, and rests three times as long as it works: pictures take at most a quarter of a core, and become
-fewer beyond that. A caller that does not read misses pictures, and is cut off after ten seconds of it.
+Each picture is made once for all callers. One thread makes them and rests three times as long as it works, so that they
+take at most a quarter of a core. A caller that does not read misses pictures, and is cut off after ten seconds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, Seldom
 
 log = logging.getLogger("reflex.feeds")
 
-STREAMS: Final = 16  # callers whose answers go on
-TOGETHER: Final = 64  # feeds in one answer
-RESTS: Final = 3.0  # times as long as a picture took
-SOON: Final = 0.02  # seconds until a caller of /feeds/NAME.jpg looks again
-PATIENCE: Final = 3.0  # seconds that a caller of /feeds/NAME.jpg waits for the next frame; then it is 204
+STREAMS: Final = 16  # most callers of streams
+TOGETHER: Final = 64  # most feeds in one answer
+RESTS: Final = 3.0  # rest after a picture, in times of its CPU time
+SOON: Final = 0.02  # seconds between two looks for the next frame of /feeds/NAME.jpg
+PATIENCE: Final = 3.0  # seconds that /feeds/NAME.jpg waits for a frame; then the answer is 204
 UNREAD: Final = 10.0  # seconds without reading after which a stream is cut off
-NEXT: Final = b"--frame\r\n"  # behind each picture, so that a browser shows it without waiting for the next one
+NEXT: Final = b"--frame\r\n"  # after each picture, so that a browser shows it at once
 HEADERS: Final[Headers] = [
     (b"cache-control", b"no-store"),
     (b"cross-origin-resource-policy", b"same-origin"),  # pages of other sites may not show it
@@ -52,7 +52,7 @@ HEADERS: Final[Headers] = [
 
 @dataclass(frozen=True, slots=True)
 class PictureSize:
-    """longest: pixels of the longer side at most. every: seconds between two of a feed. drawn: fields of a result."""
+    """longest: most pixels of the longer side. every: seconds between two pictures. drawn: fields of a result."""
 
     longest: int
     every: float
@@ -68,7 +68,7 @@ LARGE: Final = PictureSize(960, 0.1, 80)
 
 @dataclass(frozen=True, slots=True)
 class MadePicture:
-    """number: of its result. due: when the next one may be made. task: makes it, None of what has no picture."""
+    """number: of its result. due: when the next picture may be made. task: its JPEG, None if it cannot be made."""
 
     number: int
     due: float
@@ -76,22 +76,22 @@ class MadePicture:
 
 
 class FeedPictures:
-    """The pictures of all feeds, and their routes. known: the feeds there are.
+    """The pictures of all feeds, and their routes. known: the names of the feeds.
 
-    take: a sink for every feed, called on the feeds' threads. Everything else happens on the loop.
+    take: a sink for every feed, called on the feeds' threads. Everything else runs on the loop.
     """
 
     def __init__(self, known: Callable[[], Collection[str]]) -> None:
         self._known = known
-        self._lookers: Counter[str] = Counter()  # callers by feed
-        self._newest: dict[str, tuple[int, Result]] = {}  # results of feeds that somebody looks at, numbered
+        self._lookers: Counter[str] = Counter()  # number of callers by feed
+        self._newest: dict[str, tuple[int, Result]] = {}  # the newest result of each watched feed, with a number
         self._numbers = count()
         self._made: dict[tuple[str, PictureSize], MadePicture] = {}
         self._streams = 0
         self._thread = ThreadPoolExecutor(1, "reflex-pictures")
         self._over = threading.Event()
         self._broken = Seldom()
-        self.take = self._take  # one object: feeds that share a sink know it by its identity
+        self.take = self._take  # one object: a shared sink is recognised by its identity
         self._one = {
             suffix: Route(f"/feeds/{{name}}{suffix}", run, own_pages=True, form=PLAIN)
             for suffix, run in ((".jpg", self._ask), (".mjpeg", self._watch))
@@ -119,10 +119,10 @@ class FeedPictures:
         self._over.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # -- who looks -----------------------------------------------------------------------------------------------------
+    # -- watching ------------------------------------------------------------------------------------------------------
 
     async def _ask(self, request: HttpRequest) -> HttpResponse:
-        """The last small picture if it is younger than two seconds, else the next."""
+        """Answer with the last small picture if it is younger than two seconds, else with the next one."""
         feed, found = request.path[len("/feeds/") : -len(".jpg")], None
         self._check(request, [feed])
         with self._looking([feed]):
@@ -138,11 +138,11 @@ class FeedPictures:
     async def _watch_some(self, request: HttpRequest) -> None:
         known = self._known()
         names = _asked(request.query_string) or sorted(known)[:TOGETHER]
-        there = [name for name in names if name in known]  # a page may not know yet that another one was removed
+        there = [name for name in names if name in known]  # a page may still ask for a removed feed
         await self._stream(request, there or names, MIDDLE)
 
     async def _stream(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
-        """Answer with the pictures of these feeds until the caller leaves, or all of the feeds are gone."""
+        """Answer with the pictures of these feeds until the caller leaves, or all of the feeds are removed."""
         self._check(request, names)
         if self._streams >= STREAMS:
             raise TooManyRequests(f"{STREAMS} watch feeds already, which is the most", retry_after=10.0)
@@ -161,7 +161,7 @@ class FeedPictures:
             self._streams -= 1
 
     async def _send(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
-        """Send every new picture; what comes while the caller does not read is left out. TimeoutError: see `UNREAD`."""
+        """Send new pictures, not those that come while the caller does not read. Raises TimeoutError after `UNREAD`."""
         seen: dict[str, int] = {}
         while (there := [name for name in names if name in self._known()]) and not self._over.is_set():
             for name in there:
@@ -176,7 +176,7 @@ class FeedPictures:
 
     @contextmanager
     def _looking(self, feeds: Sequence[str]) -> Iterator[None]:
-        """Results of these feeds are kept, the newest one of each."""
+        """Inside, the newest result of each of these feeds is kept."""
         self._lookers.update(feeds)
         try:
             yield
@@ -188,7 +188,7 @@ class FeedPictures:
                     self._newest.pop(feed, None)
 
     def _check(self, request: HttpRequest, names: Sequence[str]) -> None:
-        """Raise what stands against an answer."""
+        """Raise Closed or NotFound if there is no answer."""
         if request.app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
         if not names:
@@ -202,8 +202,7 @@ class FeedPictures:
     # -- pictures ------------------------------------------------------------------------------------------------------
 
     async def _picture(self, feed: str, size: PictureSize, seen: int = -1) -> tuple[int, bytes] | None:
-        """A picture of a later result than the one that was seen, made once for all who look, and its number; None if
-        there is none now."""
+        """The picture of a later result than number `seen`, with its number; None if there is none now."""
         loop, key = asyncio.get_running_loop(), (feed, size)
         made = self._made.get(key)
         if made is None or loop.time() >= made.due:  # too old
@@ -233,8 +232,8 @@ class FeedPictures:
 
 
 def jpeg_of(result: Result, size: PictureSize) -> bytes:
-    """A result's frame as JPEG, with its boxes drawn. Smaller by a whole number, so that little is read of it: rows are
-    left out, pixels of a row averaged."""
+    """A result's frame as JPEG, with its boxes drawn. It is reduced by a whole number: rows are left out, pixels of a
+    row averaged."""
     image = result.frame.image
     by = max(1, -(-max(image.shape[:2]) // size.longest))
     picture = np.asarray(Image.fromarray(image[::by]).reduce((by, 1)))

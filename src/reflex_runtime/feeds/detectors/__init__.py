@@ -1,6 +1,5 @@
-"""What outputs of detectors mean: one dialect per form of output, recognised when the model starts.
+"""Detectors in ONNX: a dialect for each form of outputs, recognised when the model starts.
 
-`recognise.dialect_of` looks at what a graph returns for one blank picture; nothing else decides. The dialect it returns
-makes a `Found` per picture of every call: boxes in pixels of the graph's input. `picture_input.result_of` makes a
-feed's result of it.
+`recognise.dialect_of` decides by the outputs for one blank picture and the metadata. The dialect makes a `Found` of the
+outputs for each picture, in pixels of the graph's input; `picture_input.result_of` makes a feed's result of it.
 """

@@ -1,4 +1,4 @@
-"""What outputs of detectors mean: one dialect per form of output. `recognise` finds the one of a graph."""
+"""Dialects: how the outputs of detectors are read, one for each form of outputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Outputs = Mapping[str, Array]  # output → its array for one picture
 
 @dataclass(frozen=True, slots=True)
 class DetectionLimits:
-    """score: what has less is left out. iou: of two boxes of one class that overlap by more, the one with the lower
-    score is left out. most: results of a picture. classes: the only ones that are kept; None keeps all.
+    """score: lowest score that is kept. iou: of two boxes of one class that overlap by more, the one with the lower
+    score is left out. most: highest number of results. classes: those that are kept; None keeps all.
     """
 
     score: float
@@ -34,11 +34,11 @@ class DetectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found in one picture, best first where the graph does not say otherwise.
+    """The detections in one picture, best first unless the graph has its own order.
 
-    boxes: [k, 4], x0, y0, x1, y1 in pixels of the graph's input; None if the graph has none. scores: [k]. labels: [k].
-    points: [k, m, 2 or 3], x and y in the same pixels, and how visible the point is. masks: [k, h, w] bool, each over
-    the whole input. polygons: [k, 4, 2], the corners of boxes that are turned; `boxes` are then around them.
+    boxes: [k, 4], x0, y0, x1, y1 in pixels of the graph's input; None of a classifier. scores: [k]. labels: [k].
+    points: [k, m, 2 or 3], x and y in the same pixels, and how visible. masks: [k, h, w] bool, each over the whole
+    input. polygons: [k, 4, 2], the corners of turned boxes; `boxes` are then around them.
     """
 
     boxes: NDArray[np.float64] | None
@@ -50,11 +50,11 @@ class Found:
 
 
 class Dialect:
-    """The meaning of a graph's outputs.
+    """How a graph's outputs are read, and what its input must be.
 
-    name: in logs and on the page. resize: how pictures are brought to the graph's size unless the user says otherwise.
-    score, most: limits unless the user says otherwise. overlaps: whether it leaves out overlapping boxes, so that `iou`
-    has an effect. mean, std: of each channel of a floating input. bgr: whether blue comes first.
+    name: in logs and on the page. resize, score, most: the defaults of these settings. overlaps: whether it removes
+    overlapping boxes, so that `iou` has an effect. mean, std: of each channel of a floating input. bgr: whether blue
+    is the first channel.
     """
 
     name = ""
@@ -67,13 +67,13 @@ class Dialect:
     bgr = False
 
     def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
-        """What the outputs for one picture say."""
+        """The detections in the outputs for one picture."""
         raise NotImplementedError
 
 
-MOST_CANDIDATES: Final = 30_000  # boxes of a picture that are compared: the best ones
+MOST_CANDIDATES: Final = 30_000  # the best boxes of a picture, which are compared
 AT_ONCE: Final = 128
-PART: Final = 2048  # boxes in an operation: what 128 of them are compared with fits into a cache
+PART: Final = 2048  # boxes compared with 128 others in one operation: this fits into a cache
 
 Side = NDArray[np.float32]
 
@@ -83,11 +83,11 @@ def kept_of(
 ) -> NDArray[np.int64]:
     """The numbers of the boxes that stay, best first, at most `most`.
 
-    boxes: [k, 4], x0, y0, x1, y1. A box is left out if its intersection with a better box of the same label is more
-    than `iou` of their union. Equal scores: the first one is the better one.
+    boxes: [k, 4], x0, y0, x1, y1. A box is left out if its intersection with a better box of the same label that stays
+    is more than `iou` of their union. Of equal scores the first is better.
 
-    The best `AT_ONCE` boxes are compared with each other in one operation. Those that stay then remove all others that
-    overlap them, and the best of what is left are next, until enough stay.
+    The best `AT_ONCE` boxes are compared with each other in one operation; those that stay remove all others that they
+    overlap. Then come the best of the rest, until enough stay.
     """
     order = np.argsort(-scores, kind="stable")[:MOST_CANDIDATES]
     labels = labels[order]
@@ -107,8 +107,8 @@ def kept_of(
 
 
 def _best_of(numbers: NDArray[np.int64], sides: tuple[Side, ...], labels: NDArray[np.int64], iou: float) -> list[int]:
-    """Of boxes in the order of their scores those that no better one of them overlaps which stays itself."""
-    # A row of bits as one number: an operation on it takes a tenth of the time of one on an array.
+    """The boxes, in the order of their scores, that overlap no better one that stays."""
+    # A row of bits is one number: operations take a tenth of the time of those on arrays.
     over = np.packbits(_overlaps(sides, labels, numbers, numbers, iou), axis=1, bitorder="little")
     rows, width, gone = over.tobytes(), over.shape[1], 0
     stay: list[int] = []
@@ -124,7 +124,7 @@ def _overlaps(
 ) -> NDArray[np.bool_]:
     """[i, j]: whether box one[i] and box other[j] are of one label and overlap by more than iou.
 
-    In place as far as it goes: these arrays are most of what suppression costs.
+    In place where possible: these arrays are most of the cost.
     """
     (x0, y0, x1, y1, area), (u0, v0, u1, v1, room) = ([side[n] for side in sides] for n in (one, other))
     shared = np.minimum(x1[:, None], u1)
@@ -142,15 +142,15 @@ def _overlaps(
     return more
 
 
-# -- boxes that are turned, as heads for pictures from above give them (`task: obb`) ----------------------------------
-# A row or column is a box's middle, width, height and angle: radians clockwise from the picture's x axis to its width.
+# -- turned boxes, of heads for pictures from above (`task: obb`) ----------------- ----------------------------------
+# A row is a box's middle, width, height and angle: radians clockwise from the x axis to its width.
 
-MOST_TURNED: Final = 3_000  # turned boxes of a picture that are compared: the best ones
+MOST_TURNED: Final = 3_000  # the best turned boxes of a picture, which are compared
 SMALL: Final = 1e-7
 
 
 def polygons_of(turned: Array) -> NDArray[np.float64]:
-    """The corners [k, 4, 2] of boxes [k, 5], one after the other around each box."""
+    """The corners [k, 4, 2] of boxes [k, 5], in order around each box."""
     cos, sin = np.cos(turned[:, 4]), np.sin(turned[:, 4])
     along = np.stack([cos, sin], axis=1) * turned[:, 2:3] / 2
     across = np.stack([-sin, cos], axis=1) * turned[:, 3:4] / 2
@@ -163,9 +163,8 @@ def polygons_of(turned: Array) -> NDArray[np.float64]:
 def kept_obb(turned: Array, scores: Array, labels: NDArray[np.int64], iou: float, most: int) -> NDArray[np.int64]:
     """The numbers of the boxes that stay, best first, at most `most`.
 
-    A box is left out if a better one of its label, whether that stays or not, is like it by more than `iou`: such
-    models are measured so. How alike two boxes are is that of two normal distributions of their extent (ProbIoU,
-    arXiv:2106.06072).
+    A box is left out if its likeness to a better one of its label, whether that stays or not, is above `iou`, as these
+    models are measured. The likeness of two boxes is ProbIoU (arXiv:2106.06072), of two normal distributions.
     """
     order = np.argsort(-scores, kind="stable")[:MOST_TURNED]
     turned, labels = turned[order].astype(np.float32), labels[order]
@@ -183,14 +182,14 @@ def kept_obb(turned: Array, scores: Array, labels: NDArray[np.int64], iou: float
 
 
 def _extents(turned: Array) -> tuple[Array, Array, Array]:
-    """The covariance of an even distribution over each box: of x, of y, and of both."""
+    """The covariances of an even distribution over each box: of x, of y, of both."""
     a, b = turned[:, 2] ** 2 / 12, turned[:, 3] ** 2 / 12
     cos, sin = np.cos(turned[:, 4]), np.sin(turned[:, 4])
     return a * cos**2 + b * sin**2, a * sin**2 + b * cos**2, (a - b) * cos * sin
 
 
 def _alike(turned: Array, shapes: tuple[Array, Array, Array], one: Array, other: Array) -> Array:
-    """[i, j]: how alike box one[i] and box other[j] are, 0 … 1."""
+    """[i, j]: the likeness of box one[i] and box other[j], 0 … 1."""
     a1, b1, c1 = (part[one][:, None] for part in shapes)
     a2, b2, c2 = (part[other][None] for part in shapes)
     x = turned[one][:, None, 0] - turned[other][None, :, 0]
@@ -213,9 +212,9 @@ IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class Extras:
     """The columns of a row behind box and scores.
 
-    points: keypoints of a detection, each of `dims` columns. prototypes: the output [n, m, h, w] whose m pictures,
-    weighted by m columns and added, are a detection's mask; "" for none. angle: whether the box is turned by the last
-    column.
+    points: number of keypoints, each of `dims` columns. prototypes: the output [n, m, h, w] whose m pictures, weighted
+    by `coefficients` columns and added, are a detection's mask; "" for none. angle: whether the last column turns the
+    box.
     """
 
     points: int = 0
@@ -226,7 +225,7 @@ class Extras:
 
     @property
     def columns(self) -> int:
-        """How many there are."""
+        """Their number."""
         return self.points * self.dims + self.coefficients + self.angle
 
 
@@ -234,7 +233,7 @@ class Extras:
 class NamedBoxes(Dialect):
     """Boxes [n, k, 4] (x0, y0, x1, y1 in pixels of the input), scores and labels [n, k], in outputs of their own.
 
-    count: the output [n, 1] or [n] that says how many rows of a picture are filled; "" if all are.
+    count: the output [n, 1] or [n] with the number of filled rows; "" if all are.
     """
 
     boxes_name: str = "boxes"
@@ -254,12 +253,11 @@ class NamedBoxes(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class RawHead(Dialect):
-    """An output of one column per place of the picture: [n, 4 + (1) + classes + extras, k], or with the last two axes
-    exchanged (`rows`). The box is its middle, width and height in pixels of the input.
+    """An output with a column for each place of the picture: [n, 4 + (1) + classes + extras, k], or with the last two
+    axes exchanged (`rows`). A box is its middle, width and height in pixels of the input.
 
-    objectness: the fifth number says how likely there is anything, and scores of classes are multiplied by it.
-    offsets: the size of the input if boxes are not decoded: from the corner of their cell in strides, and the logarithm
-    of sizes.
+    objectness: the fifth number is the probability of any object, by which scores of classes are multiplied. offsets:
+    the size of the input if boxes are not decoded: offsets from their cell in strides, and logarithms of sizes.
     """
 
     output: str
@@ -275,11 +273,11 @@ class RawHead(Dialect):
 
     def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
         head = outputs[self.output]
-        if head.dtype == np.float16:  # numpy compares these one by one
+        if head.dtype == np.float16:  # numpy is slow in comparing these
             head = head.astype(np.float32)
         head = head.T if self.rows else head
         first = 5 if self.objectness else 4
-        # With objectness no class of a place scores more than it.
+        # No score of a class is above the objectness.
         best = head[4] if self.objectness else head[4 : 4 + self.classes].max(axis=0)
         places = np.flatnonzero(best >= limits.score)
         rows = head[:, places].T
@@ -301,7 +299,7 @@ class RawHead(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class YoloxHead(RawHead):
-    """The head of YOLOX, whose input is blue, green and red of 0 to 255, and has the picture in its corner."""
+    """The head of YOLOX. Its input is blue, green, red of 0 to 255, with the picture in the corner."""
 
     resize = CORNER
     std = (1 / 255, 1 / 255, 1 / 255)
@@ -311,8 +309,8 @@ class YoloxHead(RawHead):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Dialect):
-    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input (middle, width and height
-    where there is an angle), score, class. Rows that are not filled have the score 0."""
+    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input (with an angle: middle,
+    width, height), score, class. Empty rows have the score 0."""
 
     output: str
     extras: Extras = Extras()
@@ -331,11 +329,11 @@ class Rows(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class Queries(Dialect):
-    """A row per query of a transformer: its box (middle, width and height as a share of the input) and its classes.
+    """A row for each query of a transformer: its box (middle, width, height in shares of the input) and its classes.
 
     boxes_name, logits_name: outputs [n, k, 4] and [n, k, classes]; one output [n, k, 4 + classes] if they are equal.
-    form: "scores" between 0 and 1, or "sigmoid", or "softmax", or "best": a score and the number of its class. none:
-    whether the last class is for nothing. masks: an output [n, k, h, w], above 0 where the thing is; "" for none.
+    form: of the classes: "scores" between 0 and 1, "sigmoid", "softmax", or "best": a score and a class number. none:
+    whether the last class is for nothing. masks: an output [n, k, h, w], above 0 within the object; "" for none.
     size: width and height of the input.
     """
 
@@ -370,7 +368,7 @@ class Queries(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class Classes(Dialect):
-    """An output [n, classes]: a score for each class of the whole picture. logits: softmax comes before."""
+    """An output [n, classes]: a score for each class of the whole picture. logits: needs softmax."""
 
     output: str
     logits: bool
@@ -392,11 +390,11 @@ class Classes(Dialect):
 
 @lru_cache(maxsize=16)
 def cells_of(size: tuple[int, int], count: int) -> NDArray[np.float64] | None:
-    """The cell that each of so many boxes belongs to, [count, 3]: the middle of it in pixels, and its side. None if no
-    grids of a picture of this size have so many.
+    """The cell of each of `count` boxes, [count, 3]: its middle in pixels, and its side. None if no grids have so
+    many.
 
-    The first grid has cells of 4, 8 or 16, each other one has cells twice as large as those before, up to 128. A cell
-    has one box; or three, then the grid comes three times.
+    The first grid has cells of 4, 8 or 16 pixels, each further one cells twice as large, up to 128. A cell has one box,
+    or three; then each grid comes three times.
     """
     width, height = size
     for first, last, boxes in product(range(2, 5), range(3, 8), (1, 3)):
@@ -412,7 +410,7 @@ def cells_of(size: tuple[int, int], count: int) -> NDArray[np.float64] | None:
 
 
 def corners(boxes: Array) -> Array:
-    """x0, y0, x1, y1 of boxes [k, 4] that are given by their middle, width and height."""
+    """x0, y0, x1, y1 of boxes [k, 4] of middle, width and height."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
@@ -431,8 +429,8 @@ def softmax(values: Array) -> Array:
 
 
 def found_of(boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, outputs: Outputs) -> Found:
-    """Chosen boxes with their points and masks. behind: [k, extras.columns]. A point that is not finite is at 0, 0, and
-    not visible."""
+    """Detections with their points, masks and polygons. behind: [k, extras.columns]. A point that is not finite becomes
+    0, 0, not visible."""
     points = masks = polygons = None
     if extras.angle:
         polygons = polygons_of(boxes.astype(np.float64))
@@ -455,7 +453,7 @@ def _masks(weights: Array, prototypes: Array) -> NDArray[np.bool_]:
 def _limited(
     boxes: Array, scores: Array, labels: Array, limits: DetectionLimits, order: Array, masks: Array | None = None
 ) -> Found:
-    """Of boxes in this order, those that the limits allow."""
+    """The detections within the limits, in this order."""
     labels = whole_of(labels)
     fit = order[wanted_of(boxes, scores, labels, limits)[order]][: limits.most]
     own = None if masks is None else masks[fit] > 0
@@ -463,7 +461,7 @@ def _limited(
 
 
 def wanted_of(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
-    """Which rows the limits allow; never one with a number that is not finite."""
+    """Which rows are within the limits and finite."""
     fit: NDArray[np.bool_] = _allowed(scores, labels, limits) & np.isfinite(boxes).all(axis=1)
     return fit
 
@@ -474,7 +472,7 @@ def _allowed(scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[n
 
 
 def whole_of(labels: Array) -> NDArray[np.int64]:
-    """Labels as whole numbers; -1 for what is none."""
+    """Labels as whole numbers, -1 for those that are none."""
     if labels.dtype.kind in "iu":
         return labels.astype(np.int64)
     fine = np.isfinite(labels) & (np.abs(labels) < 2**31)

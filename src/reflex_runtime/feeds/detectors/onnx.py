@@ -1,4 +1,4 @@
-"""Any image model as a batch processor: pictures of many cameras in, one call, each camera's result out."""
+"""A detector or classifier in ONNX as a batch processor."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 
 log = logging.getLogger("reflex.feeds")
 
-OVERLAP = 0.7  # of two boxes of a class, as a share of both
+OVERLAP = 0.7  # default of iou
 
 
 @dataclass(frozen=True, slots=True)
 class DetectorSettings:
-    """A user's settings of a detector; those that are not given come from its metadata or its dialect.
+    """A user's settings of a detector; None and () mean those of its metadata or its dialect.
 
-    score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
-        their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
-        picture, the best ones.
-    classes: names or numbers of the only ones that are kept.
-    size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
+    score: lowest score that is kept, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of their
+        union, the better one stays; only for graphs that leave this to their caller. max_detections: of a picture.
+    classes: names or numbers of the classes that are kept.
+    size: width and height of the input, needed if neither the graph nor its metadata has them.
     resize: "letterbox", "corner" (the same in the upper left), "stretch" or "crop".
     names: labels by number. A label without a name stays a number.
     """
@@ -67,7 +66,7 @@ class DetectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A graph that runs, and what its outputs mean. dialect: None if they are passed on."""
+    """A loaded graph and the dialect of its outputs; None if they are passed on."""
 
     session: OnnxSession
     input: PictureInput
@@ -77,21 +76,21 @@ class _Loaded:
     resize: str
 
     def __str__(self) -> str:
-        """What was found out, in one line."""
+        """Dialect, names and input in one line."""
         dialect, at_once = self.dialect, self.session.batch_size
         what = "outputs are passed on" if dialect is None else f"{dialect.name}, {len(self.facts.names)} names"
         size = f"{self.resize} {self.input.size[0]} × {self.input.size[1]}"
         return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
 
     def fitted(self, frame: Picture, ahead: Any = None) -> FittedPicture:
-        """What the graph gets of a frame. ahead: what was made of it before, used if this graph can take it."""
+        """The frame in the size of the input. ahead: made by `prepare`, and used if it fits this graph."""
         alike = self.input.shape, self.resize
         if isinstance(ahead, FittedPicture) and (ahead.pixels.shape, ahead.resize) == alike:
             return ahead
         return self.input.fitted(frame, self.resize)
 
     def run(self, pictures: Sequence[FittedPicture], limits: Sequence[DetectionLimits]) -> list[dict[str, Any]]:
-        """limits: of each picture."""
+        """A result for each picture. limits: of each picture."""
         outputs = self.session.run(self.input.tensors(pictures, self.dialect))
         each = [{name: array[i] for name, array in outputs.items()} for i in range(len(pictures))]
         if self.dialect is None:
@@ -105,20 +104,20 @@ class OnnxFrames:
     """Runs an ONNX graph on RGB pictures, as a batch processor.
 
     path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating; a second one named
-        `orig_target_sizes` [n, 2] gets the size of the first. A leading axis of a fixed size is served as well: batches
-        have at most so many pictures, and smaller ones are padded (`batch_size`).
-    id: names it in metrics and events.
-    provider: "cpu", "cuda", "openvino", or an execution provider's own name. threads: intra-op threads of a call.
+        `orig_target_sizes` [n, 2] gets the size of the first. If the first axis is fixed, batches have at most so many
+        pictures, and smaller ones are padded (`batch_size`).
+    id: its name in metrics and events.
+    provider: "cpu", "cuda", "openvino", or the name of an execution provider. threads: intra-op threads of a call.
     settings: see `DetectorSettings`. limits: by feed, the `score` and `classes` that differ; see `limit`.
 
-    What the outputs mean is told by what the graph returns for one blank picture; see `detectors.recognise`. A result
-    is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
-    with `keypoints` or `masks` where the graph finds them; see `result_of`. Outputs [n] or [n, k] without names for the
-    k are passed on: {output: array without batch axis}. Any other graph is refused. Each result has `model`: the name
-    of the file and the first 16 digits of its SHA-256.
+    The outputs for one blank picture decide how outputs are read; see `detectors.recognise`. A result is {"boxes":
+    [[x0, y0, x1, y1], …] in pixels of the frame, "scores": [float, …], "labels": [name, …]}, and `keypoints`, `masks`
+    or `polygons` where the graph has them; see `result_of`. Outputs [n] or [n, k] without names for the k are passed
+    on: {output: array without batch axis}. Any other graph is refused. Each result has `model`: the name of the file
+    and the first 16 digits of its SHA-256.
 
-    A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, those that only the graph
-    can show when `on_start` reads it.
+    A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, some of them only in
+    `on_start`, which reads the graph.
     """
 
     repeatable = True
@@ -136,8 +135,8 @@ class OnnxFrames:
         self._name = ""
 
     def on_start(self) -> None:
-        """Load the graph, find out what its outputs mean, and run it once, so that no frame pays for a first call.
-        Raises ConfigError, also for a class of a feed that it lacks."""
+        """Load the graph, recognise its outputs, and run it once, so that no frame pays for the first call. Raises
+        ConfigError."""
         session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
         self._loaded = loaded = self._read(session)
         self._name = _name_of(self.path)
@@ -147,13 +146,13 @@ class OnnxFrames:
         loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))], [loaded.limits])
 
     def prepare(self, frame: Any) -> FittedPicture | None:
-        """The frame in the size of the graph's input, as `process` takes it for an entry's `view`: on any thread, while
-        the graph runs. None before the start, and for what is no picture."""
+        """The frame in the size of the graph's input, an entry's `view` for `process`. On any thread, also while the
+        graph runs. None before the start, and if it is no picture."""
         loaded = self._loaded
         return None if loaded is None or _fault(frame) is not None else loaded.fitted(frame)
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
-        """One result per entry, or a ProcessorError in its place."""
+        """A result for each entry, or a ProcessorError in its place."""
         loaded = self._started()
         results: list[Any] = [_fault(entry.frame) for entry in entries]
         fine = [entry for entry, fault in zip(entries, results, strict=True) if fault is None]
@@ -168,17 +167,17 @@ class OnnxFrames:
 
     @property
     def batch_size(self) -> int | None:
-        """How many pictures a call computes; None before the start, and if that is any number."""
+        """The fixed number of pictures of a call; None before the start, and for any number."""
         return None if self._loaded is None else self._loaded.session.batch_size
 
     @property
     def dialect(self) -> Dialect | None:
-        """What the outputs mean; None before the start, and for outputs that are passed on."""
+        """The dialect of the outputs; None before the start, and if they are passed on."""
         return None if self._loaded is None else self._loaded.dialect
 
     def limit(self, limits: Mapping[str, Mapping[str, Any]]) -> None:
-        """After the start: find in frames of these feeds what differs. Raises ConfigError for settings that have no
-        effect, and for unknown classes; then nothing has changed."""
+        """Change the settings of single feeds, after the start. Raises ConfigError for settings without effect and for
+        unknown classes; then nothing has changed."""
         loaded, found = self._started(), {}
         for feed, differs in limits.items():
             try:
@@ -209,7 +208,7 @@ class OnnxFrames:
         return _Loaded(session, taken, facts, dialect, _limits(wanted, dialect, facts), resize)
 
     def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:
-        """By what it returns for one blank picture."""
+        """The dialect, by the outputs for one blank picture."""
         width, height = taken.size
         blank = taken.fitted(np.zeros((height, width, 3), np.uint8), STRETCH)
         outputs = session.run(taken.tensors([blank], None))
@@ -220,7 +219,7 @@ class OnnxFrames:
 
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
-    """The user's limits, else those of the dialect. Raises ConfigError for what has no effect."""
+    """The user's limits, else those of the dialect. Raises ConfigError for a setting without effect."""
     if dialect is None:
         for name in ("score", "iou", "max_detections", "classes"):
             if getattr(wanted, name) not in (None, ()):
@@ -237,7 +236,7 @@ def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts
 
 
 def _name_of(path: Path) -> str:
-    """NAME@HASH of a graph: of its file and, if there is one, of the file that holds its weights."""
+    """NAME@HASH of a graph: of its file and of the file with its weights, if any."""
     digest = hashlib.sha256()
     for file in (path, path.with_name(f"{path.name}.data")):
         with suppress(FileNotFoundError), file.open("rb") as opened:
@@ -247,7 +246,7 @@ def _name_of(path: Path) -> str:
 
 
 def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozenset[int]:
-    """The numbers of classes that are given by name or number."""
+    """The numbers of classes given by name or number. Raises ConfigError."""
     by_name = {name: number for number, name in names.items()}
     found = set()
     for given in classes:

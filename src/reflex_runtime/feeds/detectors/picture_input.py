@@ -1,4 +1,4 @@
-"""From a frame to the input of a graph, and from what the graph found back to the frame."""
+"""Brings frames to the input of a graph, and detections back to pixels of the frame."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Picture = NDArray[np.uint8]  # RGB [h, w, 3]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where a frame lies in the input: x of the input is x of the frame · across + left, y likewise.
+    """The place of a frame in the input: x of the input is x of the frame · across + left, y = y · down + top.
 
     width, height: of the frame.
     """
@@ -38,11 +38,11 @@ class Fit:
     height: int
 
     def back(self, places: NDArray[Any]) -> NDArray[np.float64]:
-        """Places in pixels of the frame, on or within its edges. places: [..., 2 · m] as x, y, x, y … of the input."""
+        """Places of the input in pixels of the frame, cut off at its edges. places: [..., 2 · m] as x, y, x, y …"""
         return np.clip(self.unbounded(places), 0.0, (self.width, self.height) * (places.shape[-1] // 2))
 
     def unbounded(self, places: NDArray[Any]) -> NDArray[np.float64]:
-        """The same for places that may lie outside of the frame."""
+        """The same, not cut off."""
         pairs = places.shape[-1] // 2
         offset, scale = (self.left, self.top) * pairs, (self.across, self.down) * pairs
         found: NDArray[np.float64] = (places.astype(np.float64) - offset) / scale
@@ -58,7 +58,7 @@ class Fit:
 def letterboxed(frame: Picture, place: Picture, middle: bool = True) -> Fit:
     """The whole frame into the middle of `place` [h, w, 3], or its corner, as large as fits, grey around it.
 
-    Bilinear without smoothing, as OpenCV does it and YOLO models are trained and measured.
+    Bilinear without smoothing, by OpenCV, as YOLO models are trained and measured.
     """
     height, width = frame.shape[:2]
     room_h, room_w = place.shape[:2]
@@ -76,7 +76,7 @@ def letterboxed(frame: Picture, place: Picture, middle: bool = True) -> Fit:
 
 
 def stretched(frame: Picture, place: Picture) -> Fit:
-    """The whole frame into the whole of `place`: both sides by their own scale, bilinear with smoothing."""
+    """The whole frame into the whole of `place`, each side by its own scale, bilinear with smoothing."""
     height, width = frame.shape[:2]
     room_h, room_w = place.shape[:2]
     place[:] = frame if frame.shape == place.shape else _smooth(frame, (room_w, room_h), reducing_gap=2.0)
@@ -84,7 +84,7 @@ def stretched(frame: Picture, place: Picture) -> Fit:
 
 
 def cropped(frame: Picture, place: Picture) -> Fit:
-    """The middle of the frame, as much as fills `place`."""
+    """The largest middle part of the frame that has the shape of `place`."""
     height, width = frame.shape[:2]
     room_h, room_w = place.shape[:2]
     scale = max(room_h / height, room_w / width)
@@ -104,7 +104,7 @@ FITTINGS: Final[dict[str, Callable[[Picture, Picture], Fit]]] = {
 
 
 def planes_of(picture: Picture) -> NDArray[np.uint8]:
-    """The channels of a picture one after the other: [3, h, w]."""
+    """A picture as [3, h, w]."""
     planes = np.empty((3, *picture.shape[:2]), np.uint8)
     if (cv2 := opencv()) is not None:  # seven times as fast
         cv2.split(picture, list(planes))
@@ -119,19 +119,19 @@ def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = 
 
 
 def opencv_here() -> Any:
-    """The package that letterbox resizes with. Raises ConfigError."""
+    """The module cv2, which letterbox needs. Raises ConfigError."""
     if (cv2 := opencv()) is None:
         raise not_installed("cv2", "letterbox")
     return cv2
 
 
-SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets the width and height of the first
+SIZES_NAME: Final = "orig_target_sizes"  # a second input [n, 2], for width and height of the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedPicture:
-    """A frame brought to the size of an input. pixels: uint8, in the order of the input's axes. fit: where the frame
-    lies in it. resize: the way it was done, of `FITTINGS`."""
+    """A frame in the size of an input. pixels: uint8, in the order of the input's axes. fit: the frame's place in it.
+    resize: one of `FITTINGS`."""
 
     pixels: NDArray[np.uint8]
     fit: Fit
@@ -140,8 +140,8 @@ class FittedPicture:
 
 @dataclass(frozen=True, slots=True)
 class PictureInput:
-    """name: of the input. last: whether its channels are the last axis. size: width and height. sizes: whether there is
-    a second input for the size."""
+    """The input of a graph. last: whether its channels are the last axis. size: width and height. sizes: whether the
+    graph has a second input for the size."""
 
     name: str
     dtype: Any
@@ -150,14 +150,14 @@ class PictureInput:
     sizes: bool
 
     def fitted(self, frame: Picture, resize: str) -> FittedPicture:
-        """A frame brought to this input's size."""
+        """A frame in this input's size."""
         width, height = self.size
         place = np.empty((height, width, 3), np.uint8)
         fit = FITTINGS[resize](frame, place)
         return FittedPicture(place if self.last else planes_of(place), fit, resize)
 
     def tensors(self, pictures: Sequence[FittedPicture], dialect: Dialect | None) -> dict[str, NDArray[Any]]:
-        """The graph's inputs for these pictures. A floating one gets (pixel / 255 - mean) / std of the dialect."""
+        """The graph's inputs for these pictures; floating pixels are (pixel / 255 - mean) / std of the dialect."""
         known, axis = dialect or Dialect(), -1 if self.last else 0
         ordered = [np.flip(p.pixels, axis) if known.bgr else p.pixels for p in pictures]
         if self.dtype == np.uint8:
@@ -184,7 +184,7 @@ class PictureInput:
 def picture_input(
     path: Path, session: OnnxSession, size: tuple[int, int] | None, said: tuple[int, int] | None
 ) -> PictureInput:
-    """Find the input for pictures. size: the user's. said: that of the metadata. Raises ConfigError."""
+    """The input for pictures. size: the user's. said: that of the metadata. Raises ConfigError."""
     others = dict(session.inputs)
     sizes = others.pop(SIZES_NAME, None)
     if len(others) != 1 or (sizes is not None and not (sizes.dtype.kind == "i" and fits((None, 2), sizes.dims))):
@@ -209,10 +209,10 @@ def picture_input(
 
 
 def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int, int]) -> dict[str, Any]:
-    """Boxes, scores and labels, and keypoints, polygons and masks where the graph has them; see docs/feeds.md.
+    """A feed's result: boxes, scores, labels, and keypoints, polygons and masks where the graph has them.
 
-    Numbers are rounded to hundredths of a pixel and millionths of a score. Boxes outside of the frame are left out.
-    size: width and height of the input.
+    Rounded to hundredths of a pixel and millionths of a score. Boxes outside of the frame are left out. size: width and
+    height of the input.
     """
     if found.boxes is None:
         return _classes(found, names)
@@ -224,7 +224,7 @@ def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int,
         "labels": _named(found.labels[fine], names),
     }
     if found.points is not None:
-        points = found.points[fine]  # [k, m, 2 or 3]: x, y, and how visible each is
+        points = found.points[fine]  # [k, m, 2 or 3]: x, y, and how visible
         places = fit.back(points[..., :2]).round(2)
         result["keypoints"] = np.concatenate([places, points[..., 2:].round(4)], axis=-1).tolist()
     if found.polygons is not None:
@@ -246,9 +246,8 @@ def _named(labels: NDArray[np.int64], names: Mapping[int, str]) -> list[Any]:
 
 
 def _mask(mask: NDArray[np.bool_], box: NDArray[np.float64], fit: Fit, size: tuple[int, int]) -> dict[str, Any]:
-    """The cells of a mask that a box of the frame touches: `box` in pixels of the frame, which whole cells may exceed,
-    `size` (rows, columns) of the cells, `counts` of equal cells, row by row: first those outside of the mask, then
-    inside, and so on."""
+    """The cells of a mask under a box of the frame: `box`, their edges in its pixels; `size`, rows and columns;
+    `counts`, lengths of runs row by row, first of cells outside of the mask."""
     height, width = mask.shape
     across, down = width / size[0], height / size[1]
     x0, y0, x1, y1 = fit.forth(box)
@@ -262,6 +261,6 @@ def _mask(mask: NDArray[np.bool_], box: NDArray[np.float64], fit: Fit, size: tup
 
 
 def _cells(first: float, last: float, most: int) -> tuple[int, int]:
-    """Whole cells, at least one, that cover a stretch."""
+    """The whole cells, at least one, that cover a range."""
     low = min(max(0, int(np.floor(first))), most - 1)
     return low, min(max(low + 1, int(np.ceil(last))), most)

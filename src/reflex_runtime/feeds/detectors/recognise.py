@@ -1,4 +1,4 @@
-"""Which dialect a graph speaks: told by its metadata, and by its outputs for one blank picture."""
+"""Recognises the dialect of a graph by its metadata and its outputs for one blank picture."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ LARGEST: Final = 16_384  # pixels of a side of the input
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """The metadata of a graph, as far as it can be read; what cannot is as if it were not there.
+    """The metadata of a graph; what cannot be read is left out.
 
-    names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify.
-    points: number of keypoints and columns of each. resize: letterbox, corner, stretch or crop. head: the exporter's
-    name of what made the outputs. at_once: most pictures in a call, None if that is not said.
+    names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify, obb.
+    points: number of keypoints and of columns of each. resize: letterbox, corner, stretch or crop. head: the exporter's
+    name of the last layer. at_once: most pictures in a call, None if unknown.
     """
 
     names: Mapping[int, str]
@@ -53,7 +53,7 @@ class GraphFacts:
 
 
 def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
-    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `head`, `args`; and
+    """Facts of the keys `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `head`, `args`, and
     `rfdetr_inference`, whose `class_id_to_name` has gaps."""
     rfdetr = literal(metadata.get("rfdetr_inference", ""))
     rfdetr = rfdetr if isinstance(rfdetr, dict) else {}
@@ -70,7 +70,7 @@ def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
 
 
 def _numbered(found: Any) -> dict[int, str] | None:
-    """Labels by number from a list, or from a mapping by number. None if it is neither."""
+    """Labels by number of a list or a mapping; None for other values."""
     if isinstance(found, (list, tuple)):
         found = dict(enumerate(found))
     if not isinstance(found, dict) or len(found) > MOST_NAMES:
@@ -82,7 +82,7 @@ def _numbered(found: Any) -> dict[int, str] | None:
 
 
 def names_of_file(path: Path) -> dict[int, str]:
-    """Labels by number: a JSON or Python text as in metadata, or a name a line. Raises ConfigError."""
+    """Labels by number of a file: JSON or Python as in metadata, or a name a line. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST + 1)
@@ -104,7 +104,7 @@ def names_of_file(path: Path) -> dict[int, str]:
 
 
 def literal(text: str) -> Any:
-    """The value that a text writes in JSON or as a Python literal; None for every other text."""
+    """The value of a text in JSON or a Python literal; None for other texts."""
     if not text or len(text) > LONGEST:
         return None
     try:
@@ -118,14 +118,14 @@ def literal(text: str) -> Any:
 
 
 def _at_once(metadata: Mapping[str, str]) -> int | None:
-    """ultralytics exports NMS for the pictures of one batch: with a symbolic axis, results of all others are empty."""
+    """ultralytics exports NMS for batches of one size: with a symbolic axis, results of further pictures are empty."""
     arguments = literal(metadata.get("args", "")[:10_000])
     batch = _numbers(metadata.get("batch", "1"), 1) or (1,)
     return batch[0] if isinstance(arguments, dict) and arguments.get("nms") is True else None
 
 
 def _numbers(text: str, count: int) -> tuple[int, ...] | None:
-    """So many whole numbers above 0; one stands for all of them."""
+    """So many whole numbers above 0; a single number stands for all of them."""
     found = literal(text[:100])
     values = [found] * count if isinstance(found, (int, float)) else found
     if not isinstance(values, (list, tuple)) or len(values) < count:
@@ -136,7 +136,7 @@ def _numbers(text: str, count: int) -> tuple[int, ...] | None:
     return tuple(int(n) for n in numbers)
 
 
-MOST_NUMBERS: Final = 2048  # of an output [n, k] that is passed on as it is, such as an embedding
+MOST_NUMBERS: Final = 2048  # k of an output [n, k] that is passed on, such as an embedding
 _NAMED: Final = (("boxes", "scores", "labels", ""), ("det_boxes", "det_scores", "det_classes", "num_dets"))
 _QUERIES: Final = (("pred_boxes", "logits"), ("pred_boxes", "pred_logits"), ("dets", "labels"))
 _MASKS: Final = ("masks", "pred_masks")
@@ -146,7 +146,7 @@ ELSEWHERE: Final = "in other places than their own"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a graph returned for one blank picture. outputs: arrays [1, …]. size: width and height of the picture."""
+    """The outputs of a graph for one blank picture: arrays [1, …]. size: width and height of the picture."""
 
     outputs: Mapping[str, NDArray[Any]]
     facts: GraphFacts
@@ -154,11 +154,11 @@ class Trial:
 
     @property
     def classes(self) -> int:
-        """One more than the highest number that has a name: numbers may have gaps. 0 without names."""
+        """One more than the highest number with a name, because numbers may have gaps. 0 without names."""
         return max(self.facts.names, default=-1) + 1
 
     def expected(self, name: str, wanted: str) -> tuple[int, ...]:
-        """The shape of an output. wanted: its sizes after the first axis, words for those that may be any."""
+        """The shape of an output. wanted: its sizes after the first axis, a word for any size. Raises ConfigError."""
         sizes, found = ["n", *wanted.split(", ")], self.outputs[name].shape
         if len(found) != len(sizes) or any(w.isdigit() and int(w) != f for w, f in zip(sizes, found, strict=True)):
             raise ConfigError(f"output {name!r}: expected [n, {wanted}]; found {self}")
@@ -171,10 +171,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What outputs may mean, and what of them shows whether they do.
+    """A possible dialect, and the outputs that prove or contradict it.
 
-    boxes: [k, 4] of the blank picture. unit: what they must be in. cells: where each belongs, as `cells_of` makes them;
-    None for boxes of no place. scores: of classes, such that must be shares. labels: numbers of classes.
+    boxes: [k, 4] of the blank picture. unit: the expected one. cells: of each box, as of `cells_of`; None for boxes
+    without a place. scores: of classes, which must be shares. labels: numbers of classes.
     """
 
     dialect: Dialect
@@ -186,9 +186,9 @@ class Candidate:
 
 
 def dialect_of(trial: Trial) -> Dialect | None:
-    """The dialect, or None for outputs [n] and [n, k ≤ 2048] that are passed on as they are.
+    """The dialect, or None for outputs [n] and [n, k ≤ 2048], which are passed on.
 
-    Raises ConfigError for outputs whose meaning is not known, or that may mean two things.
+    Raises ConfigError for outputs of an unknown form, and for those that contradict their form.
     """
     for name, array in trial.outputs.items():
         if array.shape[:1] != (1,):
@@ -208,9 +208,9 @@ def dialect_of(trial: Trial) -> Dialect | None:
 def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float64] | None = None) -> str | None:
     """The unit of the boxes of a blank picture; None if no box shows it.
 
-    Of boxes with a place, the middles go across the picture as their places do, by pixels or by shares of it. Such that
-    do not are not decoded if they are nearer to their place as offsets from it. Boxes without a place belong into the
-    picture: most of those in shares lie within the first pixel.
+    The middles of boxes with a cell rise over the picture as their cells do, by pixels or by shares of it. Otherwise
+    the boxes are not decoded if they are nearer to their cells as offsets. Boxes without a cell lie in the picture:
+    most of those in shares lie within its first pixel.
     """
     told = np.isfinite(boxes).all(axis=1) & (cells is not None or boxes.any(axis=1))
     boxes = boxes[told].astype(np.float64)
@@ -228,7 +228,7 @@ def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float6
 
 
 def _check(trial: Trial, candidate: Candidate) -> None:
-    """Raises ConfigError for outputs that contradict a candidate, with what was seen."""
+    """Raise ConfigError if the outputs contradict a candidate."""
     boxes, scores, labels = candidate.boxes, candidate.scores, candidate.labels
     if boxes.dtype.kind != "f":
         raise ConfigError(f"{trial}: its boxes are {boxes.dtype}. Export it with floating outputs")
@@ -261,7 +261,7 @@ def _named_boxes(trial: Trial) -> Candidate | None:
 
 
 def _queries(trial: Trial) -> Candidate | None:
-    """A pair of boxes and logits, one row per query."""
+    """A pair of boxes and logits, a row for each query."""
     for boxes, logits in _QUERIES:
         if not {boxes, logits} <= set(trial.outputs):
             continue
@@ -299,7 +299,7 @@ def _classes(trial: Trial) -> Dialect | None:
 
 
 def _one_output(trial: Trial) -> Candidate | None:
-    """A head of one output, or of one and its prototypes of masks."""
+    """A head of one output, or of one and prototypes of masks."""
     ranks: dict[int, list[str]] = {}
     for name, array in trial.outputs.items():
         ranks.setdefault(array.ndim, []).append(name)
@@ -312,19 +312,19 @@ def _one_output(trial: Trial) -> Candidate | None:
 
 
 def _rows(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> Candidate | None:
-    """A row per box. Its sixth number is that of a class: what is not whole is a score."""
+    """A row for each box. The sixth number is a class: if it is not whole, it is a score."""
     if array.shape[1] != 6 + extras.columns or (array[:, 5] % 1).any():
         return None
     cells = cells_of(trial.size, len(array))
     if cells is not None and unit_of(array[:, :4], trial.size, cells) == PIXELS:
-        return None  # a row per place
+        return None  # a row for each place
     shares = trial.facts.head == "RTDETRDecoder" and not extras.columns
     dialect = Queries(name, name, "best", trial.size) if shares else Rows(name, extras)
     return Candidate(dialect, array[:, :4], SHARES if shares else PIXELS, labels=array[:, 5])
 
 
 def _raw_head(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> Candidate | None:
-    """A box per place: how many places there are follows from the size of the input."""
+    """A box for each place; the size of the input gives the number of places."""
     classes, other = trial.classes, None
     for rows, places in ((False, array.T), (True, array)):
         boxes, scores = places[:, :4], places[:, 4 : places.shape[1] - extras.columns]
@@ -333,7 +333,7 @@ def _raw_head(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> C
             if rows and wide == classes > 0 and not extras.columns:
                 return Candidate(Queries(name, name, "scores", trial.size), boxes, SHARES, scores=scores)
             continue
-        several = len(np.unique(cells, axis=0)) < len(cells)  # boxes a cell
+        several = len(np.unique(cells, axis=0)) < len(cells)  # boxes in a cell
         objectness = rows and wide > 1 and (wide == classes + 1 if classes else several)
         if objectness and not several and (scores[:, 0] != 1).any():
             offsets = unit_of(boxes, trial.size, cells) == OFFSETS

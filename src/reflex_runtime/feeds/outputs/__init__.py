@@ -1,4 +1,4 @@
-"""Where the results of a run go: files, and receivers that may be slow or away."""
+"""The outputs of a run: its files, checked before it starts, and receivers that may be slow or away."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from reflex_runtime.settings.declare import one_line
 class ResultFiles:
     """The files of one run.
 
-    output: standard output. gone: called when its reader left. trace: None without --trace; a sink of the coordinator's
-    events, to be closed by who opens it.
+    output: standard output. gone: called when its reader has left. trace: a sink of the coordinator's events, which the
+    caller closes; None without --trace.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ResultFiles:
         self._videos: dict[str, Path] = {}
 
     def sinks_of(self, feed: str) -> list[Callable[[Any], None]]:
-        """Those of a feed."""
+        """The sinks of a feed."""
         sinks: list[Callable[[Any], None]] = [] if self._results is None else [self._results]
         if self._config.annotate:
             from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
@@ -50,12 +50,12 @@ class ResultFiles:
         return sinks
 
     def begin(self) -> None:
-        """The run has started: until then the results of the run before are left as they are."""
+        """Begin the results: called once the run has started, so that a failed start leaves an earlier file."""
         if self._results is not None:
             self._results.begin()
 
     def complete(self) -> bool:
-        """At the end: log what was written, and which lines are not. Returns whether the trace is whole."""
+        """Log at the end what was written and what is missing. Returns whether the trace is complete."""
         config, written, whole = self._config, [], True
         if self._results is not None and self._results.lost:
             logging.error("--results=%s: %d results are not in it", config.results, self._results.lost)
@@ -79,7 +79,7 @@ class ResultFiles:
 
 
 def check_files(config: FeedsConfig) -> None:
-    """That everything can be written."""
+    """Raise ConfigError if a file cannot be written."""
     if config.results.lower().endswith(".parquet"):
         other = one_line(Path(config.results).with_suffix(".jsonl"))
         raise ConfigError(f"--results={one_line(config.results)}: results are JSON lines, not Parquet: {other}")
@@ -97,13 +97,13 @@ def check_files(config: FeedsConfig) -> None:
 
 
 def written(config: FeedsConfig) -> list[tuple[str, str]]:
-    """Files that are written, by flag."""
+    """The flags and paths of the files that are written."""
     pairs = (("--results", "" if config.results == "-" else config.results), ("--trace", config.trace))
     return [(flag, value) for flag, value in pairs if value]
 
 
 def video_of(config: FeedsConfig, feed: str) -> Path:
-    """The file of a feed's video."""
+    """The path of a feed's video."""
     return Path(config.annotate, f"{path_name(feed)}.mp4")
 
 
@@ -111,7 +111,7 @@ def video_of(config: FeedsConfig, feed: str) -> Path:
 
 
 def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
-    """Those of --publish and --webhook, not started. Raises ConfigError, which names the flag, no secret."""
+    """The outputs of --publish and --webhook, not started. Raises ConfigError without secrets."""
     found: list[ResultOutput] = []
     if config.publish:
         from reflex_runtime.feeds.outputs.mqtt import MqttPublisher

@@ -1,4 +1,4 @@
-"""What was found drawn on pictures, and videos of them."""
+"""Draws results on pictures, and writes videos of them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ MOST_CORNERS = 64  # of a polygon
 FARTHEST = 20_000.0  # pixels; a polygon with a corner farther away is drawn as its box
 MOST_TEXT = 500  # characters drawn of a text
 VEIL = 110  # of 255: how much of the colour of a mask covers the picture
-_SHORT = 40  # characters of a text that is kept as drawn
+_SHORT = 40  # most characters of a text whose picture is kept
 
 
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int = 1) -> NDArray[np.uint8]:
-    """A copy of a picture (RGB [h, w, 3]) with what was found drawn on it.
+    """A copy of a picture (RGB [h, w, 3]) with a result drawn on it.
 
-    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels, scores and tracker_ids beside them,
-    keypoints, polygons and masks (see docs/feeds.md), text in the corner.
-    What is missing or has another form is left out.
-    caption: a line in the other corner, under the boxes; too long, it loses its beginning.
-    by: how many times smaller the picture is than the one that positions are pixels of.
+    value: a mapping with any of boxes ([[x0, y0, x1, y1], ...] in pixels), labels, scores, tracker_ids, keypoints,
+        polygons and masks (see docs/feeds.md), and text for the upper corner. A field of another form is left out.
+    caption: a line in the lower corner, under the boxes; its beginning is cut off if it is too long.
+    by: how many times larger the picture of the positions is.
     """
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
@@ -74,7 +73,7 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
 
 
 def _boxes(boxes: Any, by: int) -> list[Box | None]:
-    """Corners in order, None for what is no box."""
+    """Boxes with ordered corners; None for a row that is no box."""
     rows = _numbers(boxes)
     if rows.ndim != 2 or rows.shape[1] != 4:
         return []
@@ -86,25 +85,25 @@ def _boxes(boxes: Any, by: int) -> list[Box | None]:
 
 
 def _polygons(polygons: Any, count: int, by: int) -> list[list[tuple[float, float]] | None]:
-    """Corners around each box, None for what has none that can be drawn."""
+    """The polygon of each box; None for one that cannot be drawn."""
     rows = _numbers(polygons)
     if rows.ndim != 3 or rows.shape[0] < count or rows.shape[2] != 2 or not 3 <= rows.shape[1] <= MOST_CORNERS:
         return [None] * count
     found: list[list[tuple[float, float]] | None] = []
     for row in rows[:count] / by:
-        near = bool((np.abs(row) < FARTHEST).all())  # not one that is not a number
+        near = bool((np.abs(row) < FARTHEST).all())  # False for NaN
         found.append([(x, y) for x, y in row.tolist()] if near else None)
     return found
 
 
 def _within(box: Box, size: tuple[int, int]) -> Box:
-    """The box cut off at the picture's edge, just outside of it: drawing takes time for every pixel."""
+    """The box cut off just outside of the picture: drawing takes time for every pixel."""
     x0, y0, x1, y1 = (min(max(v, -1.0), float(most)) for v, most in zip(box, (*size, *size), strict=True))
     return x0, y0, x1, y1
 
 
 def _tint(picture: Image.Image, mask: Any, colour: Colour, by: int) -> None:
-    """The cells of a mask in a colour that lets the picture through."""
+    """Paint the cells of a mask, transparent."""
     cells = cells_of(mask)
     boxes = _boxes([mask.get("box")], by) if cells is not None else []
     if cells is None or not boxes or boxes[0] is None:
@@ -117,7 +116,7 @@ def _tint(picture: Image.Image, mask: Any, colour: Colour, by: int) -> None:
 
 
 def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int, by: int) -> None:
-    """Keypoints x, y, and how visible: those below 0.5 are left out."""
+    """Draw keypoints [x, y] or [x, y, visible]; those less visible than 0.5 are left out."""
     rows = _numbers(points)
     if rows.ndim != 2 or rows.shape[1] not in (2, 3):
         return
@@ -128,7 +127,7 @@ def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int, by
 
 
 def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:
-    """What stands beside box i, and its colour, which is of the label alone: the same in every run."""
+    """The text of box i and its colour, which depends on the label alone."""
     labels, scores = _items(value.get("labels")), _items(value.get("scores"))
     label = labels[i] if i < len(labels) else None
     score = scores[i] if i < len(scores) else None
@@ -141,7 +140,7 @@ def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:
 
 
 def _label(picture: Image.Image, height: int, box: Box, words: str, colour: Colour) -> None:
-    """height: of its letters."""
+    """Write a label above its box, or below where there is no room. height: of its letters."""
     size, sign = picture.size, _sign(words, colour, height)
     above, lowest = box[1] - height - 5, size[1] - height - 5
     left = max(0.0, min(box[0], size[0] - 3 - sign.first))
@@ -149,7 +148,7 @@ def _label(picture: Image.Image, height: int, box: Box, words: str, colour: Colo
 
 
 class _Sign(NamedTuple):
-    """Text on its ground. at: of its corner, from where the text begins. first: the length of its first line."""
+    """A text on its background. at: its corner from the start of the text. first: width of its first line."""
 
     picture: Image.Image
     at: tuple[int, int]
@@ -157,7 +156,7 @@ class _Sign(NamedTuple):
 
 
 def _sign(words: str, background: Colour, height: int) -> _Sign:
-    """Drawn once, as long as it is short: the same labels come with every frame."""
+    """A text as a picture; short ones are kept, because labels repeat in every frame."""
     words = words[:MOST_TEXT]
     return _drawn(words, background, height) if len(words) <= _SHORT else _drawn.__wrapped__(words, background, height)
 
@@ -184,7 +183,7 @@ def _items(values: Any) -> Sequence[Any]:
 
 
 def _numbers(values: Any) -> NDArray[np.float64]:
-    """As an array; one without axes for what is none."""
+    """The values as an array; an array without axes if they are no numbers."""
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
@@ -200,7 +199,7 @@ def _number(score: Any) -> str:
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Pillow's own font: no file of the system is needed."""
+    """Pillow's own font, which needs no file of the system."""
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont)
     return font
@@ -210,20 +209,20 @@ _FRAGMENTED = (".mp4", ".m4v", ".mov")
 
 
 class AnnotatedVideo:
-    """A video of one feed with what was found drawn on it, as H.264 or, where that is missing, MPEG-4. caption: feed,
-    number and latency stand in a corner.
+    """Writes a video of one feed with its results drawn, as H.264 or, where that is missing, MPEG-4.
 
-    path: the file; its suffix says the container (.mp4, .mkv, .avi). It is opened with the first result, whose size
-    (made even) all pictures get; what is there is kept as PATH.1, and only the owner may read it. An .mp4 is written in
-    fragments of `FRAGMENT_S`, so that a killed process leaves all but the last one, as it does of an .mkv.
-    Times are those of the source; what took longer than `LONGEST_S` is shown for so long.
+    path: the file, whose suffix is the container (.mp4, .mkv, .avi). The first result opens it, and all pictures get
+    its size, made even. An earlier file is kept as PATH.1; only the owner may read the new one. An .mp4 has fragments
+    of `FRAGMENT_S`, so that a killed process loses only the last one.
+    caption: whether feed, number and latency stand in a corner.
+    Times are those of the source; no picture is shown longer than `LONGEST_S`.
     Raises ConfigError if PyAV is missing.
     """
 
-    shared = False  # of one feed only
+    shared = False  # belongs to one feed
     LONGEST_S = 5.0
     FRAGMENT_S = 1.0
-    TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
+    TICKS = 60_000  # a second: a whole number a picture at every usual rate; MPEG-4 allows 65,535
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
         self._av = library("av", "AnnotatedVideo: writing video")
@@ -237,7 +236,7 @@ class AnnotatedVideo:
         self._tick = -1
 
     def __call__(self, result: Result) -> None:
-        """Add a picture. Raises SinkError the first time that it cannot."""
+        """Add a picture. Raises SinkError at the first failure."""
         if self._over:
             return
         caption = f"{result.feed} #{result.frame.sequence} {1e3 * result.latency:.0f} ms" if self._caption else ""
@@ -246,7 +245,7 @@ class AnnotatedVideo:
         self._guarded(lambda: self._encode(picture, tick))
 
     def close(self) -> None:
-        """Finish the file. Raises SinkError if that fails. Nothing is added to it afterwards."""
+        """Finish the file; later results are ignored. Raises SinkError."""
         over, self._over = self._over, True
         if self._container is not None and not over:
             self._guarded(self._finish)
@@ -287,7 +286,7 @@ class AnnotatedVideo:
             # No pictures held back, so that the flush at the stop is short.
             self._stream.options = {"preset": "veryfast", "crf": "23", "tune": "zerolatency"}
         self._stream.codec_context.thread_count = 1  # the default is one per core, for every feed
-        self._container.start_encoding()  # a file that cannot be made shows now, not when the encoder is full
+        self._container.start_encoding()  # so that a failure shows now, not when the encoder is full
 
     def _finish(self) -> None:
         self._container.mux(self._stream.encode(None))
@@ -301,7 +300,7 @@ class AnnotatedVideo:
             file.close()
 
     def _next_tick(self, time: float) -> int:
-        """When a picture is shown, in ticks from the first; later than the one before it."""
+        """The time of the next picture in ticks from the first, always later than the one before."""
         before, self._before = self._before, time
         if self._tick >= 0:
             self._shown += min(time - before, self.LONGEST_S)

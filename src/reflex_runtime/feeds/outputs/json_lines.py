@@ -1,7 +1,7 @@
-"""Where results go: a line of JSON each, or a video with what was found drawn on it.
+"""Results as lines of JSON, in a file or a stream.
 
-A sink is called with a `Result`, on its feed's thread, in order; `close` is called when its last feed is over. A sink
-that fails for good raises once (its feed reports the exception) and ignores later results.
+A sink is called with each `Result`, in order, on its feed's thread; it is closed when its last feed is over. A sink
+that fails for good raises once, which its feed reports, and ignores later results.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.observe import files
 from reflex_runtime.run.device import Clock
 
-NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. would be other folders
-_PATH_BYTES = 200  # of 255 that the name of a file may have: endings follow, such as .mp4.1
+NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. are other directories
+_PATH_BYTES = 200  # of at most 255 in the name of a file: endings follow, such as .mp4.1
 
 
 class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A result without its picture, so that one that waits to be sent holds no frame.
+    """A result without its picture, which a waiting result must not keep.
 
-    file: the picture's name in a directory, or "". pts: seconds in the stream, or None. latency_ms: from the frame's
-    capture to its answer. value: as the stages left it.
+    file: the picture's name in a directory, or "". pts: seconds in the stream, or None. latency_ms: from capture to
+    answer.
     """
 
     feed: str
@@ -44,7 +44,7 @@ class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     value: Any
 
     def as_json(self) -> bytes:
-        """One line, without its end. Arrays become lists, numbers that are not finite null, anything unknown its
+        """One line, without its end. Arrays become lists, numbers that are not finite null, unknown objects their
         text."""
         try:
             return _ENCODER.encode(self)
@@ -54,7 +54,7 @@ class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, of a class that the encoder does not know."""
+    """A value of a class that the encoder does not take, as JSON can hold it."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, str):
@@ -68,7 +68,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def record_of(result: Result) -> ResultRecord:
-    """What is written of a result."""
+    """The record of a result."""
     frame, latency_ms = result.frame, round(1e3 * result.latency, 3)
     return ResultRecord(
         feed=result.feed, sequence=frame.sequence, file=frame.file, pts=frame.pts, latency_ms=latency_ms,
@@ -77,8 +77,7 @@ def record_of(result: Result) -> ResultRecord:
 
 
 def path_name(feed: str) -> str:
-    """A feed's name as one part of a path or of a topic. One that a program gave may be several parts, or none, and 64
-    letters of some alphabets are longer than the name of a file may be."""
+    """A feed's name as one part of a path or topic; a hash of it where it is several parts, none, or too long."""
     data = feed.encode("utf-8", "surrogatepass")
     if re.fullmatch(NAME, feed) and len(data) <= _PATH_BYTES:
         return feed
@@ -92,14 +91,13 @@ class SinkError(ReflexError):
 
 
 class JsonLines:
-    """A line of JSON per result: feed, sequence, file if it is one of a directory, pts, latency_ms, value. Any number
-    of feeds may share it.
+    """Writes a line of JSON for each result: see `ResultRecord`. Any number of feeds may share it.
 
-    target: a path, which is written anew (what is there is kept as PATH.1, see `files.create`), or a binary stream,
-    which is not closed. gone: called in place of an error when the reader of a stream has left; the rest is dropped.
-    Lines are written out at least every second while results come, at the first result after a pause, and at `close`;
-    to a terminal at once. After `close` a further result opens the file again and is appended.
-    lost: results that could not be written after the sink had failed.
+    target: a path, whose file is kept as PATH.1 (see `files.create`), or a binary stream, which is not closed. gone:
+    called instead of an error when the reader of a stream has left; further results are dropped.
+    Lines are written every second while results come, at the first result after a pause, and at `close`; to a terminal
+    at once. After `close` a result opens the file again and is appended.
+    lost: results that were not written after a failure.
     """
 
     FLUSH_S = 1.0
@@ -135,15 +133,14 @@ class JsonLines:
                 self._write()
 
     def begin(self) -> None:
-        """Begin the file now, unless a result has begun it, so that a run without results does not leave an earlier
-        file."""
+        """Begin the file now, so that a run without results does not leave an earlier one."""
         with self._lock:
             if self._path is not None and self._fresh:
                 with suppress(OSError):  # the first result raises it
                     self._open()
 
     def close(self) -> None:
-        """Write out what is left. Raises SinkError if that fails."""
+        """Write the lines that wait. Raises SinkError if that fails."""
         with self._lock:
             try:
                 if not self._failed:

@@ -1,8 +1,8 @@
-"""Results to an MQTT broker, one message each.
+"""Publishes results to an MQTT broker, one message each.
 
-TOPIC/feeds/NAME   a feed's results, each the line that --results writes; for NAME see `path_name`
-TOPIC/status       online or offline, retained; the broker itself says offline when this process is gone. Another
-                   one on the same topic, as in a rolling restart, then says online again
+TOPIC/feeds/NAME   a feed's results, with the lines of --results; for NAME see `path_name`
+TOPIC/status       online or offline, retained. The broker publishes offline when this process is gone; another process
+                   on the same topic, as in a rolling restart, then publishes online again
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from reflex_runtime.feeds.outputs.json_lines import ResultRecord, path_name
 from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
 from reflex_runtime.feeds.runtime.pipeline import library
 
-WINDOW: Final = 20  # messages that are sent and not yet written to the socket, or acknowledged (QoS 1 and 2)
-MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one, each time it is sent
+WINDOW: Final = 20  # messages not yet written to the socket (QoS 0) or acknowledged (QoS 1 and 2)
+MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one
 KEEPALIVE_S: Final = 30
 RECONNECT_S: Final = (1, 30)  # the first and the longest pause
-CONNECT_S: Final = 5.0  # that a connection may take
+CONNECT_S: Final = 5.0  # to connect
 FAREWELL_S: Final = 0.3  # for the last status, and for the disconnect
 
 
 class MqttPublisher(ResultOutput):
-    """Publishes every result to TOPIC/feeds/NAME.
+    """Publishes every result to TOPIC/feeds/NAME. Raises ConfigError if paho-mqtt is missing.
 
-    qos: 0 may lose what is on its way when the connection breaks (counted as lost); 1 sends it again, so that it may
-    arrive twice; 2 sends it again and it arrives once.
+    qos: when the connection breaks, messages on their way are lost and counted (0), sent again so that they may arrive
+    twice (1), or sent again and arrive once (2).
 
-    While the broker is away, the newest results wait. At the end what waits is sent, unless the broker is away then.
-    Raises ConfigError if paho-mqtt is missing.
+    While the broker is away, the newest results wait. At the end they are sent, unless the broker is still away.
     """
 
     kind = "mqtt"
@@ -42,8 +41,8 @@ class MqttPublisher(ResultOutput):
         self._qos = qos
         self._connected = self._refused = False  # refused: by the broker, at the last try
         self._on_way: set[int] = set()  # message numbers
-        self._early: set[int] = set()  # acknowledged before `publish` told their number
-        self._statuses: set[int] = set()  # the numbers of status messages that are on their way
+        self._early: set[int] = set()  # acknowledged before `publish` returned their number
+        self._statuses: set[int] = set()  # message numbers of statuses on their way
         self._leaving = False
         self._client = self._made(address)
 
@@ -78,11 +77,11 @@ class MqttPublisher(ResultOutput):
 
     def _ready(self) -> bool:
         if self._state == "away" and self.time_left is not None:
-            self.signal(0.0)  # it will not come back in time
+            self.signal(0.0)  # it is not waited for
         return self._connected and len(self._on_way) < WINDOW
 
     def _publish(self, record: ResultRecord) -> None:
-        """Hand a message to the client. The lock is not held: the client calls back with locks of its own."""
+        """Publish one result. Without the lock, because the client calls back while it holds its own."""
         text = self._line(record)
         if text is None:
             return
@@ -101,9 +100,9 @@ class MqttPublisher(ResultOutput):
                 self._on_way.add(told.mid)
 
     def _leave(self) -> None:
-        """Say goodbye, if there is somebody to hear it, in a bounded time."""
+        """Publish `offline` and disconnect, in a bounded time."""
         self._leaving = True
-        if self._connected and not self._on_way:  # a broker that takes nothing would not take this
+        if self._connected and not self._on_way:  # a broker that takes no messages would not take this
             self._client.publish(f"{self._topic}/status", "offline", qos=1, retain=True).wait_for_publish(FAREWELL_S)
         self._client.disconnect()
         ending = threading.Thread(target=self._client.loop_stop, name="reflex-mqtt-end", daemon=True)
@@ -118,9 +117,9 @@ class MqttPublisher(ResultOutput):
             self._unwell(f"the broker refuses the connection: {reason}")
             return
         client.subscribe(f"{self._topic}/status", qos=1)
-        self._say_online()
+        self._publish_online()
         with self.news:
-            if self._qos == 0 and self._on_way:  # the client forgets these
+            if self._qos == 0 and self._on_way:  # the client drops these
                 self._drop("lost", len(self._on_way))
                 self._on_way.clear()
             self._early.clear()
@@ -129,11 +128,11 @@ class MqttPublisher(ResultOutput):
             self.news.notify_all()
 
     def _on_status(self, _: Any, __: Any, message: Any) -> None:
-        """Somebody on the same topic has left, or was cut off, while this one is here."""
+        """Another process on the same topic is offline, but this one is not."""
         if message.payload == b"offline" and not self._leaving:
-            self._say_online()
+            self._publish_online()
 
-    def _say_online(self) -> None:
+    def _publish_online(self) -> None:
         self._statuses.add(self._client.publish(f"{self._topic}/status", "online", qos=1, retain=True).mid)
 
     def _on_connect_fail(self, _: Any, __: Any) -> None:

@@ -1,4 +1,4 @@
-"""Results to an HTTP server: POST with lines of JSON, many in a request where they come faster than it answers."""
+"""Posts results to an HTTP server as lines of JSON, several in a request where they come faster than answers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from reflex_runtime.pacing import doubled
 from reflex_runtime.version import __version__
 
 GROUP: Final = 100  # results in a request
-GROUP_BYTES: Final = 1_000_000  # after which no further one is added
+GROUP_BYTES: Final = 1_000_000  # of a request; then no result is added
 TIMEOUT_S: Final = 10.0  # to connect, and between two parts of an answer
-FIRST_S: Final = 0.5  # pause before the second attempt; it doubles, and is shortened by up to half at random
+FIRST_S: Final = 0.5  # pause before the second attempt; doubles, and is shortened by up to half at random
 LONGEST_S: Final = 30.0
-ATTEMPTS: Final = 8  # that a group gets, over about a minute
-ANSWER_BYTES: Final = 65_536  # read of an answer, so that the connection can be used again
+ATTEMPTS: Final = 8  # for a group, in about a minute
+ANSWER_BYTES: Final = 65_536  # read of an answer; a longer one ends the connection
 _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Webhook(ResultOutput):
-    """Posts groups of results as application/x-ndjson, one line each, as --results writes them.
+    """Posts groups of results as application/x-ndjson, with the lines of --results.
 
-    A status of 200 to 299 is success. 408, 425, 429, 500, 502, 503, 504 and a lost connection are tried again, after
-    0.5 s, then 1, 2 … 30 s, and not before what Retry-After says (at most 30 s); a group that was sent before an answer
-    was lost arrives twice. Any other status refuses the group. Redirects are not followed.
+    A status of 200 to 299 is success. After 408, 425, 429, 500, 502, 503, 504 and a lost connection the group is sent
+    again, after 0.5, then 1, 2 … 30 s, and not before Retry-After (at most 30 s): it may arrive twice. Any other status
+    refuses the group. Redirects are not followed.
     """
 
     kind = "webhook"
@@ -49,7 +49,7 @@ class Webhook(ResultOutput):
         self._chance = random.Random()
 
     def join(self) -> bool:
-        """See `ResultOutput`. A request that hangs is cut off when the time is over."""
+        """See `ResultOutput`. Cuts off a request that takes longer than the time left."""
         cut = threading.Timer(max(0.0, self.time_left or 0.0), self._cut)
         cut.daemon = True
         cut.start()
@@ -88,7 +88,7 @@ class Webhook(ResultOutput):
             self._drop("refused", len(lines))
 
     def _lines(self, records: Sequence[ResultRecord]) -> tuple[list[bytes], list[ResultRecord]]:
-        """The lines of as many results as a request may have, and these results; the others wait again."""
+        """The lines of as many results as fit into a request, and these results; the others wait again."""
         lines: list[bytes] = []
         kept: list[ResultRecord] = []
         size = 0
@@ -103,7 +103,7 @@ class Webhook(ResultOutput):
         return lines, kept
 
     def _again(self, records: Sequence[ResultRecord], why: str, wait: float = 0.0) -> None:
-        """Put a group back and wait, or give it up. wait: seconds of Retry-After."""
+        """Put a group back, or give it up after the last attempt, and pause. wait: seconds of Retry-After."""
         self._failures += 1
         self._unwell(why)
         if self._failures % ATTEMPTS:
@@ -111,13 +111,13 @@ class Webhook(ResultOutput):
         else:
             self._drop("lost", len(records))
         if self.time_left is not None:
-            self.signal(0.0)  # it will not come back in time
+            self.signal(0.0)  # there is no time to try again
             return
         pause = doubled(FIRST_S, LONGEST_S, self._failures - 1) * (1 - self._chance.random() / 2)
         self._pause(min(LONGEST_S, max(pause, wait)))
 
     def _post(self, body: bytes) -> HTTPResponse:
-        """The answer. An idle connection that the server has closed is opened again, once."""
+        """The answer to a request. If the server has closed the kept connection, send it again on a new one."""
         fresh = self._connection is None
         try:
             self._connection = self._connection or self._connect()
@@ -129,7 +129,7 @@ class Webhook(ResultOutput):
             if fresh:
                 raise
             return self._post(body)
-        if not answer.isclosed():  # more than anybody needs
+        if not answer.isclosed():  # a longer answer
             self._close()
         return answer
 

@@ -1,5 +1,5 @@
-"""Moving shapes as a source: picture i follows from the seed and i alone, so that it needs no camera and no file, and
-what a detector should find in it is known. `DETECTOR` finds the shapes."""
+"""Moving shapes as a source without a camera or a file. Picture i depends on the seed and i alone, so that the right
+detections are known. `DETECTOR` finds the shapes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Image = NDArray[np.uint8]  # RGB [height, width, 3]
 Made = TypeVar("Made")
 
 _CORNERS: Final = {"square": 4, "triangle": 3}
-_SMALLEST, _LARGEST = 0.065, 0.15  # radius of the circle around a shape, of the picture's smaller side
-_GROUND, _SHAPE, _NOISE = (25, 130), (60, 215), 40  # brightness: with the noise on top it stays below 256
-_BRIGHT = 185  # least brightness of a shape's brightest colour channel: it stands out from any ground
-_ROAM = 32  # the noise lies under the picture at another place in each frame, by up to this many pixels
+_SMALLEST, _LARGEST = 0.065, 0.15  # radius of the circle around a shape, as a share of the smaller side
+_GROUND, _SHAPE, _NOISE = (25, 130), (60, 215), 40  # brightness; with the noise it stays below 256
+_BRIGHT = 185  # least brightness of a shape's brightest channel: it stands out from any ground
+_ROAM = 32  # most pixels by which the noise is shifted from frame to frame
 
 
 class DrawnSource:
     """A source whose picture i is `draw(i)`, shown at i / fps seconds.
 
-    name: for people. fps: pictures per second, in (0, 1000]. frames: pictures in all, None without end.
-    live: the reader takes the pictures at their times (`paced`), as a camera's; otherwise as fast as it can, as in a
-    file. Opened again, it begins again at picture 0.
+    name: for people. fps: pictures per second, in (0, 1000]. frames: number of pictures, None without end.
+    live: the reader takes the pictures at their times (`paced`), as of a camera; else as fast as it can, as of a file.
+    `open` begins again at picture 0.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DrawnSource:
         self._open = False
 
     def interrupt(self) -> None:
-        """No picture from now on."""
+        """Every later call raises SourceError."""
         self._interrupted = True
 
     def _check(self) -> None:
@@ -78,7 +78,7 @@ class DrawnSource:
 
 
 class ShapesSource(DrawnSource):
-    """`Shapes` as a camera, or with realtime=False as a file, read as fast as possible. `scene`: what it draws."""
+    """`Shapes` as a camera, or with realtime=False as a file. scene: what it draws."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class ShapesSource(DrawnSource):
 
 
 def shapes_source(text: str) -> ShapesSource:
-    """From a text: shapes:seed=3,fps=15,seconds=10,size=320x240,count=3,realtime=false. Raises ConfigError."""
+    """The source of shapes:seed=3,fps=15,seconds=10,size=320x240,count=3,realtime=false. Raises ConfigError."""
     known = {"seed": int, "fps": float, "seconds": float, "size": size_of, "count": int, "realtime": bool}
     return made_of(text, ShapesSource, known)
 
 
 def made_of(text: str, make: Callable[..., Made], known: Mapping[str, Any]) -> Made:
-    """What `make` makes of the options in SCHEME:NAME=VALUE,NAME=VALUE. known: the type of each, or a function of its
-    text. Raises ConfigError."""
+    """Call `make` with the options of SCHEME:NAME=VALUE,NAME=VALUE. known: the type of each, or a function of its text
+    and its place. Raises ConfigError."""
     scheme, _, options = text.partition(":")
     found: dict[str, Any] = {}
     for name, _, value in (item.partition("=") for item in options.split(",") if item):
@@ -119,7 +119,7 @@ def made_of(text: str, make: Callable[..., Made], known: Mapping[str, Any]) -> M
 
 
 def size_of(text: str, where: str) -> tuple[int, int]:
-    """(320, 240) for 320x240. Raises ConfigError."""
+    """Width and height of a text like 320x240. Raises ConfigError."""
     sides = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
     if sides is None:
         raise ConfigError(f"{where}={text}: must be a size like 320x240")
@@ -127,19 +127,19 @@ def size_of(text: str, where: str) -> tuple[int, int]:
 
 
 def check(name: str, value: object, right: bool, must: str) -> None:
-    """Raise ConfigError unless the value is right."""
+    """Raise ConfigError unless `right`."""
     if not right:
         raise ConfigError(f"{name}={value!r}: must be {must}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """One shape. It moves evenly, turns evenly, and returns at the edges of the picture."""
+    """One shape, which moves and turns evenly, and turns back at the edges of the picture."""
 
     label: str
     radius: float
     colour: NDArray[np.float32]
-    start: tuple[float, float]  # of the way from edge to edge and back, in pixels
+    start: tuple[float, float]  # pixels on the way from edge to edge and back
     speed: tuple[float, float]  # pixels per picture
     angle: float
     turn: float  # radians per picture
@@ -165,7 +165,7 @@ class _Shape:
         return x + r * min(dx), y + r * min(dy), x + r * max(dx), y + r * max(dy)
 
     def cover(self, i: int, size: tuple[int, int]) -> tuple[tuple[slice, slice], NDArray[np.float32]]:
-        """Where it lies, and how much of each pixel there it covers, 0 … 1: [rows, columns, 1]."""
+        """Its place in the picture, and the covered share of each pixel there, 0 … 1: [rows, columns, 1]."""
         cx, cy = self.centre(i, size)
         x0, y0, x1, y1 = self.box(i, size)
         left, top = max(0, int(x0) - 1), max(0, int(y0) - 1)
@@ -175,7 +175,7 @@ class _Shape:
         inside: NDArray[np.float32]  # distance to the edge in pixels, positive inside
         if self.label == "circle":
             inside = self.radius - np.sqrt(x * x + y * y)
-        else:  # its sides look half-way between its corners
+        else:  # the normals of its sides are half-way between its corners
             half = pi / _CORNERS[self.label]
             outwards = [np.float32(dx) * x + np.float32(dy) * y for dx, dy in self.directions(i, half)]
             inside = np.float32(self.radius * cos(half)) - np.maximum.reduce(outwards)
@@ -185,8 +185,8 @@ class _Shape:
 class Shapes:
     """Moving shapes, drawn one over the other.
 
-    seed: everything about the scene. size: width and height in pixels, in [32, 4096]. count: shapes, 1 … 20.
-    speed: pixels per picture of the fastest, for a picture 240 pixels high.
+    seed: of everything random. size: width and height in pixels, in [32, 4096]. count: shapes, 1 … 20.
+    speed: highest speed in pixels per picture, where the smaller side has 240 pixels.
     """
 
     def __init__(self, seed: int, size: tuple[int, int] = (320, 240), count: int = 3, speed: float = 4.0) -> None:
@@ -202,7 +202,7 @@ class Shapes:
         self._noise = rng.integers(0, amount, roam, np.uint8)
 
     def picture(self, i: int) -> Image:
-        """Picture i ≥ 0: RGB, uint8 [height, width, 3], the caller's own."""
+        """Picture i ≥ 0: RGB, uint8 [height, width, 3], a new array."""
         picture = self._ground.copy()
         for shape in self.shapes:
             where, alpha = shape.cover(i, self.size)
@@ -231,12 +231,12 @@ class Shapes:
 
 
 def _there_and_back(way: float, span: float) -> float:
-    """A point that goes from 0 to span and back for ever, after `way`."""
+    """The place of a point that goes from 0 to span and back for ever, after `way`."""
     along = way % (2 * span)
     return 2 * span - along if along > span else along
 
 
 def _ground(rng: np.random.Generator, size: tuple[int, int]) -> Image:
-    """Soft patches of colour: a few random pixels, enlarged."""
+    """A background of soft patches: a few random pixels, enlarged."""
     few = rng.integers(*_GROUND, (int(rng.integers(3, 9)), int(rng.integers(3, 9)), 3), np.uint8)
     return np.array(Pillow.fromarray(few).resize(size, Pillow.Resampling.BILINEAR))

@@ -1,6 +1,6 @@
 """Video files, network cameras and local cameras, decoded by FFmpeg through PyAV on the reading thread.
 
-Only this module reads with PyAV, which is imported when a source is made.
+PyAV is imported when the first source is made.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ AUTO: Final = "auto"
 
 
 def kinds_of(text: str) -> list[str]:
-    """The kinds of device that a text means, as FFmpeg calls them; `auto` is all. ConfigError for one that this FFmpeg
-    was built without."""
+    """The kinds of device of a text, by FFmpeg's names; all for `auto`. Raises ConfigError for a kind that this FFmpeg
+    lacks."""
     from av.codec.hwaccel import hwdevices_available
 
     kind, _, which = text.partition(":")
@@ -46,8 +46,8 @@ def kinds_of(text: str) -> list[str]:
 
 
 def hardware_of(text: str) -> Any:
-    """The device that decodes, for `av.open`: the first that works here, None if none does. text: its kind or `auto`;
-    after a colon which of them."""
+    """The first device that works here, for `av.open`; None without one. text: its kind or `auto`, after a colon its
+    number."""
     from av.codec import Codec
     from av.codec.hwaccel import HWAccel
 
@@ -59,12 +59,12 @@ def hardware_of(text: str) -> Any:
     return None
 
 
-MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
-MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
-EMPTY = 8  # bytes; a packet with no more repeats the picture before, as in MPEG-4
-EARLY_S = 1.0  # a file that ends so much before its length has lost its end
+MAX_SIDE = 8192  # pixels: a header with more is an error or an attack, and would exhaust the memory
+MAX_BARREN = 300  # packets in a row without a picture: encoders send a key frame every 250 by default
+EMPTY = 8  # bytes: a smaller packet repeats the picture before, as in MPEG-4
+EARLY_S = 1.0  # a file that ends so much before its length has lost pictures
 FLOATS = re.compile(r"f(16|32)(le|be)$")  # formats of pixels
-NO_TIMES = 0x80  # flag of a format of FFmpeg's: it has no times, as raw H.264 and JPEG pictures over HTTP
+NO_TIMES = 0x80  # FFmpeg's flag of formats without times, such as raw H.264 and JPEG over HTTP
 NETWORK = ("rtsp", "rtsps", "http", "https")
 
 
@@ -72,24 +72,23 @@ class VideoSource:
     """A video file, a network camera, or a local camera, as a `Source`.
 
     where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
-    realtime: a file whose reader takes the pictures at their times (`paced`), like a camera's; the source is then live.
-    loop: start a file over at its end. Its pts starts over, too, and the source has no end.
-    open_timeout: seconds, above 0 up to 600, to wait for a connection, and again for enough data to know the format.
-    read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
-    hwaccel: decode on a device that FFmpeg knows, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
-        first that works. Where there is none, or it cannot decode this video, a log line says so and the CPU decodes.
+    realtime: a file is live, and its reader takes the pictures at their times (`paced`).
+    loop: a file starts over at its end, and its pts too; the source has no end.
+    open_timeout: seconds to wait for a connection, and again for enough data to know the format; in (0, 600].
+    read_timeout: seconds to wait for the data of a picture, in (0, 600]. A small value finds a frozen camera sooner.
+    hwaccel: decode on a device by FFmpeg's name, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
+        first that works. Where none can decode this video, a log line says so and the CPU decodes.
     name: the address without user, password and query. total: the frame count in the file, else its duration times
-        its rate. corrupt: packets and pictures that could not be decoded, and were skipped; at the end of a file those
-        that are missing too, by its packets and its length. step: seconds between two pictures by its rate.
+        its rate. corrupt: packets and pictures that could not be decoded and are left out; at the end of a file also
+        those that are missing by its packets and its length. step: seconds between two pictures by its rate.
 
-    A picture is RGB as it is to be shown: turned as the file says, and with square pixels. 300 packets in a row without
-    a good picture raise SourceError, as does a picture with a side of more than 8192 pixels. A network source is lost
-    when it ends, is cut off, or sends nothing for read_timeout; it may then be opened again, unless it refused the
-    password. An error in a file is permanent. A picture of H.264 over RTSP is complete only when the next one begins,
-    so it comes one frame time late.
+    A picture is RGB, turned as the file says, with square pixels. SourceError is raised for 300 packets in a row
+    without a good picture, and for a side of more than 8192 pixels. A network source is lost when it ends, is cut off,
+    or sends nothing for read_timeout; it may be opened again unless it refused the password. An error in a file is
+    permanent. A picture of H.264 over RTSP comes one frame time late: it is complete when the next one begins.
 
-    `interrupt` ends a wait for the network within 0.2 s (see `_Clock`; without it, after the timeout). Name look-ups
-    and stuck devices or disks are waits of the operating system: neither a timeout nor `interrupt` ends them.
+    `interrupt` ends a wait for the network within 0.2 s (see `_Clock`; without it, after the timeout). Neither it nor a
+    timeout ends waits of the operating system: name look-ups, stuck devices and disks.
     """
 
     def __init__(
@@ -126,8 +125,8 @@ class VideoSource:
         self.total: int | None = None
         self.corrupt = 0
         self.step = 0.04
-        self._aspect = 1.0  # width of a pixel over its height
-        self._timed = True  # else FFmpeg invents the times
+        self._aspect = 1.0  # of a pixel: width over height
+        self._timed = True  # False: the times are made up by FFmpeg
 
     # -- Source ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class VideoSource:
         stream = self._container.streams.video[0]
         if stream.codec_context is None:
             raise SourceError(f"{self.name}: no decoder for its video", retryable=False)
-        if self._remote and not stream.codec_context.width:  # it connected, but sent too little to know its format
+        if self._remote and not stream.codec_context.width:  # connected, but too little data to know the format
             raise SourceError(f"{self.name}: no answer for {self._timeouts[0]:g} s")
         self._check_side(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.thread_type = "NONE"  # the reading thread decodes; many feeds share the cores
@@ -152,12 +151,12 @@ class VideoSource:
         self._timed = not self._container.format.flags & NO_TIMES
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
         if self._hwaccel and not stream.codec_context.is_hwaccel:
-            self._say_that_the_cpu_decodes()
+            self._log_cpu()
         self._aspect = float(stream.codec_context.sample_aspect_ratio or stream.sample_aspect_ratio or 1.0)
         self._frames = self._decode(self._container, stream)
 
     def read(self) -> Picture | None:
-        """The next picture, RGB uint8 [h, w, 3], and its pts in seconds. None at the end of a file."""
+        """The next picture and its pts in seconds. None at the end of a file."""
         frame = self._guarded(self._next, "no frame", self._timeouts[1])
         if frame is None and self._loop:
             self.open()
@@ -177,19 +176,18 @@ class VideoSource:
             container.close()
 
     def interrupt(self) -> None:
-        """End a wait of the reading thread, now and from now on."""
+        """End the wait of the reading thread, and every later one."""
         self._stop.set()
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> InputContainer:
         seconds_open, seconds_read = self._timeouts
-        # Of FFmpeg's own, longer than PyAV's: it ends calls that PyAV does not limit, such as closing a dead camera.
+        # FFmpeg's own limit, longer than PyAV's, for calls that PyAV does not limit, such as closing a dead camera.
         limit = str(int((seconds_open + seconds_read) * 1e6))
         form, address, options = None, self._where, {}
         if self._scheme.startswith("rtsp"):
-            # Probing is kept short, and what it read is kept: `nobuffer` would throw away the first key frame, and
-            # the first picture would come with the next one.
+            # Probing is short, and its data is kept: `nobuffer` would drop the first key frame.
             options = {"rtsp_transport": "tcp", "allowed_media_types": "video", "timeout": limit, "fpsprobesize": "1"}
         elif self._scheme:
             options = {"rw_timeout": limit}
@@ -225,10 +223,10 @@ class VideoSource:
         return None
 
     def _decode(self, container: InputContainer, video: VideoStream) -> Iterator[VideoFrame]:
-        """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
+        """Every good picture until the end. Packets that cannot be decoded are counted and left out."""
         invalid: type[Exception] = self._av.error.InvalidDataError
         packets, barren, waited = container.demux(), 0, 0.0
-        held, gave, lost, end = 0, [0, 0], self.corrupt, 0.0  # packets and pictures of this pass; the end of the last
+        held, gave, lost, end = 0, [0, 0], self.corrupt, 0.0  # packets, pictures, end of the last
         while barren < MAX_BARREN:
             began = time.monotonic()
             try:
@@ -238,11 +236,11 @@ class VideoSource:
                     missing = max(_without_picture(held, *gave), self._missing(video, end))
                     self.corrupt = lost + max(self.corrupt - lost, missing)
                 return
-            except invalid:  # what cannot be taken apart ended the generator
+            except invalid:  # data without packets ended the generator
                 self.corrupt, barren, packets = self.corrupt + 1, barren + 1, container.demux()
                 continue
             waited += time.monotonic() - began
-            # After a timeout FFmpeg still gives what it was assembling; and sound alone is no picture.
+            # After a timeout FFmpeg still returns what it was assembling; and sound alone is no picture.
             if self._remote and waited >= self._timeouts[1]:
                 raise SourceError(f"{self.name}: no frame for {self._timeouts[1]:g} s")
             if packet.stream is not video:  # not by stream_index: the packet that flushes a decoder has none
@@ -262,26 +260,26 @@ class VideoSource:
                     gave[frame.interlaced_frame] += 1
                     if frame.time is not None and frame.time_base is not None:
                         end = frame.time + float(frame.duration * frame.time_base)
-                    # A decoder may choose the CPU once it sees the stream; devices give semi-planar ones, such as nv12.
+                    # A decoder may choose the CPU late; pictures of devices are semi-planar, such as nv12.
                     if self._hwaccel and frame.format.name.startswith("yuv"):
-                        self._say_that_the_cpu_decodes()
+                        self._log_cpu()
                     yield frame
         raise SourceError(f"{self.name}: {MAX_BARREN} packets in a row gave no picture", retryable=self._remote)
 
-    def _say_that_the_cpu_decodes(self) -> None:
-        """Once: a camera connects many times."""
+    def _log_cpu(self) -> None:
+        """Log it once: a camera connects many times."""
         log.warning("%s: hwaccel=%s: decoded by the CPU, no such device works for it", self.name, self._hwaccel)
         self._hwaccel = ""
 
     def _missing(self, video: VideoStream, end: float) -> int:
-        """How many pictures should follow the last one, by the length that the file gives. Its count is no proof: that
-        of a file that was cut without being encoded again has the pictures before the cut, too."""
+        """How many pictures are missing behind the last one, by the length in the file. Its frame count is no proof: it
+        has the pictures before a cut, too."""
         length = _length_of(video)
         return round((length - end) / self.step) if self._timed and length - end > EARLY_S else 0
 
     def _picture(self, frame: VideoFrame) -> NDArray[np.uint8]:
-        """Upright, with square pixels."""
-        if FLOATS.search(frame.format.name):  # FFmpeg has no one meaning of their levels
+        """A decoded picture as RGB, turned, with square pixels."""
+        if FLOATS.search(frame.format.name):  # their levels have no single meaning
             raise SourceError(f"{self.name}: pictures of floats, {frame.format.name}", retryable=False)
         turn = round(-frame.rotation / 90) % 4 * 90  # FFmpeg counts against the clock
         width, height = frame.width, frame.height
@@ -295,7 +293,7 @@ class VideoSource:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def _guarded(self, action: Callable[[], Any], what: str, limit: float) -> Any:
-        """Call it, interruptible, with every error as a SourceError. PyAV's own messages hold the address: not used."""
+        """Call it, interruptible, with every error as a SourceError. PyAV's messages may have a password: not used."""
         if self._stop.is_set():
             raise self._interrupted()
         fault: SourceError | None = None
@@ -340,14 +338,14 @@ def without_secrets(where: str) -> str:
 
 
 def _without_picture(packets: int, whole: int, interlaced: int) -> int:
-    """How many pictures should be there beside those that are, by the packets. Where pictures are interlaced, all of
-    them are one packet each, or all of them two: the form that is nearer."""
+    """How many pictures are missing by the number of packets. Interlaced pictures are one packet each, or all of them
+    two: whichever is nearer."""
     by_field = interlaced > 0 and packets >= whole + 1.5 * interlaced
     return -(-(packets - whole - 2 * interlaced) // 2) if by_field else packets - whole - interlaced
 
 
 def _length_of(video: VideoStream) -> float:
-    """Seconds of a stream by its file; 0 if unknown. Matroska has a text."""
+    """Seconds of a stream by its file, of Matroska as text; 0 if unknown."""
     if video.duration and video.time_base:
         return float(video.duration * video.time_base)
     found = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", video.metadata.get("DURATION", ""), re.ASCII)
@@ -356,14 +354,13 @@ def _length_of(video: VideoStream) -> float:
 
 # -- PyAV --------------------------------------------------------------------------------------------------------------
 
-_waiting = threading.local()  # stop: the Event of the source whose call into PyAV this thread is in
+_waiting = threading.local()  # stop: the Event of the source that this thread reads
 
 
 class _Clock:
-    """The clock that PyAV's interrupt callback reads about ten times a second while FFmpeg waits.
+    """The clock of PyAV's interrupt callback, which compares it with a limit about ten times a second.
 
-    The callback only compares this time with a limit. For a thread whose source was interrupted the clock returns a
-    time after any limit; all other threads and users of PyAV get the true time.
+    For a thread whose source was interrupted the time is after any limit; for all others it is the true time.
     """
 
     def __init__(self) -> None:
@@ -377,8 +374,7 @@ class _Clock:
 
 
 def _load() -> Any:
-    """PyAV with its clock replaced. If a PyAV version keeps it elsewhere, `interrupt` takes effect after the
-    timeout."""
+    """PyAV with its clock replaced. In a version without that clock `interrupt` takes effect after the timeout."""
     av = library("av", "reading video")
     core = sys.modules.get("av.container.core")
     if getattr(core, "time", None) is time:
