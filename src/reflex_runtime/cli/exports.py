@@ -75,14 +75,14 @@ def doctor(args: argparse.Namespace) -> int:
     if names_model([args.source]):
         return _of_model(args)
     if args.source.startswith(PYTHON) and names_functions([args.source]):
-        imported(args.source.removeprefix(PYTHON), args.source, "python:package.module:make")  # else that is said
+        imported(args.source.removeprefix(PYTHON), args.source, "python:package.module:make")  # or its own error
         told = "is a function, and doctor checks policies and language models"
-        raise ConfigError(f"{args.source}: {told}; reflex serve {args.source} checks it before it opens its port")
+        raise ConfigError(f"{args.source}: {told}; reflex serve {args.source} checks it before the port opens")
     if is_export(args.source):
         check_directory(Path(args.source))
     if args.instruction is not None and not args.instruction.strip():
         raise ConfigError("--instruction=: is empty; give words, such as 'open the drawer', or leave it out")
-    with redirect_stdout(sys.stderr):  # what a model prints would break the JSON
+    with redirect_stdout(sys.stderr):  # a model's prints would break the JSON
         diagnosis = examine(
             args.source, PROVIDERS.get(args.provider, args.provider), args.threads,
             instruction=args.instruction, rtc_horizon=args.rtc_horizon, rows=args.deterministic,
@@ -128,7 +128,7 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     verdict = {0: "fit to serve", 1: "not fit to serve", 3: "this machine cannot serve it"}[diagnosis.exit_code]
     console.print(Text(f"{verdict}: {told}, in {total:.1f} s", style="bold"))
     failed = [check for check in diagnosis.checks if check.status == "fail"]
-    if failed:  # again, as what is above may have left the screen
+    if failed:  # once more, as the table may be off the screen
         what = "; ".join(f"{check.id}: {check.actual} → {check.remediation}" for check in failed)
         console.print(Text(" ".join(what.split()), style=_STYLES["fail"]), soft_wrap=True)
 
@@ -147,10 +147,10 @@ def _ms(seconds: float) -> Text:
 
 _EXPORT_DESCRIPTION = """\
 Write an export directory (ONNX, docs/exports.md) from a LeRobot checkpoint, to serve it without PyTorch and LeRobot:
-ACT, Diffusion with DDIM, and SmolVLA. Other types are refused with the reason: `reflex serve lerobot:DIR` serves them.
+ACT, Diffusion with DDIM, and SmolVLA. `reflex serve lerobot:DIR` serves other types, which have no export.
 
-The export is compared with the checkpoint before it is put in place. Beyond the bound (1e-4 in the unit that a joint is
-normalised by, and 1e-6 of its largest action) nothing is written, and the exit status is 1.
+The export is compared with the checkpoint before it is put in place. Beyond the bound (1e-4 of the joint's unit of
+normalisation, and 1e-6 of its largest action) nothing is written, and the exit status is 1.
 """
 
 _EXPORT_EPILOG = """\
@@ -161,7 +161,7 @@ examples:
 
 An embodiment.json (docs/exports.md) beside the checkpoint's config.json is copied.
 
-exit codes: 0 written and the same, 1 not the same (nothing is written), 2 bad arguments, or a type that is not exported
+exit codes: 0 written and the same, 1 not the same (nothing is written), 2 bad arguments, or a type without export
 """
 
 
@@ -204,7 +204,7 @@ def export(args: argparse.Namespace) -> int:
 def add_demo_export(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("demo-export", description="Write the bundled policy to a directory for `reflex serve`.")
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
-    parser.add_argument("--force", action="store_true", help="write over what is in DIR")
+    parser.add_argument("--force", action="store_true", help="overwrite the files in DIR")
     parser.set_defaults(run=demo_export)
 
 

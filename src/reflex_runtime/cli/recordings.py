@@ -23,12 +23,12 @@ from reflex_runtime.settings.declare import whole
 _REPLAY_DESCRIPTION = """\
 Replay a recording of `reflex serve --record DIR`. With --model its requests go through a model, and actions, cache and
 times are compared. With --schedule its arrivals, or those of a trace, go through the scheduler in virtual time, with
-the recorded settings or those given here.
+the recorded settings or those of the options.
 """
 
 _REPLAY_EPILOG = """\
 examples:
-  reflex replay run.jsonl.gz --model ./v1                      are the answers of v1 still the same?
+  reflex replay run.jsonl.gz --model ./v1                      compare the answers of v1 with the recorded ones
   reflex replay run.jsonl.gz --model ./v1 --compose recorded   the same batches too: equal to the last bit
   reflex replay run.jsonl.gz --schedule --max-batch-cost-ms 50  the same arrivals with half the budget
 
@@ -181,7 +181,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# -- small things ------------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def _unfinished(recording: Journal) -> str:
@@ -198,7 +198,7 @@ a against b by e-values, the shadow, and a timeline of decisions.
 
 _REPORT_EPILOG = """\
 examples:
-  reflex report recordings/                       everything that was recorded there
+  reflex report recordings/                       all recordings of a directory
   reflex report monday.jsonl.gz tuesday.jsonl.gz  two files as one run
 
 exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arguments
@@ -211,13 +211,8 @@ def add_report(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
     add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
     add("--format", default="text", choices=("text", "json"), help="text (default), or JSON")
-    add(
-        "--margin",
-        type=float,
-        default=5.0,
-        metavar="POINTS",
-        help="b is not worse if its success is at most so much lower",
-    )
+    lower = "b is not worse if its success is lower by at most POINTS"
+    add("--margin", type=float, default=5.0, metavar="POINTS", help=lower)
     parser.set_defaults(run=report)
 
 

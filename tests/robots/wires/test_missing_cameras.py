@@ -127,5 +127,5 @@ def test_p20_a_camera_that_a_preset_does_not_know_may_be_optional(tmp_path: Path
     sent = {"observation/image": picture(0), "observation/wrist_image": picture(1), "observation/state": [0.0] * 14}
     images = ObservationReader(export, wire).read(sent | {"prompt": "go"})[0]
     assert [name for name, _, _ in images] == list(CAMERAS[:2])
-    with pytest.raises(ConfigError, match="the preset does not know the camera 'right_wrist_0_rgb'"):
+    with pytest.raises(ConfigError, match="the preset has no camera 'right_wrist_0_rgb'"):
         Export.load(means.write_export(tmp_path / "b", PORTS, 5, **keys))

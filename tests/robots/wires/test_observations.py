@@ -152,7 +152,7 @@ def test_w8_an_instruction_is_bounded_on_every_wire(tmp_path: Path, instruction:
     ("settings", "said"),
     [
         ({"wires": "openpi/pusht"}, 'wires: found "openpi/pusht", expected an object, or one of openpi/libero'),
-        ({"wires": "openpi/aloha", "cameras": ("front",)}, "the preset does not know the camera 'front'"),
+        ({"wires": "openpi/aloha", "cameras": ("front",)}, "the preset has no camera 'front'"),
         ({"wires": {"opempi": {}}}, "wires.opempi: found an unknown key, expected 'openpi'"),
         ({"wires": {"openpi": {"image": {}}}}, "wires.openpi.image: found an unknown key, expected 'images'"),
         ({"wires": {"openpi": {"images": {"top": "x"}}}}, "wires.openpi.images.top: found"),

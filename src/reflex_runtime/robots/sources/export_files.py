@@ -95,6 +95,11 @@ class ExportObject(JsonObject):
         """The object under a key."""
         return ExportObject(self.file, self.get(key), self.name(key))
 
+    def given(self, kinds: Mapping[str, Any], *others: str) -> dict[str, Any]:
+        """The values of those keys that the object has, by their types. others: keys that it may have beside them."""
+        self.only([*kinds, *others])
+        return {key: self.convert(key, kind) for key, kind in kinds.items() if self.has(key)}
+
     def sizes(self, key: str, values: Mapping[str, Any]) -> dict[str, Size]:
         """Every (height, width) of an object {name: [height, width]}."""
         return {name: self.convert(f"{key}.{name}", ImageSize, size) for name, size in values.items()}
@@ -168,11 +173,15 @@ def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None
 # -- normalisation and transforms -------------------------------------------------------------------------------------
 
 
-PAIRS: Final = (("mean", "std"), ("min", "max"), ("q01", "q99"), ("q10", "q90"))
-"""The kinds of normalisation, by their keys: around a mean, or of a range to [-1, 1]."""
+PAIRS: Final = {
+    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
+}  # fmt: skip
+"""The statistics of each kind of normalisation, by LeRobot's names: around a mean, or of a range to [-1, 1]."""
 EPSILON: Final = Annotated[float, Meta(ge=0.0, le=1.0, description="a number in [0, 1]")]
 _LIST: Final = Annotated[list[Any], Meta(max_length=16, description="a list of at most 16 objects")]
 _FLAGS: Final = Annotated[tuple[bool, ...], Meta(min_length=1, description="a list of true and false")]
+_NUMBER: Final = Annotated[Number, Meta(description="a number")]
+_BINARISE: Final = ("threshold", "below", "above")
 
 
 def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
@@ -180,15 +189,15 @@ def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
     if not config.has(key):
         return None
     table = config.part(key)
-    table.only([*(name for pair in PAIRS for name in pair), "epsilon"])
-    found = [pair for pair in PAIRS if table.has(pair[0]) or table.has(pair[1])]
+    table.only([*(name for pair in PAIRS.values() for name in pair), "epsilon"])
+    found = [pair for pair in PAIRS.values() if table.has(pair[0]) or table.has(pair[1])]
     if len(found) > 1:
-        config.wrong(key, "one pair of " + ", ".join(" and ".join(pair) for pair in PAIRS))
-    low, high = found[0] if found else PAIRS[0]
+        config.wrong(key, "one pair of " + ", ".join(" and ".join(pair) for pair in PAIRS.values()))
+    low, high = found[0] if found else PAIRS["MEAN_STD"]
     vector = list_of(Number, dim, "finite numbers")
     first, second = (np.array(table.convert(name, vector), np.float64) for name in (low, high))
     epsilon = table.convert("epsilon", EPSILON) if table.has("epsilon") else 0.0
-    around_mean = (low, high) == PAIRS[0]
+    around_mean = low == "mean"
     norm = Norm(frozen(first), frozen(second + epsilon)) if around_mean else Norm.of_range(first, second, epsilon)
     if not (norm.scale > 0.0).all():
         at_least = "numbers > 0" if around_mean else f"numbers above {low}, or an epsilon"
@@ -201,43 +210,32 @@ _KINDS: Final = {"state_transforms": ("aloha_gripper",), "action_transforms": ("
 
 def read_transforms(config: ExportObject, key: str, dim: int, state_dim: int = 0) -> tuple[Transform, ...]:
     """The key `state_transforms` or `action_transforms`, for values with `dim` numbers; empty without it."""
+    vector, many = list_of(Number, dim, "finite numbers"), f"a list of integers in [0, {dim - 1}]"
+    places = Annotated[
+        tuple[Annotated[int, Meta(ge=0, lt=dim)], ...], Meta(min_length=1, max_length=dim, description=many)
+    ]
+    kinds = {"scale": vector, "offset": vector, "aloha_gripper": places, "add_state": _FLAGS, "binarise": Any}
+    kinds = {name: kinds[name] for name in ("scale", "offset", *_KINDS[key])}
     found: list[Transform] = []
     for i, values in enumerate(config.convert(key, _LIST) if config.has(key) else ()):
         table = ExportObject(config.file, values, config.name(f"{key}[{i}]"))
-        table.only(["scale", "offset", *_KINDS[key]])
-        scaled, others = table.has("scale") or table.has("offset"), [kind for kind in _KINDS[key] if table.has(kind)]
-        if scaled + len(others) != 1:
+        given = table.given(kinds)
+        if len({"scale" if name == "offset" else name for name in given}) != 1:
             config.wrong(f"{key}[{i}]", "one of scale and offset, " + ", ".join(_KINDS[key]), values)
-        if scaled:
-            vector = list_of(Number, dim, "finite numbers")
-            scale = table.convert("scale", vector) if table.has("scale") else [1.0] * dim
-            offset = table.convert("offset", vector) if table.has("offset") else [0.0] * dim
-            found.append(Scaled(frozen(scale), frozen(offset)))
-        elif others == ["aloha_gripper"]:
-            found.append(AlohaGripper(_places(table, "aloha_gripper", dim)))
-        elif others == ["add_state"]:
-            mask: tuple[bool, ...] = table.convert("add_state", _FLAGS)
-            if len(mask) > min(dim, state_dim):
+        if "aloha_gripper" in given:
+            found.append(AlohaGripper(given["aloha_gripper"]))
+        elif "add_state" in given:
+            if len(given["add_state"]) > min(dim, state_dim):
                 table.wrong("add_state", f"at most {min(dim, state_dim)} of them, as the action and the state have")
-            found.append(AddState(frozen(mask)))
-        else:
+            found.append(AddState(frozen(given["add_state"])))
+        elif "binarise" in given:
             inner = table.part("binarise")
-            keys = inner.read(_Binarise)
-            found.append(Binarised(_places(inner, "dims", dim), keys.threshold, keys.below, keys.above))
+            inner.only(("dims", *_BINARISE))
+            numbers = (inner.convert(name, _NUMBER) for name in _BINARISE)
+            found.append(Binarised(inner.convert("dims", places), *numbers))
+        else:
+            found.append(Scaled(frozen(given.get("scale", [1.0] * dim)), frozen(given.get("offset", [0.0] * dim))))
     return tuple(found)
-
-
-class _Binarise(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    dims: Any
-    threshold: Annotated[Number, Meta(description="a number")]
-    below: Annotated[Number, Meta(description="a number")]
-    above: Annotated[Number, Meta(description="a number")]
-
-
-def _places(table: ExportObject, key: str, dim: int) -> tuple[int, ...]:
-    many = Meta(min_length=1, max_length=dim, description=f"a list of integers in [0, {dim - 1}]")
-    places: tuple[int, ...] = table.convert(key, Annotated[tuple[Annotated[int, Meta(ge=0, lt=dim)], ...], many])
-    return places
 
 
 # -- the robot ---------------------------------------------------------------------------------------------------------
@@ -268,9 +266,7 @@ def read_embodiment(
         "cameras": ImageSizes,
         "control_rate_hz": _Rate,
     }
-    table.only(["name", *kinds, *dims, "metadata"])
-    values = {"name": table.convert("name", Text)}
-    values |= {key: table.convert(key, kind) for key, kind in kinds.items() if table.has(key)}
+    values = table.given(kinds, "name", *dims, "metadata") | {"name": table.convert("name", Text)}
     if "action_ranges" in values:
         if not all(low < high for low, high in values["action_ranges"]):
             table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
@@ -327,20 +323,15 @@ ROBOARENA: Final = (
 )  # fmt: skip
 
 
-class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    images: _Images = {}
-    state: _Names = ()
-    prompt: _OneName = ""
-    metadata: Annotated[dict[str, Any], Meta(description="an object")] = {}
-    dialect: Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")] = "openpi"
-    execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] = 0
-
-
-class _GroupKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    images: _Images = {}
-    state: _Groups = ()
-    actions: _Groups = ()
-    prompt: _OneName = ""
+_NAMED: Final = {
+    "images": _Images,
+    "state": _Names,
+    "prompt": _OneName,
+    "metadata": Annotated[dict[str, Any], Meta(description="an object")],
+    "dialect": Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")],
+    "execute": Annotated[int, Meta(ge=1, description="a whole number >= 1")],
+}
+_GROUPED: Final = {"images": _Images, "state": _Groups, "actions": _Groups, "prompt": _OneName}
 
 
 def read_wires(
@@ -354,25 +345,23 @@ def read_wires(
     and so a preset, may lack."""
     if not config.has("wires"):
         return {}
-    named, takes_state = config.get("wires"), state_dim > 0
+    named = config.get("wires")
     if isinstance(named, str):
-        return {named.partition("/")[0]: _preset(config, "wires", named, cameras, takes_state, optional)}
+        return {named.partition("/")[0]: _preset(config, "wires", named, cameras, state_dim, optional)}
     table = config.part("wires")
     table.only(BLOCKS)
     found: dict[str, WireMap] = {}
     for wire in filter(table.has, BLOCKS):
         block = table.get(wire)
-        if wire == GROOT:
-            found[wire] = _grouped(table.part(wire), cameras, state_dim, action_dim)
-        elif isinstance(block, str):
-            found[wire] = _preset(table, wire, block, cameras, takes_state, optional)
+        if isinstance(block, str) and wire != GROOT:
+            found[wire] = _preset(table, wire, block, cameras, state_dim, optional)
         else:
-            found[wire] = _described(table.part(wire), cameras, takes_state)
+            found[wire] = _described(table.part(wire), wire == GROOT, cameras, state_dim, action_dim)
     return found
 
 
 def _preset(
-    table: JsonObject, key: str, name: str, cameras: Collection[str], takes_state: bool, optional: AbstractSet[str]
+    table: ExportObject, key: str, name: str, cameras: Collection[str], state_dim: int, optional: AbstractSet[str]
 ) -> WireMap:
     if name not in PRESETS:
         table.wrong(key, "an object, or one of " + ", ".join(PRESETS))
@@ -380,44 +369,39 @@ def _preset(
     images = {camera: picture for picture, names in pictures.items() for camera in names if camera in cameras}
     for camera in cameras:
         if camera not in images and camera not in optional:
-            known = ", ".join(camera for names in pictures.values() for camera in names)
-            table.wrong(key, f"an object, because the preset does not know the camera {camera!r} (it knows {known})")
-    return WireMap(images, state if takes_state else (), "prompt")
+            has = ", ".join(camera for names in pictures.values() for camera in names)
+            table.wrong(key, f"an object, because the preset has no camera {camera!r} (it has {has})")
+    return WireMap(images, state if state_dim else (), "prompt")
 
 
-def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -> WireMap:
-    keys = table.read(_WireKeys)
-    _check(table, keys, cameras, takes_state)
-    if keys.dialect == "roboarena" and sorted(keys.metadata) != sorted(ROBOARENA):
+def _described(
+    table: ExportObject, grouped: bool, cameras: Collection[str], state_dim: int, action_dim: int
+) -> WireMap:
+    """grouped: states and actions come in groups of numbers, as in GR00T."""
+    keys = table.given(_GROUPED if grouped else _NAMED)
+    for camera in keys.get("images", ()):
+        if camera not in cameras:
+            has = ", ".join(cameras) or "it has none"
+            table.wrong(f"images.{camera}", f"one of the policy's images: {has}", camera)
+    if "state" in keys and not state_dim:
+        table.wrong("state", "none, because `inputs` has no role state")
+    if keys.get("dialect") == "roboarena" and sorted(keys.get("metadata", ())) != sorted(ROBOARENA):
         table.wrong("metadata", "exactly the keys " + ", ".join(ROBOARENA) + ", because the dialect is roboarena")
-    return WireMap(**msgspec.structs.asdict(keys))
-
-
-def _grouped(table: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
-    """Of GR00T, whose states and actions come in groups."""
-    keys = table.read(_GroupKeys)
-    _check(table, keys, cameras, state_dim > 0)
-    for key, groups, dim in (("state", keys.state, state_dim), ("actions", keys.actions, action_dim)):
-        if groups and sum(size for _, size in groups) != dim:
+    if not grouped:
+        return WireMap(**keys)
+    groups = {"state": (), "actions": (), **keys}
+    for key, dim in (("state", state_dim), ("actions", action_dim)):
+        if groups[key] and sum(size for _, size in groups[key]) != dim:
             table.wrong(key, f"groups that have {dim} numbers together")
-        if len(dict(groups)) < len(groups):
+        if len(dict(groups[key])) < len(groups[key]):
             table.wrong(key, "groups with different names")
     return WireMap(
-        images={camera: f"video.{name}" for camera, name in keys.images.items()},
-        state=tuple(f"state.{name}" for name, _ in keys.state),
-        state_sizes=tuple(size for _, size in keys.state),
-        actions=keys.actions,
-        prompt=keys.prompt,
+        images={camera: f"video.{name}" for camera, name in keys.get("images", {}).items()},
+        state=tuple(f"state.{name}" for name, _ in groups["state"]),
+        state_sizes=tuple(size for _, size in groups["state"]),
+        actions=groups["actions"],
+        prompt=keys.get("prompt", ""),
     )
-
-
-def _check(table: JsonObject, keys: _WireKeys | _GroupKeys, cameras: Collection[str], takes_state: bool) -> None:
-    for camera in keys.images:
-        if camera not in cameras:
-            known = ", ".join(cameras) or "it has none"
-            table.wrong(f"images.{camera}", f"one of the policy's images: {known}", camera)
-    if keys.state and not takes_state:
-        table.wrong("state", "none, because `inputs` has no role state")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from reflex_runtime.robots.policy.base import MonolithicPolicy, Policy
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
+from reflex_runtime.robots.sources.export_files import PAIRS
 from reflex_runtime.robots.sources.lerobot_checkpoint import LeRobotCheckpoint
 from reflex_runtime.robots.sources.lerobot_policy import (
-    PAIRS,
     LeRobotWhole,
     LoadedPolicy,
     diffusion_actions,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from reflex_runtime.robots.policy.base import WholeModel
 from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
-from reflex_runtime.robots.sources.export_files import WEIGHTS, PolicyCheckpoint
+from reflex_runtime.robots.sources.export_files import PAIRS, WEIGHTS, PolicyCheckpoint
 from reflex_runtime.robots.sources.torch_models import is_half, taken, torch_device
 from reflex_runtime.run.model_files import shorten
 
@@ -206,12 +206,6 @@ def _opened(path: Path, device: DeviceOptions, name: str, config: Any, kind: Any
     return policy.eval().requires_grad_(False)
 
 
-PAIRS: Final = {
-    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
-}  # fmt: skip
-"""The statistics of each mode of normalisation."""
-
-
 def check_statistics(
     file: Path, pipeline: Any, config: Mapping[str, Any], wanted: Iterable[str], kind_of_step: str = "_normalizer"
 ) -> None:
@@ -225,7 +219,8 @@ def check_statistics(
     ]
     for name in wanted:
         kind = {**config["input_features"], **config["output_features"]}[name]["type"]
-        found = False  # a step normalises it, or its own keys leave it out
+        named = (config.get("normalization_mapping") or {}).get(kind, "IDENTITY")
+        found = named == "IDENTITY"  # else a step must normalise it, or leave it out by its own keys
         for step in steps:
             modes, keys = {of.value: mode.value for of, mode in step.norm_map.items()}, step.normalize_observation_keys
             left_out = keys is not None and name != "action" and name not in keys
@@ -233,10 +228,8 @@ def check_statistics(
             found = found or left_out or mode != "IDENTITY"
             if not left_out and mode != "IDENTITY":
                 _check_feature(f"{file}: {step._registry_name}", step, name, mode)
-        named = (config.get("normalization_mapping") or {}).get(kind, "IDENTITY")
-        if not found and named != "IDENTITY":
-            what = f"{name}, which is {named} in config.json (normalization_mapping)"
-            raise ConfigError(f"{file}: no step normalises {what}")
+        if not found:
+            raise ConfigError(f"{file}: no step normalises {name}, which is {named} in config.json")
 
 
 def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
