@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
+from reflex_runtime.core.errors import Cancelled, Drained, ReflexError
 from reflex_runtime.ipc.frames import Notification, Reader, RpcRequest
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
@@ -33,7 +33,6 @@ from reflex_runtime.ipc.messages import (
     StreamEvent,
     StreamPrompt,
     StreamStats,
-    Tokenize,
     TokenOutput,
 )
 from reflex_runtime.ipc.peer import Peer
@@ -96,11 +95,6 @@ class StubEngine(Engine):
 
     async def metrics(self) -> str:
         return f"streams {len(self.streams)}\n"
-
-    async def tokenize(self, params: Tokenize) -> list[int]:
-        if params.text == "":
-            raise ConfigError("text='': must not be empty")
-        return list(range(len(params.text or params.messages or [])))
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> StubStream:
         self.asked.append(params.stream_id)

@@ -163,6 +163,24 @@ def test_g1_wrong_params_are_refused_before_they_queue(params: Any, options: Any
     run(main())
 
 
+def test_g1_a_request_that_nobody_waits_for_ends_its_stream_with_its_error() -> None:
+    async def main() -> None:
+        async with world() as made:
+            made.runtime.refusing["refused"] = error_of(QueueFull("no"))
+            refused, good = made.registry.register("refused"), made.registry.register("good")
+            for stream in (refused, good):
+                made.batcher.submit(GenerateParams(stream_id=stream.id, prompt="x"))
+            with pytest.raises(QueueFull):
+                await refused.read()
+            made.runtime.chunk("good", 1, final=True)
+            made.runtime.end("good")
+            assert len(await good.read()) == 1
+            with pytest.raises(ConfigError, match="not registered"):
+                made.batcher.submit(GenerateParams(stream_id="refused"))
+
+    run(main())
+
+
 def test_g1_one_stream_is_asked_for_once() -> None:
     async def main() -> None:
         async with world(gated=True) as made:

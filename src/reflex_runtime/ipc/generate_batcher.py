@@ -181,26 +181,41 @@ class GenerateBatcher:
         Raises ConfigError for wrong params, `Rejected` if not admitted (a retry is safe), `Dropped` if it was cancelled
         or never sent, else the error of the message or of the request. Its stream has ended then.
         """
-        loop = self._started()
-        handle = self._handle(params.stream_id)
-        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
-        try:
-            if cancel is not None and cancel.is_set():
-                raise Cancelled("cancelled before it was queued")
-            call = Call(self._completed(params, handle, priority, telemetry), handle, answer)
-            self._submit(call, timeout_ms)
-        except ReflexError as error:
-            self._registry.release(handle, copy.copy(error))
-            raise
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        if cancel is not None and cancel.is_set():
+            gone = Cancelled("cancelled before it was queued")
+            self._registry.release(self._handle(params.stream_id), copy.copy(gone))
+            raise gone
+        call = self.submit(params, priority, timeout_ms, telemetry, answer)
         try:
             if cancel is not None:
-                handle.on_end = loop.create_task(self._watch(cancel, call)).cancel
+                call.handle.on_end = asyncio.create_task(self._watch(cancel, call)).cancel
             return await answer
         except asyncio.CancelledError:
             self._abort(call, Cancelled("its caller was cancelled"))
             raise
         finally:
             del answer  # its error has this frame in its traceback: break the reference cycle
+
+    def submit(
+        self,
+        params: GenerateParams,
+        priority: str = "default",
+        timeout_ms: float | None = None,
+        telemetry: Mapping[str, Any] | None = None,
+        answer: asyncio.Future[dict[str, Any]] | None = None,
+    ) -> Call:
+        """As `enqueue`, for a caller that reads its stream alone. Raises ConfigError and `Rejected`; later errors end
+        the stream. answer: gets the response."""
+        self._started()
+        handle = self._handle(params.stream_id)
+        try:
+            call = Call(self._completed(params, handle, priority, telemetry), handle, answer)
+            self._submit(call, timeout_ms)
+        except ReflexError as error:
+            self._registry.release(handle, copy.copy(error))
+            raise
+        return call
 
     def add_sink(self, sink: Sink) -> None:
         """Call it with the events of messages."""
@@ -247,12 +262,11 @@ class GenerateBatcher:
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._dispatcher.start()
             self._room_changed()
-        return self._loop
 
     def _handle(self, stream_id: str) -> StreamHandle:
         """The registered stream of a new request."""

@@ -50,16 +50,18 @@ _UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start it, and gave 
 class Call:
     """One request from `enqueue` to the answer of its message.
 
-    params: until it has settled. answer: the caller's; None once it has settled or was cancelled. out: it is in a
+    params: until it has settled. answer: of a caller that waits, until it has settled or was cancelled. out: it is in a
     message. refused: the runtime answered that it did not start. timer: of its time limit, when out.
     """
 
     __slots__ = ("answer", "handle", "out", "params", "priority", "refused", "ticket", "timer")
 
-    def __init__(self, params: GenerateParams, handle: StreamHandle, answer: asyncio.Future[dict[str, Any]]) -> None:
+    def __init__(
+        self, params: GenerateParams, handle: StreamHandle, answer: asyncio.Future[dict[str, Any]] | None
+    ) -> None:
         self.params, self.handle = params, handle
         self.priority: str = params.priority
-        self.answer: asyncio.Future[dict[str, Any]] | None = answer
+        self.answer = answer
         self.ticket: Ticket | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.out = self.refused = False

@@ -110,9 +110,8 @@ def _check(name: str, value: object, holds: bool, rule: str) -> None:
 
 
 INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"
-LOAD, TOKENIZE = "load_model", "tokenize"
+LOAD, CHECK_DRAFT = "load_model", "check_draft"
 GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "cancel", "shutdown"
-CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
 PROMPT = "stream.prompt"
 
@@ -133,15 +132,13 @@ def is_id(name: object) -> bool:
 
 
 class Info(msgspec.Struct):
-    """The result of `runtime/info`. capabilities: optional methods, such as `batch_generate`. models: the result of
-    `load_model`, by model id."""
+    """The result of `runtime/info`. capabilities: optional methods, such as `batch_generate`."""
 
     name: str
     version: str
     protocol: int
     pid: int
     capabilities: list[str]
-    models: dict[str, dict[str, Any]] = {}
 
 
 class LoadModel(msgspec.Struct):
@@ -150,17 +147,6 @@ class LoadModel(msgspec.Struct):
     model_id: str
     path: str = ""
     options: dict[str, Any] = {}
-
-
-class Tokenize(msgspec.Struct):
-    """Params of `tokenize`: a text, or a conversation for the chat template, with tools and variables of the template.
-    Result: {"token_ids": [...]}."""
-
-    model_id: str
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] = []
-    template_kwargs: dict[str, Any] = {}
 
 
 class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,9 +32,8 @@ LONGEST_DRAIN = 3600  # seconds
 GRACE = 5.0  # seconds beyond its time limit until work is left behind
 
 _KINDS = {
-    wire.LOAD: wire.LoadModel, wire.TOKENIZE: wire.Tokenize, wire.GENERATE: wire.GenerateParams,
-    wire.BATCH_GENERATE: wire.BatchGenerate, wire.CREDIT: wire.Credit, wire.CANCEL: wire.StreamId,
-    wire.SHUTDOWN: wire.Shutdown,
+    wire.LOAD: wire.LoadModel, wire.GENERATE: wire.GenerateParams, wire.BATCH_GENERATE: wire.BatchGenerate,
+    wire.CREDIT: wire.Credit, wire.CANCEL: wire.StreamId, wire.SHUTDOWN: wire.Shutdown,
 }  # fmt: skip
 _READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # other methods have no params
 
@@ -44,9 +43,6 @@ class Engine(Protocol):
 
     def info(self) -> dict[str, Any]:
         """The result of `load_model`; JSON-safe."""
-
-    async def tokenize(self, params: wire.Tokenize) -> list[int]:
-        """Token ids of a text or a conversation. Raises ConfigError."""
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Admit nothing more; every stream has ended when it returns. Returns whether no thread is at work."""
@@ -96,7 +92,7 @@ class Worker:
         self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
         self._methods: dict[str, Callable[..., Any]] = {
             wire.INFO: self._info, wire.STATE: self._state, wire.METRICS: self._metrics, wire.LIVE: self._live,
-            wire.LOAD: self._load, wire.TOKENIZE: self._tokenize, wire.CHECK_DRAFT: _no_drafts,
+            wire.LOAD: self._load, wire.CHECK_DRAFT: _no_drafts,
             wire.GENERATE: self._generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
         }  # fmt: skip
         self._notes: dict[str, Callable[[Any], object]] = {
@@ -165,8 +161,7 @@ class Worker:
     # -- the process ---------------------------------------------------------------------------------------------------
 
     def _info(self) -> wire.Info:
-        models = {} if self._engine is None else {self._model_id: self._engine.info()}
-        return wire.Info("reflex", __version__, wire.PROTOCOL, os.getpid(), sorted(self.capabilities), models)
+        return wire.Info("reflex", __version__, wire.PROTOCOL, os.getpid(), sorted(self.capabilities))
 
     def _state(self) -> dict[str, Any]:
         live = self._outlets.live.values()
@@ -263,11 +258,6 @@ class Worker:
             there = "nothing" if self._engine is None else repr(self._model_id)
             raise ConfigError(f"model_id={id[:220]!r}: is not loaded here; {there} is")
         return self._engine
-
-    async def _tokenize(self, asked: wire.Tokenize) -> dict[str, list[int]]:
-        if (asked.text is None) == (asked.messages is None):
-            raise ConfigError("tokenize: needs either text or messages")
-        return {"token_ids": await self._model(asked.model_id).tokenize(asked)}
 
     # -- streams -------------------------------------------------------------------------------------------------------
 

@@ -398,12 +398,6 @@ class WorkerEngine(Engine):
     def live(self) -> LiveSnapshot:
         return self._live.snapshot()
 
-    async def tokenize(self, params: wire.Tokenize) -> list[int]:
-        texts = self._model.texts
-        if params.text is not None:
-            return (await texts.encode([params.text]))[0]
-        return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
-
     async def submit(
         self, params: wire.GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
     ) -> GenerationStream:
@@ -411,8 +405,10 @@ class WorkerEngine(Engine):
         given = [p for p in (params.prompt, prompt, params.messages) if p is not None]
         if len(given) != 1:
             raise ConfigError(f"prompt: give one of prompt, prompt_token_ids and messages, not {len(given)}")
-        if prompt is None:
-            prompt = await self.tokenize(wire.Tokenize(params.model_id, params.prompt, params.messages))
+        if params.prompt is not None:
+            prompt = (await model.texts.encode([params.prompt]))[0]
+        elif prompt is None:
+            prompt = await model.texts.encode_chat(Conversation(params.messages or []))
         matcher = await model.compiled(params.constraint)
         scores = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
         if scores > (most := wire.MOST_SCORES):  # a front takes no more

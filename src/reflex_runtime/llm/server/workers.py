@@ -21,7 +21,7 @@ from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.core.batch import Event
-from reflex_runtime.core.errors import Cancelled, ReflexError
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
@@ -127,7 +127,6 @@ class Workers:
         series = SeriesSet(GENERATE_BATCHER, registry)
         self.lines = [Line(number, config, plan, series) for number in range(plan.config.workers)]
         self._series = SeriesSet(WORKERS, registry)
-        self._sending: set[asyncio.Task[None]] = set()
         self._refresh()
 
     async def start(self) -> None:
@@ -161,17 +160,20 @@ class Workers:
         return msgspec.structs.replace(params, model_id=self._plan.name, prompt_token_ids=ids)
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
-        """Queue requests with the same prompt, all in one process, whose cache has it then. Raises `Rejected`."""
+        """Queue requests with the same prompt, all or none, in one process, whose cache has it then. Raises
+        `Rejected`."""
         line = self._line()
         handles: list[StreamHandle] = []
-        for request in requests:
-            handle = line.registry.register(bell=bell)
-            follows = handles[0].id if handles else None
-            handles.append(handle)
-            params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
-            task = asyncio.create_task(self._send(line, handle, params))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+        try:
+            for request in requests:
+                handles.append(handle := line.registry.register(bell=bell))
+                follows = None if handle is handles[0] else handles[0].id
+                params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
+                line.batcher.submit(params, params.priority)
+        except BaseException:
+            for handle in handles:
+                handle.close()
+            raise
         return handles
 
     def _line(self) -> Line:
@@ -181,19 +183,6 @@ class Workers:
             errors = [line.client.unavailable() for line in self.lines]
             raise min(errors, key=lambda error: inf if error.retry_after is None else error.retry_after)
         return min(ready, key=lambda line: line.unfinished)
-
-    @staticmethod
-    async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
-        """Send a request; an error before it begins ends its stream."""
-        if handle.closed:  # before this task began
-            return
-        try:
-            await line.batcher.enqueue(params, params.priority)
-        except Cancelled:
-            pass  # its reader closed it
-        except ReflexError as error:
-            if not handle.ended:
-                line.registry.release(handle, error)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
