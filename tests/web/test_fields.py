@@ -30,6 +30,7 @@ class _Part(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
     instruction: str | None = None
+    role: Literal["user", "system"] | None = None
     parts: list[_Part] | None = None
     names: dict[str, int] | None = None
 
@@ -44,8 +45,9 @@ def refused(body: bytes) -> msgspec.ValidationError:
     ("body", "meant"),
     [
         (b'{"instuction": "x"}', "; did you mean instruction?"),
-        (b'{"parts": [{}, {"roel": "user"}]}', "; did you mean role?"),
-        (b'{"parts": [{"role": "sytem"}]}', "; must be one of user, system; did you mean system?"),
+        (b'{"role": "sytem"}', "; must be one of user, system; did you mean system?"),
+        (b'{"parts": [{}, {"roel": "user"}]}', ""),
+        (b'{"parts": [{"role": "sytem"}]}', ""),
         (b'{"zzz": 1}', ""),
         (b'{"instruction": 1}', ""),
         (b'{"names": {"a": "b"}}', ""),

@@ -69,7 +69,7 @@ def application(server: FunctionServer) -> App:
     models = oip.OipModels([FunctionAsModel(one) for one in of.values()], ("binary_tensor_data", "schedule_policy"))
     routes = [
         *questions,
-        *oip.OipHttp(models, most).routes,
+        *oip.oip_routes(models, most),
         Route("/health", health, open=True),
         Route("/metrics", metrics, open=True),
         *document_routes(lambda request: document(routes, server, app.keys)),

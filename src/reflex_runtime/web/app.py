@@ -1,8 +1,8 @@
 """The ASGI application of every server: routes, the key, and the state that its requests share.
 
-A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). A request takes one
-way: `_route` finds its route and checks the caller, the route's coroutine answers, and what it raises becomes an error
-in the product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
+A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). `_route` finds the
+route of a request and checks the caller, the route's coroutine answers, and its exceptions become errors in the
+product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ log = logging.getLogger("reflex.server")
 
 
 class Lifespan(Protocol):
-    """The life of what is served, for ASGI's lifespan; see `web.serve`."""
+    """What ASGI's lifespan calls; see `web.serve`."""
 
     async def begin(self) -> None: ...
     async def end(self) -> None: ...
 
 
 class ConnectionLimits(NamedTuple):
-    """most: connections. The others are seconds: without a request, and for a request's head and body."""
+    """most: connections. idle, head, body: seconds without a request, and for a request's head and body."""
 
     most: int
     idle: float
@@ -92,10 +92,10 @@ class App:
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each request
     and its status. missing: the error's text for a path without a route. cors: sites whose pages may read answers.
 
-    asked: requests so far. active: those that are being answered, messages of other protocols too. closing: refuse
-    POSTs, and close connections after their next answer. listeners: other than that of HTTP; they are closed last.
-    apart: connections that are theirs alone. shares: of each address. reading: of messages of unknown size.
-    all_left: in a drain, no connection is left. life: set by the server, for ASGI's lifespan.
+    asked: number of requests so far. active: of those that are being answered, messages of other protocols included.
+    closing: POSTs are refused, and connections close after their next answer. listeners: for other protocols; they
+    close last. apart: their share of the connections. shares: connections of each address. reading: of messages of
+    unknown size. all_left: set in a drain when no connection is left. life: for ASGI's lifespan.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class App:
             self.requests.discard(request)
             self.leave()
         try:
-            if response is not None:  # whoever does not read it keeps no drain waiting
+            if response is not None:  # no drain waits until the caller reads it
                 await request.answer(response)
         except asyncio.CancelledError:
             return  # it left while the answer was sent
@@ -167,7 +167,7 @@ class App:
             request.request_id = own_id(sent) or request.number
 
     async def _respond(self, request: HttpRequest) -> HttpResponse | None:
-        """The answer; None if it was sent in parts, or its caller has left."""
+        """The answer; None if it was sent in parts, or the caller has left."""
         route = None
         try:
             route = self._route(request)
@@ -191,7 +191,7 @@ class App:
         return self.refuse(request, error)
 
     def _route(self, request: HttpRequest) -> Route:
-        """The route of a request; raises what stands against it."""
+        """The route of a request. Raises the error of a request that is refused."""
         path = request.path
         route = request.route = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
         socket = isinstance(request, WebSocket)
@@ -205,8 +205,8 @@ class App:
         self._check_caller(request, route, crosses)
         if route is None:
             raise NotFound(printable(self._missing(request.path)))
-        if self.closing and (socket or route.method != "GET"):
-            raise Closed("the server is shutting down", retry_after=1.0)
+        if socket or route.method != "GET":
+            self.check_open()
         if socket:
             if route.socket is None:
                 raise NotFound(printable(f"{request.path[:200]} has no websocket"))
@@ -229,7 +229,7 @@ class App:
         return told
 
     def refuse_bytes(self, error: ReflexError) -> bytes:
-        """The same for what is no request, as it goes over the wire; the connection is closed behind it."""
+        """The bytes of the answer for input that is no request; the connection closes behind it."""
         request_id = self.enter()
         self.leave()
         told = self.form(error, request_id, False)
@@ -238,6 +238,11 @@ class App:
         headers += [(b"x-request-id", request_id.encode()), *told.headers, *retry_headers(error), CLOSE]
         return b"\r\n".join([*lines, *(b"%b: %b" % header for header in headers), b"", told.body])
 
+    def check_open(self) -> None:
+        """Raise Closed in a drain."""
+        if self.closing:
+            raise Closed("the server is shutting down", retry_after=1.0)
+
     def enter(self) -> str:
         """Count a new request. Returns its id."""
         self.asked += 1
@@ -245,7 +250,7 @@ class App:
         return f"{self._prefix}-{self.asked:x}"
 
     def leave(self) -> None:
-        """The answer of a request is made; what is left is to write it."""
+        """A request has its answer, which may not be written yet."""
         self.active -= 1
         if self.closing and not self.active:
             self._all_answered.set()
@@ -256,7 +261,7 @@ class App:
             self._on_answer(request, status)
 
     def _check_caller(self, request: HttpRequest, route: Route | None, crosses: bool) -> None:
-        """crosses: it is from a page of another site, and admitted."""
+        """crosses: the request is from a page of another site, and admitted."""
         keys = self.keys
         socket = isinstance(request, WebSocket)
         if needed := keys.of(route, socket):
@@ -272,15 +277,15 @@ class App:
             check_direct(request.client, request.headers, "--admin-key" if route.operators else "--api-key")
 
     def _is_operator(self, request: HttpRequest) -> bool:
-        """Whether there is a key of operators, and this caller sent it: it opens everything."""
+        """Whether this caller sent the operators' key, which opens everything."""
         return bool(self.keys.operators) and self.keys.sent(request.headers, self.keys.operators)
 
     def knows(self, request: HttpRequest) -> bool:
-        """Whether this caller sent the key, or none is needed; for paths that show more to those who have it."""
+        """Whether this caller sent the key, or there is none; for paths that show more to those who have it."""
         return not self.keys.callers or self.keys.sent(request.headers, self.keys.callers)
 
     def may_change(self, request: HttpRequest) -> bool:
-        """Whether this caller may change state; for paths that do not always change it."""
+        """Whether this caller may change state; for paths that may change it or not."""
         if not self.keys.callers and not self._is_operator(request):
             try:
                 check_direct(request.client, request.headers, "--api-key")
@@ -289,7 +294,7 @@ class App:
         return True
 
     def _cut_stalled(self, now: float) -> None:
-        """End the oldest body that has stopped coming, if there is one: others need its memory."""
+        """End the oldest body that stalls, if there is one, to give its memory to others."""
         stalled = [r for r in self.requests if r.held and not r.received and r.heard <= now - STALLED]
         if stalled:
             oldest = min(stalled, key=lambda request: request.heard)
@@ -300,7 +305,7 @@ class App:
     # -- a websocket ---------------------------------------------------------------------------------------------------
 
     async def _connect(self, socket: WebSocket) -> None:
-        """Serve a websocket. Its session accepts it; what it raises before that refuses it."""
+        """Serve a websocket. Its session accepts it; an exception before that refuses it."""
         self._begin(socket)
         try:
             await socket.connecting()
@@ -329,7 +334,7 @@ class App:
                 self.leave()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it beside the requests, until the server ends."""
+        """Run a task beside the requests, until the server ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
@@ -337,7 +342,7 @@ class App:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """ASGI's lifespan: what is served begins to load, and answers `not_ready` until then; at the end it drains."""
+        """ASGI's lifespan: the host begins to load, and requests get `not_ready` until then; at the end it drains."""
         await receive()
         if self.life is not None:
             await self.life.begin()
@@ -348,7 +353,7 @@ class App:
         await send({"type": "lifespan.shutdown.complete"})
 
     def give_apart(self, most: int) -> int:
-        """How many connections one more listener may have, of so many in all: a quarter of what HTTP has left."""
+        """The connections of one more listener: a quarter of those that HTTP has left of `most`."""
         given = max(1, (most - self.apart) // 4)
         self.apart += given
         return given
@@ -361,12 +366,12 @@ class App:
 
     @property
     def entering(self) -> list[HttpRequest]:
-        """Requests whose body is still arriving, or that are not queued yet."""
+        """Requests whose body is incomplete, or that are not queued yet."""
         posted = [request for request in self.requests if request.method == "POST"]
         return [request for request in posted if request.preparing or not request.received]
 
     def left(self, connections: int) -> None:
-        """A connection was closed; so many are left."""
+        """Note that a connection closed, and how many are left."""
         if self.closing and not connections:
             self.all_left.set()
 
@@ -375,7 +380,7 @@ class App:
         await self._all_answered.wait()
 
     def give_up_entering(self) -> None:
-        """Answer the requests that are still arriving."""
+        """Answer the requests that are incomplete with an error."""
         for request in self.entering:
             if request.task is not None:
                 incomplete = Closed("the server is shutting down, and the request was not complete", retry_after=1.0)
@@ -383,6 +388,6 @@ class App:
 
 
 def cancelled_by(cancelled: asyncio.CancelledError) -> ReflexError:
-    """Why a request's coroutine was cancelled: its caller left, or the error that it was given."""
+    """The error with which a request's coroutine was cancelled; by default its caller left."""
     why: Any = cancelled.args[0] if cancelled.args else None
     return why if isinstance(why, ReflexError) else CallerLeft("the caller left")

@@ -1,11 +1,9 @@
-"""JSON bodies: writing and checking them; their ids, whole numbers, and the 422 for a wrong field."""
+"""JSON bodies: how they are written and checked, ids and whole numbers in them, and the 422 for a wrong field."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
@@ -55,12 +53,12 @@ def whole(name: str, value: Any) -> int | None:
 
 
 def invalid_input(name: str, why: str) -> InvalidRequest:
-    """422 for a field or a tensor, under the name that the caller gave it."""
+    """The 422 for a field or a tensor, by the caller's own name."""
     return invalid(printable(name), printable(f"{name}: {why}"))
 
 
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
-    """The 422 for an error of msgspec. kind: of the body, for the name that was meant."""
+    """The 422 for an error of msgspec. kind: of the body, for a suggestion."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
     path = _PATH.search(text)
@@ -72,50 +70,18 @@ def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | N
 
 
 def suggestion(text: str, kind: type[msgspec.Struct]) -> str:
-    """What to append to an error of msgspec on a body of this kind: the nearest field, or the values there are."""
+    """The end of an error of msgspec on a body of this kind: its nearest field, or the values of its field."""
     path = _PATH.search(text)
-    names = re.findall(r"[A-Za-z_]\w*", path.group(1)) if path else []
-    if unknown := _STRAY.search(text):
-        within = _struct_at(kind, names)
-        return did_you_mean(unknown.group(1), within.__struct_encode_fields__) if within is not None else ""
-    if (value := _STRAY_VALUE.search(text)) and names:
-        within = _struct_at(kind, names[:-1])
-        choices = _choices(_hints(within).get(names[-1])) if within is not None else []
-        return f"; {one_of(value.group(1), choices)}" if choices else ""
-    return ""
-
-
-def _struct_at(kind: type[msgspec.Struct], names: Sequence[str]) -> type[msgspec.Struct] | None:
-    """The kind of the object at a path of field names; None where the path leaves what is known."""
-    for name in names:
-        types = (of for of in _parts(_hints(kind).get(name)) if isinstance(of, type))
-        inner = next((of for of in types if issubclass(of, msgspec.Struct)), None)
-        if inner is None:
-            return None
-        kind = inner
-    return kind
-
-
-@lru_cache(32)
-def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    """A type and all that it is made of."""
-    yield hint
-    for part in get_args(hint):
-        yield from _parts(part)
-
-
-def _choices(hint: Any) -> list[str]:
-    """The texts of the `Literal` in a type."""
-    found = next((part for part in _parts(hint) if get_origin(part) is Literal), None)
-    return [str(value) for value in get_args(found)]
+    if path is None:
+        unknown = _STRAY.search(text)
+        return did_you_mean(unknown.group(1), kind.__struct_encode_fields__) if unknown else ""
+    value, hint = _STRAY_VALUE.search(text), get_type_hints(kind).get(path.group(1))
+    choices = next((get_args(arm) for arm in (hint, *get_args(hint)) if get_origin(arm) is Literal), ())
+    return f"; {one_of(value.group(1), map(str, choices))}" if value and choices else ""
 
 
 def check_id(name: str, value: str) -> None:
-    """Raises the 422 unless the id is text of up to 256 bytes without control characters."""
+    """Raise the 422 unless the id is text of up to 256 bytes without control characters."""
     if len(value) <= MAX_ID_BYTES and value.isascii() and value.isprintable():  # nearly all of them
         return
     if not is_unicode(value):
@@ -127,7 +93,7 @@ def check_id(name: str, value: str) -> None:
 
 
 def is_json(body: bytes) -> bool:
-    """Whether a body is JSON to its end; for bodies with a wrong field. Of a large body nothing is built."""
+    """Whether a body with a wrong field is JSON to its end. Builds nothing of a large body."""
     decode: Any = _skip.decode if len(body) > LARGE_JSON or body.count(b",") > MAX_VALUES else json.loads
     try:
         decode(body)
@@ -154,7 +120,7 @@ def printable(text: str) -> str:
 
 
 def brief(value: object) -> str:
-    """A value from outside for an error: a text is cut, and of a container only the type is shown."""
+    """A value from outside for an error: a text is cut, and a container is only its type."""
     if isinstance(value, str | bytes):
         return repr(value[:80])
     plain = value is None or isinstance(value, bool | float) or (type(value) is int and value.bit_length() <= 64)

@@ -35,7 +35,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.settings import FunctionsConfig, ServeConfig, ServerConfig
 from reflex_runtime.web import messages_pb2 as messages
 from reflex_runtime.web import oip
@@ -238,8 +238,7 @@ class GrpcListener:
             self._app.leave()
 
     def _check(self, call: GrpcCall) -> None:
-        if self._app.closing:
-            raise Closed("the server is shutting down", retry_after=1.0)
+        self._app.check_open()
         keys = self._app.keys
         if keys.callers and not keys.sent(call.headers, keys.callers):
             raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")
@@ -354,50 +353,34 @@ def _parameter(sent: Any) -> Any:
 
 def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.OipModels) -> GrpcListener:
     """These models at `--oip-grpc`."""
-    service, listener = OipService(models), GrpcListener(app, "--oip-grpc", config.oip_grpc, config)
-    listener.serve(SERVICE, service.methods, {}, service.failed)
-    return listener
 
+    def model_of(data: bytes) -> oip.OipModel:
+        sent = parse(messages.ModelRequest, data)
+        return models.find(sent.name, sent.version)
 
-class OipService:
-    """The gRPC calls of a listener."""
+    def told(kind: Any, fields: Callable[[bytes], Mapping[str, Any]]) -> Method:
+        async def method(call: GrpcCall, data: bytes) -> bytes:
+            return serialize(kind(**fields(data)))
 
-    def __init__(self, models: oip.OipModels) -> None:
-        self._models = models
-        self.methods = {
-            "ServerLive": self.live,
-            "ServerReady": self.ready,
-            "ServerMetadata": self.server,
-            "ModelReady": self.model_ready,
-            "ModelMetadata": self.model,
-            "ModelInfer": self.infer,
-        }
+        return method
 
-    def failed(self, call: GrpcCall, error: ReflexError) -> None:
-        """Count the error of a request."""
-        if call.method == "ModelInfer":
-            self._models.refused(call, error)
-
-    async def live(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ServerLiveResponse(live=True))
-
-    async def ready(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ServerReadyResponse(ready=self._models.ready))
-
-    async def server(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ServerMetadataResponse(**self._models.metadata()))
-
-    async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ModelReadyResponse(ready=self._model_of(data).ready))
-
-    async def model(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(messages.ModelMetadataResponse(**oip.metadata_of(self._model_of(data))))
-
-    async def infer(self, call: GrpcCall, data: bytes) -> bytes:
+    async def infer(call: GrpcCall, data: bytes) -> bytes:
         name, version, sent = decode(data)
-        model = self._models.find(name, version)
+        model = models.find(name, version)
         return encode(model.names[0], sent.id, await model.infer(call, sent))
 
-    def _model_of(self, data: bytes) -> oip.OipModel:
-        sent = parse(messages.ModelRequest, data)
-        return self._models.find(sent.name, sent.version)
+    def failed(call: GrpcCall, error: ReflexError) -> None:
+        if call.method == "ModelInfer":
+            models.refused(call, error)
+
+    listener = GrpcListener(app, "--oip-grpc", config.oip_grpc, config)
+    methods = {
+        "ServerLive": told(messages.ServerLiveResponse, lambda data: {"live": True}),
+        "ServerReady": told(messages.ServerReadyResponse, lambda data: {"ready": models.ready}),
+        "ServerMetadata": told(messages.ServerMetadataResponse, lambda data: models.metadata()),
+        "ModelReady": told(messages.ModelReadyResponse, lambda data: {"ready": model_of(data).ready}),
+        "ModelMetadata": told(messages.ModelMetadataResponse, lambda data: oip.metadata_of(model_of(data))),
+        "ModelInfer": infer,
+    }
+    listener.serve(SERVICE, methods, {}, failed)
+    return listener

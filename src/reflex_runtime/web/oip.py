@@ -7,7 +7,7 @@ header `Inference-Header-Content-Length` says how long the JSON is. Behind it ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -33,7 +33,7 @@ from reflex_runtime.web.errors import (
 )
 from reflex_runtime.web.fields import encode, invalid_field, invalid_input, printable
 from reflex_runtime.web.openapi import OBJECT, Operation, content
-from reflex_runtime.web.request import LARGE, HttpRequest, Route
+from reflex_runtime.web.request import LARGE, Handler, HttpRequest, Route
 
 MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
 VERSION: Final = "1"
@@ -422,52 +422,29 @@ def limits_in(
     return found | ({"deadline_ms": min(limits)} if limits else {})
 
 
-class OipHttp:
-    """The routes of the protocol."""
+def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:
+    """The routes of the protocol. most: bytes that a body may have. prefix: of the paths."""
 
-    def __init__(self, models: OipModels, most: int, prefix: str = "") -> None:
-        """most: bytes that a body may have. prefix: of the paths."""
-        self._models, self._prefix = models, prefix
-        self.routes = [
-            Route(ROOT, self.server, form=FORM),
-            Route("/v2/health/live", self.live, open=True, form=FORM),
-            Route("/v2/health/ready", self.ready, open=True, form=FORM),
-        ]
-        for path in (MODEL, MODEL + OF_VERSION):
-            self.routes += [
-                Route(path, self.model, form=FORM),
-                Route(f"{path}/ready", self.model_ready, form=FORM),
-                Route(f"{path}/infer", self.infer, "POST", most=most, form=FORM, refused=models.refused),
-            ]
-
-    async def server(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, encode(self._models.metadata()))
-
-    async def live(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, encode({"live": True}))
-
-    async def ready(self, request: HttpRequest) -> HttpResponse:
-        return _ready(self._models.ready)
-
-    async def model(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, encode(metadata_of(self._model_of(request))))
-
-    async def model_ready(self, request: HttpRequest) -> HttpResponse:
-        return _ready(self._model_of(request).ready)
-
-    def _model_of(self, request: HttpRequest) -> OipModel:
+    def model_of(request: HttpRequest) -> OipModel:
         """The model that the path names; names may contain slashes."""
-        name = request.path.removeprefix(self._prefix)[len(MODELS) :]
+        name = request.path.removeprefix(prefix)[len(MODELS) :]
         if name.endswith(("/infer", "/ready")):
             name = name.rpartition("/")[0]
         before, versions, version = name.rpartition("/versions/")
         if not versions or "/" in version:
             before, version = name, ""
-        return self._models.find(before, version)
+        return models.find(before, version)
 
-    async def infer(self, request: HttpRequest) -> HttpResponse:
+    def told(fields: Callable[[HttpRequest], Mapping[str, Any]]) -> Handler:
+        async def run(request: HttpRequest) -> HttpResponse:
+            found = fields(request)
+            return HttpResponse(200 if found.get("ready", True) else 503, encode(found))
+
+        return run
+
+    async def infer(request: HttpRequest) -> HttpResponse:
         try:
-            model = self._model_of(request)
+            model = model_of(request)
             sent = await _read(request)
             request.refuse_query()
             answer = await model.infer(request, sent)
@@ -476,13 +453,26 @@ class OipHttp:
             return request.app.refuse(request, reported.error)
         except Exception as failure:
             error = known(failure, request.request_id)
-            self._models.refused(request, error)
+            models.refused(request, error)
             raise error from None
         request.request_id = sent.id or request.request_id
         body, head = encode_answer(model.names[0], sent, answer)
         if head is None:
             return HttpResponse(200, body)
         return HttpResponse(200, body, BINARY, [(HEAD, b"%d" % head)])
+
+    routes = [
+        Route(ROOT, told(lambda request: models.metadata()), form=FORM),
+        Route("/v2/health/live", told(lambda request: {"live": True}), open=True, form=FORM),
+        Route("/v2/health/ready", told(lambda request: {"ready": models.ready}), open=True, form=FORM),
+    ]
+    for path in (MODEL, MODEL + OF_VERSION):
+        routes += [
+            Route(path, told(lambda request: metadata_of(model_of(request))), form=FORM),
+            Route(f"{path}/ready", told(lambda request: {"ready": model_of(request).ready}), form=FORM),
+            Route(f"{path}/infer", infer, "POST", most=most, form=FORM, refused=models.refused),
+        ]
+    return routes
 
 
 async def _read(request: HttpRequest) -> InferRequest:
@@ -494,10 +484,6 @@ async def _read(request: HttpRequest) -> InferRequest:
     if (len(body) if head is None else head) > LARGE:
         return await request.app.bodies.beside(decode, body, head)
     return decode(body, head)
-
-
-def _ready(ready: bool) -> HttpResponse:
-    return HttpResponse(200 if ready else 503, encode({"ready": ready}))
 
 
 # -- the document ------------------------------------------------------------------------------------------------------

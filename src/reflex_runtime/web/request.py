@@ -22,7 +22,7 @@ from math import ceil, inf
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote
 
-from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.errors import (
     JSON,
     BodyTooLarge,
@@ -104,6 +104,7 @@ class Application(Protocol):
     def leave(self) -> None: ...
     def answers(self, request: HttpRequest, status: int) -> None: ...
     def may_change(self, request: HttpRequest) -> bool: ...
+    def check_open(self) -> None: ...
 
 
 class HttpRequest:
@@ -326,11 +327,6 @@ class WebSocket(HttpRequest):
         self._message = SocketMessage(text if text is not None else data or b"", self.app.enter())
         self.app.bodies.take(self._message, len(self._message.data))
         return self._message
-
-    def check_open(self) -> None:
-        """Raise Closed while the server drains."""
-        if self.app.closing:
-            raise Closed("the server is shutting down", retry_after=1.0)
 
     async def send(self, data: str | bytes) -> None:
         """Send one frame, text or binary. Waits while the peer does not read."""

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from reflex_runtime.core.batch import Event
-from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
@@ -73,8 +73,7 @@ class Watchers:
 
     async def watch(self, request: HttpRequest) -> None:
         """Answer with snapshots until the caller leaves. Raises TooManyRequests beyond 16, Closed in a drain."""
-        if request.app.closing:  # a page that connects again would keep the drain waiting
-            raise Closed("the server is shutting down", retry_after=1.0)
+        request.app.check_open()  # a page that connects again would keep the drain waiting
         if self._count >= MOST:
             raise TooManyRequests(f"{MOST} watch already, which is the most", retry_after=10.0)
         self._enter()
@@ -160,8 +159,7 @@ class JournalStreams:
 
     async def send(self, request: HttpRequest) -> None:
         """Answer with a journal. Raises InvalidRequest, TooManyRequests, NotReady, or Closed in a drain."""
-        if request.app.closing:
-            raise Closed("the server is shutting down", retry_after=1.0)
+        request.app.check_open()
         seconds = _seconds(request)
         if self._readers >= READERS:
             raise TooManyRequests(f"{READERS} journals are being sent already, which is the most", retry_after=10.0)

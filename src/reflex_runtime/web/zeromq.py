@@ -18,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, known
 
@@ -141,8 +141,7 @@ class ZmqListener:
         self._send(message, await self._answer_to(message))
 
     def _check(self, message: ZmqMessage, frames: int) -> None:
-        if self._app.closing:
-            raise Closed("the server is shutting down", retry_after=1.0)
+        self._app.check_open()
         if frames != 1:
             raise ClientError(f"a message has one frame, and this one {frames}")
         if len(message.data) > self._most:

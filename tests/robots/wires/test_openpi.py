@@ -376,7 +376,7 @@ def test_w12_a_large_batch_is_asked_in_several_turns_of_the_loop(tiny: Path) -> 
     """The rows of one message: a neighbour is read in between, and a shutdown takes none of them back."""
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        socket: Any = types.SimpleNamespace(id="s", query={}, headers={}, check_open=lambda: None)
+        socket: Any = types.SimpleNamespace(id="s", query={}, headers={}, app=app)
         robot, read = OpenpiSession(RequestHandler(runtime), socket), []
         question = robot._question
 

@@ -295,7 +295,7 @@ class MessageSession(ABC):
         """The frame that answers a message."""
         try:
             self.read(data)
-            self.socket.check_open()
+            self.socket.app.check_open()
             return await self.take(message)
         except Reported as reported:
             return self.error(reported.error, reported.request_id)

@@ -25,11 +25,11 @@ from reflex_runtime.web.oip import (
     InferRequest,
     OipAnswer,
     OipCall,
-    OipHttp,
     OipModels,
     Tensor,
     check_names,
     limits_in,
+    oip_routes,
     rows_of,
 )
 from reflex_runtime.web.request import Route
@@ -46,7 +46,7 @@ _SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def routes(handler: RequestHandler) -> list[Route]:
-    return OipHttp(models(handler), handler.config.max_body_bytes, handler.prefix).routes
+    return oip_routes(models(handler), handler.config.max_body_bytes, handler.prefix)
 
 
 def listener(app: App, handler: RequestHandler) -> GrpcListener:
