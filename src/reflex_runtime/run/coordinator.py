@@ -31,7 +31,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, Self
 
-from reflex_runtime.core.batch import Batch, DeviceLost, Done, Event, Failed
+from reflex_runtime.core.batch import Batch, DeviceLost, Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import (
     Closed,
@@ -373,7 +373,6 @@ class BatchCoordinator(ThreadDriver):
         )  # fmt: skip
         self.patience = config.max_latency + config.response_timeout
         self.detached: str | None = None
-        self._loss: DeviceLost | None = None  # published after everything else
         self._began = self._signalled = False
         self._sequences: dict[str, count[int]] = {}  # by feed
         self._numbering = threading.Lock()  # of these
@@ -592,17 +591,10 @@ class BatchCoordinator(ThreadDriver):
         while self.device.close(drain=False):
             pass
 
-    def _events(self) -> list[Event]:
-        events = super()._events()
-        if self._loss is not None:
-            events.append(self._loss)
-            self._loss = None
-        return events
-
     def died(self) -> None:
         """Publish the loss, unless the coordinator was stopping anyway."""
         super().died()
         assert self.device.lost is not None
         if not self._signalled:
-            self._loss = DeviceLost(self.clock(), self.device.lost)
-            self.deliver()
+            loss = DeviceLost(self.clock(), self.device.lost)
+            self.between(lambda: self._audience.publish(loss))

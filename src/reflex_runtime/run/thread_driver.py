@@ -213,12 +213,12 @@ class ThreadDriver:
         self.group, self.clock = group.name, clock
         self._name = name
         self._audience = Audience(sinks, label)
-        self._delivery = Delivery(self._events, self._audience)
         scheduler = Scheduler([group])
         scheduler.unheard = self._audience.unheard
         self.device = Device(
             scheduler, {group.name: processor}, self.deliver, clock, self.died, name, watchdog, one_thread=one_thread
         )
+        self._delivery = Delivery(self.device.take_events, self._audience)
         self.relay = Relay(clock, self.device.wake)
         self._setting = threading.Lock()  # of what follows
         self._started = False
@@ -310,9 +310,6 @@ class ThreadDriver:
     def died(self) -> None:
         """The device was given up, and every request is answered."""
         self._bell.put("end")
-
-    def _events(self) -> list[Event]:
-        return self.device.take_events()
 
     # -- the timekeeper ------------------------------------------------------------------------------------------------
 
