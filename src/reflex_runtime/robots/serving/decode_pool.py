@@ -18,18 +18,18 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
 from math import inf
+from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import QueueFull, ReflexError
+from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.core.order import LazyHeap
 from reflex_runtime.core.request import Priority
 from reflex_runtime.robots.policy.base import Policy
@@ -49,7 +49,6 @@ FIRST_PACE: Final = 2e-8  # seconds a pixel of PNG, until it is learned
 WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS  # of larger requests: some seconds of decoding
 LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
 SHARES: Final = {Priority.URGENT: 10.0, Priority.DEFAULT: 1.0, Priority.BACKGROUND: 0.1}
-AT_ONCE: Final = 16  # most requests that go on in one turn of the loop
 
 Done = Callable[[Any, Exception | None], None]
 
@@ -126,7 +125,7 @@ class DecodeOrder:
 
 
 class DecodePool:
-    """Decodes jobs in turns of the loop and on threads. Its methods are for one event loop.
+    """Decodes jobs in turns of the loop and on threads. Everything but `_work` runs on one event loop.
 
     workers: threads for large requests. They start with the first ones and end with the process: a shutdown does not
     wait for a picture that is being decoded.
@@ -136,11 +135,10 @@ class DecodePool:
         self._count = workers or max(1, min(4, (os.cpu_count() or 2) - 1))
         self._light, self._large = DecodeOrder(), DecodeOrder(most)
         self._turn_due = self._closed = False
-        self._lock = threading.Lock()  # of the large ones
-        self._work_to_do = threading.Condition(self._lock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads = 0
-        self._made: deque[tuple[Job, Any, Exception | None]] = deque()  # results for the loop
+        self._threads: list[threading.Thread] = []
+        self._handed: SimpleQueue[Job | None] = SimpleQueue()  # large ones, for the threads; None ends one
+        self._busy = 0  # jobs that are handed over
         self._pace = FIRST_PACE  # seconds per pixel, a slow mean
 
     def add(self, job: Job) -> None:
@@ -159,21 +157,18 @@ class DecodePool:
         """Drop a job, or its result if it runs."""
         job.forget()
         self._light.discard(job)
-        with self._lock:
-            self._large.discard(job)
+        self._large.discard(job)
 
     def close(self) -> None:
         """End the threads after their present jobs; other jobs are not decoded."""
-        with self._lock:
-            self._closed = True
-            self._work_to_do.notify_all()
+        self._closed = True
+        for _ in self._threads:
+            self._handed.put(None)
 
     @property
     def waiting(self) -> int:
         """The number of jobs that wait."""
         return len(self._light) + len(self._large)
-
-    # -- on the loop ---------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Decode small requests for a few milliseconds; the rest in the next turn."""
@@ -204,67 +199,52 @@ class DecodePool:
         return value
 
     def _add_large(self, job: Job, pixels: int) -> None:
-        with self._lock:
-            refused = self._large.push(job, pixels)
-            if self._threads < self._count:
-                self._threads += 1
-                threading.Thread(target=self._work, name=f"reflex-decode-{self._threads}", daemon=True).start()
-            self._work_to_do.notify()
-            waiting = self._large.waiting_pixels
+        refused = self._large.push(job, pixels)
+        if len(self._threads) < self._count:
+            self._threads.append(threading.Thread(target=self._run, name="reflex-decode", daemon=True))
+            self._threads[-1].start()
+        self._hand_over()
         if refused is not None:
-            _deliver(refused, None, self._full(waiting))
+            waiting = self._large.waiting_pixels
+            full = QueueFull(
+                "too many large pictures wait to be decoded",
+                retry_after=max(1.0, waiting * self._pace),
+                waiting_pixels=waiting,
+                max_waiting_pixels=self._large.most,
+            )
+            _deliver(refused, None, full)
 
-    def _full(self, waiting: int) -> ReflexError:
-        return QueueFull(
-            "too many large pictures wait to be decoded",
-            retry_after=max(1.0, waiting * self._pace),
-            waiting_pixels=waiting,
-            max_waiting_pixels=self._large.most,
-        )
+    def _hand_over(self) -> None:
+        """Give each thread a job, and one more, so that none waits for a turn of the loop."""
+        while self._busy < 2 * self._count and not self._closed and (job := self._large.take()) is not None:
+            self._busy += 1
+            self._handed.put(job)
 
-    def _take_made(self) -> None:
-        """Deliver results of threads; those of many in several turns."""
+    def _run(self) -> None:
+        """On a thread."""
+        while (job := self._handed.get()) is not None and not self._closed:
+            self._work(job)
+
+    def _work(self, job: Job) -> None:
         assert self._loop is not None
-        with self._lock:
-            made = [self._made.popleft() for _ in range(min(AT_ONCE, len(self._made)))]
-            if self._made:
-                self._loop.call_soon(self._take_made)
-        for one in made:
-            _deliver(*one)
-
-    # -- threads -------------------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while True:
-            with self._work_to_do:
-                while (job := self._large.take()) is None and not self._closed:
-                    self._work_to_do.wait()
-                if self._closed or job is None:
-                    return
-            try:
-                with WALL:
-                    pixels = job.look()
-                    if pixels > job.pixels:  # it waited by its bytes
-                        with self._lock:
-                            refused, waiting = self._large.push(job, pixels), self._large.waiting_pixels
-                        if refused is not None:
-                            self._tell(refused, None, self._full(waiting))
-                        continue
+        value, failure, pixels = None, None, 0
+        try:
+            with WALL:
+                pixels = job.look()
+                if pixels <= job.pixels:
                     value = self._decode(job, pixels)
-            except Exception as error:
-                self._tell(job, None, error)
-            else:
-                self._tell(job, value, None)
+        except Exception as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._worked, job, pixels, value, failure)
 
-    def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
-        """Hand a result to the loop. One system call wakes it for all results until it looks."""
-        assert self._loop is not None
-        with self._lock:
-            wakes = not self._made
-            self._made.append((job, value, error))
-        if wakes:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._take_made)
+    def _worked(self, job: Job, pixels: int, value: Any, error: Exception | None) -> None:
+        self._busy -= 1
+        if error is None and pixels > job.pixels:  # it waited by its bytes
+            self._add_large(job, pixels)
+        else:
+            self._hand_over()
+            _deliver(job, value, error)
 
 
 def _deliver(job: Job, value: Any, error: Exception | None) -> None:
