@@ -72,10 +72,10 @@ lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-messages:                     ## generate the gRPC messages from messages.proto
+messages:                     ## write the descriptors of messages.proto, from which its classes are made
 	python3 -m venv .venv-protoc
 	.venv-protoc/bin/pip install 'grpcio-tools==1.73.1' 'setuptools<80'
-	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. --python_out=. reflex_runtime/web/messages.proto
+	cd src && ../.venv-protoc/bin/python -m grpc_tools.protoc -I. -o reflex_runtime/web/messages.binpb reflex_runtime/web/messages.proto
 
 hashes:                       ## renew deploy/requirements.txt, the container's packages with hashes, after constraints.txt
 	python3 -m venv .venv-hashes

@@ -390,7 +390,7 @@ def _pickled(port: int, data: bytes) -> Callable[[], str]:
     """Sends it as a robot's settings, to LeRobot's wire."""
     import grpc
 
-    from reflex_runtime.web import messages_pb2 as messages
+    from reflex_runtime.web import messages
 
     def send() -> str:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

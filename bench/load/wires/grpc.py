@@ -16,7 +16,7 @@ from bench.load.wires.target import Target
 from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, refused
 from reflex_runtime.robots.wires.lerobot import SERVICE, sent_by_robot, shape_of
-from reflex_runtime.web import messages_pb2 as messages
+from reflex_runtime.web import messages
 
 _NAMES: Final = {4: "deadline_exceeded", 5: "not_found", 12: "not_found", 14: "unreachable", 16: "unauthorized"}
 

@@ -3,13 +3,11 @@ bound so, on its network, but no web pages; and with --cors the pages of these s
 
 A browser lets every web page send a simple POST to any address, and sends the page's site in `Origin`. A site that
 rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`. So without
-a key both headers must name this server. Without the operators' key what they may change is accepted from loopback
-only, and not through a proxy, because behind a proxy on this machine every caller has a loopback address: who may ask
-may not load directories.
+a key both headers must name this server. Without the operators' key, changes of state are accepted from loopback only,
+and not through a proxy: behind a proxy on this machine every caller has a loopback address.
 
-Before a page of another site sends a request, its browser asks, without a key, whether it may (a preflight), and shows
-the page an answer only if that names the page's site. Routes that change state or show what was recorded take no part,
-and neither do websockets: pages of other sites never reach them through this.
+Before a page of another site sends a request, its browser sends a preflight without a key, and the page gets an answer
+only if its headers name the page's site. Routes that change state or show recordings take no part, nor do websockets.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ log = logging.getLogger("reflex.server")
 
 ANY: Final = "*"
 _KEEPS: Final = 256  # accepted values of Host, so that the next request needs only a look-up
-_FORWARDED: Final = (
+_FORWARDED: Final = (  # headers of proxies
     b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for",
     b"x-envoy-external-address", b"true-client-ip", b"cf-connecting-ip", b"fastly-client-ip", b"fly-client-ip",
 )  # fmt: skip
@@ -39,7 +37,7 @@ _PORTS: Final = {"http": ":80", "https": ":443"}
 Client = tuple[str, int] | None  # as uvicorn has it: address and port
 UNIX: Final = "unix"
 _CROWDED: Final = Seldom()
-_MOST: Final = 1024  # bytes of the list of headers that a preflight asks for
+_MOST: Final = 1024  # bytes of a preflight's list of headers
 _SHOWN: Final = b"X-Request-Id, X-Should-Retry, X-Reflex-Ignored, Retry-After"
 
 
@@ -79,7 +77,7 @@ class Trust:
             self._known.add(host)
 
     def _is_own_page(self, origin: bytes, host: bytes | None) -> bool:
-        """Whether a page is from this machine, from this server, or from a site in `names`."""
+        """Whether a page is of this server, of this machine, or of a site in `names`."""
         return (host is not None and origin == b"http://" + host) or self._is_named(_hostname(origin))
 
     def _is_named(self, name: str) -> bool:
@@ -87,8 +85,8 @@ class Trust:
 
 
 def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes], key: str) -> None:
-    """Raise Unauthorized for a change of state that was not sent by a program on this machine, without a proxy. key:
-    the option that would admit others."""
+    """Raise Unauthorized unless a program on this machine sent the request, without a proxy. key: the option that would
+    admit others."""
     if client is None or not (client[0] == "unix" or is_loopback(client[0])):
         raise Unauthorized(f"without {key} this path answers on loopback only")
     for name in headers:
@@ -100,8 +98,7 @@ def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes],
 
 
 def check_once(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise ClientError where a header that has one value is sent twice: what is in front of this server may have read
-    the other one."""
+    """Raise ClientError for two headers of a name with one value: a proxy in front may have read the other one."""
     counts = Counter(name for name, _ in headers)
     for name in _ONE:
         if counts[name] > 1:
@@ -109,7 +106,7 @@ def check_once(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 class Keys:
-    """The keys of a server, "" for one that it does not have. That of operators opens everything."""
+    """The keys of a server, "" for none. That of operators opens everything."""
 
     def __init__(self, callers: str = "", operators: str = "") -> None:
         self.callers, self.operators = callers.encode(), operators.encode()
@@ -118,13 +115,13 @@ class Keys:
         return bool(self.callers or self.operators)
 
     def of(self, route: Route | None, socket: bool = False) -> bytes:
-        """The key that a route needs, b"" for none; of a path without a route, and for a websocket, that of callers."""
+        """The key of a route, b"" for none; for a websocket and a path without a route, that of callers."""
         if route is not None and route.operators and self.operators:
             return self.operators
         return b"" if route is not None and route.open and not socket else self.callers
 
     def sent(self, headers: Mapping[bytes, bytes], key: bytes) -> bool:
-        """Whether a request has this key, or that of operators."""
+        """Whether a request has this key or that of operators."""
         plain, borne = keys_in(headers)
         known = hmac.compare_digest(plain, key) | hmac.compare_digest(borne, key)
         if self.operators:
@@ -158,7 +155,7 @@ def _hostname(url: bytes) -> str:
 
 
 def keys_in(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
-    """The keys that a caller sends: as X-Reflex-Key or x-api-key, and as Authorization; b"" where it sends none."""
+    """A caller's keys: in X-Reflex-Key or x-api-key, and in Authorization; b"" for none."""
     scheme, _, borne = headers.get(b"authorization", b"").partition(b" ")
     plain = headers.get(b"x-reflex-key") or headers.get(b"x-api-key", b"")
     return plain, borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
@@ -169,7 +166,7 @@ def _shown(value: bytes) -> str:
 
 
 def warn_if_open(config: Any) -> None:
-    """Warn when a server without a key can be reached from other machines."""
+    """Warn when other machines reach a server without a key."""
     if not (getattr(config, "uds", "") or config.api_key or config.host == "localhost" or is_loopback(config.host)):
         logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
 
@@ -184,7 +181,7 @@ class Cors:
         self._origins = {_as_sent(origin) for origin in origins}
 
     def admits(self, request: HttpRequest, route: Route | None) -> bool:
-        """Whether the request is from a page that may read the answer. Its headers are set then."""
+        """Whether the request is from a page that may read the answer; sets the headers for it."""
         origin = request.headers.get(b"origin")
         own = route is not None and (route.changes or route.own_pages or route.operators)
         apart = own or isinstance(request, WebSocket)
@@ -201,18 +198,18 @@ class Cors:
 
 
 def _as_sent(origin: str) -> bytes:
-    """As browsers send it: they leave out the port that its scheme has anyway."""
+    """An origin as browsers send it, without the default port of its scheme."""
     scheme, _, site = origin.lower().partition("://")
     return f"{scheme}://{site.removesuffix(_PORTS[scheme])}".encode() if site else origin.encode()
 
 
 def is_preflight(request: HttpRequest) -> bool:
-    """Whether it is a browser's preflight."""
+    """Whether a request is a browser's preflight."""
     return request.method == "OPTIONS" and b"access-control-request-method" in request.headers
 
 
 def answer_preflight(route: Route) -> Handler:
-    """Allows this path's method, and the headers of the preflight."""
+    """A handler that allows the route's method, and the headers of the preflight."""
 
     async def answer(request: HttpRequest) -> HttpResponse:
         asked = request.headers.get(b"access-control-request-headers", b"")
@@ -225,8 +222,7 @@ def answer_preflight(route: Route) -> Handler:
 
 
 class AddressShares:
-    """How many connections each address has open, of all listeners. most: that it may have, 0 for no limit, and nothing
-    is counted."""
+    """Counts the open connections of each address, of all listeners. most: of an address, 0 for no limit."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -244,12 +240,12 @@ class AddressShares:
                 del self._open[sender]
 
     def over(self, client: Client) -> int:
-        """So many too many; connections of a Unix socket have no address, and never are."""
+        """How many too many; 0 on a Unix socket, whose connections have no address."""
         sender = _sender(client) if self.most else UNIX
         return 0 if sender == UNIX else self._open[sender] - self.most
 
     def refused(self, client: Client) -> Overloaded:
-        """The error for a connection too many; the log has one line of it."""
+        """The error for a connection too many."""
         if _CROWDED.first():
             told = "%d connections of %s are open (--max-connections-per-address): its new ones are refused"
             log.warning(told, self.most, _sender(client))
@@ -258,7 +254,7 @@ class AddressShares:
 
 
 def _sender(client: Client) -> str:
-    """Who holds an address: of IPv6 a network, because a caller has all the addresses of its own."""
+    """The holder of an address: of IPv6 its /64 network, of which a caller has all addresses."""
     host = client[0] if client is not None else UNIX
     try:
         address = ip_address(host)

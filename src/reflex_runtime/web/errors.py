@@ -1,5 +1,4 @@
-"""Errors that only an HTTP server has, and the form in which all are sent. The others have their status too, see
-`core.errors`."""
+"""The errors of servers beside those in `core.errors`, and the form in which all are sent."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ log = logging.getLogger("reflex.server")
 
 
 class ClientError(ReflexError):
-    """The request itself is wrong; sending it again changes nothing."""
+    """The request is wrong; a repetition does not help."""
 
     code, http_status, outcome = "invalid_request", 400, "client_error"
 
 
 class InvalidRequest(Rejected):
-    """A field of a request is wrong; `details["field"]` names it. Sending it again changes nothing."""
+    """A field of a request is wrong; `details["field"]` names it. A repetition does not help."""
 
     code, http_status, retry_safe, outcome = "invalid_request", 422, False, "client_error"
 
@@ -59,7 +58,7 @@ class UnsupportedEncoding(ClientError):
 
 
 class UnsupportedMediaType(ClientError):
-    """The body's Content-Type is none that is read."""
+    """The body's Content-Type is none of this path."""
 
     code, http_status = "unsupported_media_type", 415
 
@@ -77,7 +76,7 @@ class Unauthorized(ClientError):
 
 
 class Forbidden(ClientError):
-    """A request to a server without a key, for a host name that is not its own, or from a web page of another site."""
+    """A request to a server without a key, under a foreign host name or from a page of another site."""
 
     code, http_status = "forbidden", 403
 
@@ -101,7 +100,7 @@ class MethodNotAllowed(ClientError):
 
 
 class Unavailable(ReflexError):
-    """The server does not take the request now."""
+    """The server accepts no request now."""
 
     code, http_status, retry_safe, outcome = "not_ready", 503, True, "rejected"
 
@@ -117,7 +116,7 @@ class TooManyRequests(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """The server has the most connections, or bytes of request bodies, that it accepts."""
+    """The server has as many connections, or bytes of request bodies, as it may."""
 
     code = "overloaded"
 
@@ -135,7 +134,7 @@ class SloViolated(Unavailable):
 
 
 class Reported(Exception):
-    """An error that is counted already. error: for the caller. request_id: of the request that has it."""
+    """An error that is counted already. error: for the caller. request_id: of its request."""
 
     def __init__(self, error: ReflexError, request_id: str) -> None:
         super().__init__(error.message)
@@ -143,7 +142,7 @@ class Reported(Exception):
 
 
 def known(error: Exception, request_id: str) -> ReflexError:
-    """The error as callers get it: an unexpected exception is logged and becomes a 500 without its text."""
+    """The error for callers: an unexpected exception is logged, and becomes a 500 without its text."""
     if isinstance(error, ReflexError):
         return error
     log.error("request %s failed", request_id, exc_info=error)
@@ -175,7 +174,7 @@ class HttpResponse:
 
 
 ErrorForm = Callable[[ReflexError, str, bool], HttpResponse]
-"""Makes the answer from the error, the request's id, and whether the caller reads msgpack."""
+"""Makes the answer of the error, the request's id, and whether the caller accepts msgpack."""
 
 
 def _plain(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:

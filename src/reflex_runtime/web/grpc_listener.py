@@ -37,8 +37,7 @@ from google.protobuf.message import DecodeError
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.settings import FunctionsConfig, ServeConfig, ServerConfig
-from reflex_runtime.web import messages_pb2 as messages
-from reflex_runtime.web import oip
+from reflex_runtime.web import messages, oip
 from reflex_runtime.web.access import check_once
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import HEAD_S, most_connections

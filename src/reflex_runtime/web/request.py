@@ -3,9 +3,9 @@
 A handler is one coroutine: it reads the body, awaits what makes the answer, and returns a response, or sends parts.
 When the caller leaves, the coroutine is cancelled where it waits.
 
-Every byte of a body counts from when it was read until its request is answered, so that callers that send half a body,
-or wait in the queue with a picture, cannot fill the memory. Large bodies are decoded in a separate thread, one at a
-time: a decoder holds the interpreter's lock, and two would stop the event loop twice as long.
+The bytes of a body count until its request is answered, so that half bodies and queued pictures cannot fill the memory.
+Large bodies are decoded in one thread beside the loop: a decoder holds the interpreter's lock, and two would stop the
+loop twice as long.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GOING_AWAY, UNSUPPORTED, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1008, 1011, 1
 
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
-LARGE: Final = 1024 * 1024  # bytes; what is larger is decoded beside the loop: msgspec reads a megabyte in 1 ms
+LARGE: Final = 1024 * 1024  # bytes; larger bodies are decoded beside the loop: msgspec reads a megabyte in 1 ms
 STALLED: Final = 1.0  # seconds without a byte after which a body may be given up for others
 
 Handler = Callable[["HttpRequest"], Awaitable["HttpResponse | None"]]
@@ -60,14 +60,13 @@ Session = Callable[["WebSocket"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers the requests for one path.
+    """The handler of one path.
 
-    path: as metrics show it. run: the coroutine; returns the answer, or None if it has sent one. method: GET (HEAD too)
-    or POST. open: needs no key. operators: needs the operators' key, where there is one. changes: changes state, so
-    that without the key that it needs only programs on this machine may ask it. most: bytes that a body may have.
-    socket: serves each websocket on the path, which always needs the key. form: of its errors, where it is not the
-    application's. own_pages: without a key, pages of other sites may not even GET it. refused: called with what stands
-    against a request, before `run` is.
+    path: as metrics show it. run: returns the answer, or None if it has sent one. method: GET (HEAD too) or POST.
+    open: needs no key. operators: needs the operators' key, where there is one. changes: changes state, so that without
+    its key only programs on this machine may call it. most: bytes of a body. socket: serves each websocket on the path,
+    which always needs the key. form: of its errors, where it is not the application's. own_pages: without a key, pages
+    of other sites may not even GET it. refused: called with the error of a request that is refused before `run`.
     """
 
     path: str
@@ -84,7 +83,7 @@ class Route:
 
 
 def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:
-    """Finds the route of a path where the route's has names in braces. A version has no slash, a model's name may."""
+    """Finds the route of a path among those with names in braces. A version has no slash, a model's name may."""
     named = [route for route in routes if "{" in route.path]
     named.sort(key=lambda route: (route.path.endswith("}"), -len(route.path)))  # "/x/{id}/infer" before "/x/{id}"
     texts = [route.path.replace("{version}", "[^/]+") for route in named]
@@ -94,7 +93,7 @@ def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:
 
 
 class Application(Protocol):
-    """The application of a request, as the request uses it; see `App`."""
+    """The part of `App` that a request uses."""
 
     bodies: Bodies
     closing: bool
@@ -111,11 +110,10 @@ class HttpRequest:
     """One HTTP request.
 
     headers: names in lower case; of a name sent twice, the last. client: (address, port).
-    number: our own id of the request; request_id: goes out as X-Request-Id. started: when its head was here;
-    received: when all of it was, 0.0 before; heard: when its last byte came (`time.monotonic`). preparing: it was
-    received and is not queued yet. route: what answers it, None before that is known. begun: the head of the answer was
-    sent; ended: all of it. held: bytes of its body that `Bodies` counts. cross: headers for the page of another site
-    that asked.
+    number: our own id of the request; request_id: goes out as X-Request-Id. started: when its head was complete;
+    received: when its body was, 0.0 until then; heard: when its last byte came (`time.monotonic`). preparing: received
+    and not queued yet. route: None until it is known. begun: the head of the answer was sent; ended: all of it.
+    held: bytes of its body that `Bodies` counts. cross: headers of the answer for a page of another site.
     """
 
     __slots__ = (
@@ -123,7 +121,7 @@ class HttpRequest:
         "heard", "held", "method", "number", "path", "preparing", "query_string", "received", "request_id",
         "route", "scope", "started", "task",
     )  # fmt: skip
-    left_ms: float | None = None  # how long its caller waits: HTTP does not tell
+    left_ms: float | None = None  # how long its caller waits; HTTP has no header for it
 
     def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
         self.app, self.scope, self._receive, self._send = app, scope, receive, send
@@ -143,7 +141,7 @@ class HttpRequest:
         self._watch: asyncio.Task[None] | None = None
         self._error_tail: Callable[[ReflexError], bytes] | None = None
 
-    # -- what was asked ------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
         """All of the body; 413 beyond the bound of the route, 503 where the server holds too many bytes of bodies."""
@@ -171,7 +169,7 @@ class HttpRequest:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def watch(self) -> None:
-        """From now on notice when the caller leaves. A server with the extension does so by itself."""
+        """Notice from now on when the caller leaves, unless the server does (extension CANCELS)."""
         if self._watch is None and CANCELS not in (self.scope.get("extensions") or ()):
             self._watch = asyncio.get_running_loop().create_task(self._leaving())
 
@@ -183,33 +181,33 @@ class HttpRequest:
 
     @property
     def query(self) -> dict[str, str]:
-        """The fields of the query, each name once; an invalid one is empty."""
+        """The fields of the query, each name once; empty for an invalid query."""
         try:
             return dict(parse_qsl(self.query_string.decode("ascii"), keep_blank_values=True, max_num_fields=64))
         except ValueError:
             return {}
 
     def refuse_query(self) -> None:
-        """Raise the 422 where there is a query and nothing reads it."""
+        """Raise the 422 for a query, on a path without one."""
         if self.query_string:
             raise invalid("query", "query: no field is read from it; put fields into the body")
 
     @property
     def sent_msgpack(self) -> bool:
-        """Whether the body is msgpack; anything else is read as JSON."""
+        """Whether the body is msgpack; any other type is read as JSON."""
         kind = self.headers.get(b"content-type")
         return kind is not None and kind != JSON and b"msgpack" in kind.lower()
 
     @property
     def wants_msgpack(self) -> bool:
-        """Whether the answer is to be msgpack: by Accept, else as the body."""
+        """Whether the caller accepts msgpack; without Accept, as its body."""
         accepted = self.headers.get(b"accept", b"*/*").lower()
         return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
     async def answer(self, response: HttpResponse) -> None:
-        """Send a whole answer; `App` does it with what a handler returns."""
+        """Send a whole answer; `App` sends those that handlers return."""
         kind, size = (b"content-type", response.content_type), (b"content-length", b"%d" % len(response.body))
         headers = self._head(response.status, [kind, size, *response.headers])
         self.ended = True
@@ -221,7 +219,7 @@ class HttpRequest:
     async def begin(
         self, status: int, headers: Headers, error_tail: Callable[[ReflexError], bytes] | None = None
     ) -> None:
-        """Send the head of an answer that comes in parts. error_tail: makes the last part of an answer that fails."""
+        """Send the head of an answer in parts. error_tail: makes the last part after a failure."""
         self._error_tail = error_tail
         self.watch()
         self.app.bodies.release(self)
@@ -239,12 +237,12 @@ class HttpRequest:
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else data})
 
     async def fail(self, error: ReflexError) -> None:
-        """The last part of an answer that fails after its head."""
+        """Send the last part of an answer that fails after its head."""
         if not self.ended:
             await self.end(b"" if self._error_tail is None else self._error_tail(error))
 
     def abort(self) -> None:
-        """Send no more: the server closes the connection when the coroutine has returned."""
+        """Send no more: the server closes the connection when the coroutine returns."""
         self.ended = True
 
     def left(self) -> None:
@@ -253,11 +251,11 @@ class HttpRequest:
             self._watch.cancel()
 
     def _head(self, status: int, headers: Headers) -> Headers:
-        """The headers of the answer that is sent now."""
+        """All headers of the answer, which is sent now."""
         self.begun = True
         headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.cross]
         if self.app.closing or (b"expect" in self.headers and not self.received):
-            # Who waits for "100 Continue" may or may not send its body after an early answer.
+            # A caller that waits for "100 Continue" may or may not send its body after an early answer.
             headers.append(CLOSE)
         self.app.answers(self, status)
         return headers
@@ -274,8 +272,8 @@ class SocketMessage:
 
 
 class WebSocket(HttpRequest):
-    """One websocket: `async for message in socket`, each answered before the next is taken. A message counts among the
-    bodies that are held, and as a request that is being answered, until the next one is taken. Leaving cancels."""
+    """One websocket: `async for message in socket`, each answered before the next is taken. Until then it counts as a
+    request and its bytes as held. A peer that leaves cancels the coroutine."""
 
     __slots__ = ("_inbox", "_message", "accepted", "open")
 
@@ -295,7 +293,7 @@ class WebSocket(HttpRequest):
         return self.app.may_change(self)
 
     async def accept(self) -> None:
-        """Open it. From here on its messages count as requests, and it does not."""
+        """Open the websocket. From now on its messages count as requests, and it does not."""
         self.open = self.accepted = True
         self.app.leave()
         await self._send({"type": "websocket.accept", "headers": []})
@@ -334,7 +332,7 @@ class WebSocket(HttpRequest):
             kind = "text" if isinstance(data, str) else "bytes"
             try:
                 await self._send({"type": "websocket.send", kind: data})
-            except OSError:  # of the server: it has noticed before us
+            except OSError:  # the server noticed first
                 self.open = False
                 raise CallerLeft("the caller left") from None
 
@@ -345,7 +343,7 @@ class WebSocket(HttpRequest):
                 await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
     async def deny(self, response: HttpResponse) -> None:
-        """Answer the handshake with an error. A server that cannot pass it on closes the socket instead."""
+        """Answer the handshake with an error; a server without the extension DENIAL closes the socket instead."""
         if DENIAL not in (self.scope.get("extensions") or ()):
             await self._send({"type": "websocket.close", "code": POLICY})
             return
@@ -356,7 +354,7 @@ class WebSocket(HttpRequest):
         await self._send({"type": f"{DENIAL}.body", "body": response.body})
 
     def done(self) -> None:
-        """The last message is answered: nothing of it is kept until the next one comes."""
+        """Release the last message, which is answered."""
         message, self._message = self._message, None
         if message is not None:
             message.data = b""
@@ -374,7 +372,7 @@ def retry_headers(error: ReflexError) -> Headers:
 
 
 def check_body(headers: dict[bytes, bytes], most: int) -> None:
-    """Raise when the body is announced as compressed, or with more than `most` bytes."""
+    """Raise for headers of a compressed body, or of one over `most` bytes."""
     encoding = headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding not in (b"identity", b""):
         told = encoding[:100].decode("ascii", "backslashreplace")
@@ -385,7 +383,7 @@ def check_body(headers: dict[bytes, bytes], most: int) -> None:
 
 
 def own_id(sent: bytes) -> str | None:
-    """The id in a caller's X-Request-Id, if it can be repeated: printable ASCII, and not too long."""
+    """A caller's X-Request-Id if it is printable ASCII of up to 256 characters, else None."""
     if not (0 < len(sent) <= 256 and sent.isascii()):
         return None
     text = sent.decode()
@@ -393,7 +391,7 @@ def own_id(sent: bytes) -> str | None:
 
 
 def header_text(text: str) -> bytes:
-    """Text as a header value: plain ASCII as it is, anything else percent-encoded."""
+    """Text as a header value: plain ASCII as it is, other text percent-encoded."""
     if text.isascii() and text.isprintable() and text == text.strip():
         return text.encode()
     return quote(text, safe="").encode()
@@ -403,7 +401,7 @@ def header_text(text: str) -> bytes:
 
 
 class Seldom:
-    """Limits repeated log lines: True for an event if none came in the minute before it."""
+    """Limits repeated log lines: `first` is True if the last minute had no event."""
 
     QUIET = 60.0
 
@@ -417,8 +415,8 @@ class Seldom:
 
 
 class Reading:
-    """Messages whose size is not known before they are there: at most so many are read at a time. While others wait,
-    one that is read has STALLED seconds more."""
+    """A semaphore for messages of unknown size: at most so many are read at a time. While others wait, one that is read
+    has STALLED seconds more."""
 
     def __init__(self, most: int) -> None:
         self._free = asyncio.Semaphore(most)
@@ -427,7 +425,7 @@ class Reading:
 
     @asynccontextmanager
     async def one(self, until: float) -> AsyncIterator[None]:
-        """Read one in this block. TimeoutError when it has not come until then, by the loop's clock."""
+        """Read one in this block, until this time of the loop; then TimeoutError."""
         async with asyncio.timeout_at(until) as limit:
             self._waiting += 1
             if self._free.locked():
@@ -459,11 +457,8 @@ class Holder(Protocol):
 
 
 class Bodies:
-    """The bodies of one server.
-
-    most: bytes that may be held in all; a single request may have more. cut_stalled: called with the time when there
-    are too many bytes; ends a body that has stopped coming. held: bytes now.
-    """
+    """Counts the bytes of bodies in one server. held: bytes now; most: of them, but a single request may have more.
+    cut_stalled: called with the time when there are too many; ends a body that stalls."""
 
     def __init__(self, most: int, cut_stalled: Callable[[float], None]) -> None:
         self.most, self.held = most, 0
@@ -472,7 +467,7 @@ class Bodies:
         self._full = Seldom()
 
     def take(self, owner: Holder, size: int) -> None:
-        """Count so many bytes more. Raises Overloaded when there are too many."""
+        """Count more bytes. Raises Overloaded when there are too many."""
         if self.held + size > self.most and self.held > owner.held:
             self._cut_stalled(time.monotonic())
         if self.held + size > self.most and self.held > owner.held:
@@ -490,17 +485,17 @@ class Bodies:
         owner.held = 0
 
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """The result of `decode`, computed outside the loop."""
+        """The result of `decode`, computed beside the loop."""
         return asyncio.get_running_loop().run_in_executor(self._decoder, _bare, decode, *arguments)
 
     def close(self) -> None:
-        """Forget the bodies that wait to be decoded."""
+        """Drop the bodies that wait to be decoded."""
         self._decoder.shutdown(wait=False, cancel_futures=True)
 
 
 def _bare(decode: Callable[..., T], *arguments: Any) -> T:
-    """Call it so that its exception does not keep the body alive: a future, its error and the error's frames are a
-    reference cycle, which lives until the next collection."""
+    """Call `decode`. Its exception must not keep the body alive: a future, its error and the error's frames are a
+    reference cycle until the next collection."""
     try:
         return decode(*arguments)
     except ReflexError as error:

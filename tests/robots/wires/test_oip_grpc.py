@@ -20,7 +20,7 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, service_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from reflex_runtime.web import messages_pb2 as messages
+from reflex_runtime.web import messages
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.grpc_listener import decode
 from robots.wires.broken import FRESH, check
@@ -306,7 +306,7 @@ def test_w49_our_messages_are_those_of_the_protocol() -> None:
         "TensorMetadata": service_pb2.ModelMetadataResponse.TensorMetadata,
         "ModelRequest": service_pb2.ModelMetadataRequest,
     }
-    for name, own in messages.DESCRIPTOR.message_types_by_name.items():
+    for name, own in messages.ModelInferRequest.DESCRIPTOR.file.message_types_by_name.items():
         if name in ("Pickle", "ObservationPart"):  # LeRobot's
             continue
         stock = (pairs.get(name) or getattr(service_pb2, name)).DESCRIPTOR

@@ -41,7 +41,7 @@ from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.question import LARGEST, LEROBOT, ObservationReader, Question
 from reflex_runtime.robots.wires.common import Episodes
-from reflex_runtime.web import messages_pb2 as messages
+from reflex_runtime.web import messages
 from reflex_runtime.web.app import App
 from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.errors import ClientError, Conflict, InvalidRequest
