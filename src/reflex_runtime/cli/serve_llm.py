@@ -1,7 +1,6 @@
-"""`reflex serve MODEL_DIR`: serve a language model over HTTP with the OpenAI API.
+"""`reflex serve MODEL_DIR`, a language model behind HTTP, and `reflex worker`, a runtime process.
 
-The verb is that of `serve`, with options of its own: `reflex_runtime.cli` registers it when it gets the directory of
-a model.
+`reflex_runtime.cli` registers this form of `serve` if its argument is the directory of a language model.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.server.model_host import ModelPlan, Open
     from reflex_runtime.web.supervisor import Parent
 
-BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
+BATCHER = "generate_batcher"  # a table of the configuration file
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 
 _EXAMPLES = """\
@@ -74,14 +73,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that can be checked, then open the port, then load."""
+    """Check the settings, then open the port, then load."""
     from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 
     logs.begin()
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER,))
     logs.use(config.log_format)
     if config.log_format != "text":
-        os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for the runtime processes, from their first line on
+        os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for runtime processes, from their first line on
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     if batcher != GenerateBatcherConfig() and not config.workers:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adapters(given: tuple[str, ...]) -> Iterator[str]:
-    """--lora, each directory in full: it is read in other processes, too."""
+    """--lora with absolute directories, for runtime processes."""
     names = set[str]()
     for text in given:
         name, equals, directory = text.partition("=")
@@ -109,7 +108,7 @@ def _adapters(given: tuple[str, ...]) -> Iterator[str]:
 
 
 def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
-    """What is served. ConfigError for what can be found before the model is loaded."""
+    """The plan of the model. Raises ConfigError for errors that show before it is loaded."""
     from reflex_runtime.llm.engine.load import describe, sampling_defaults
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.model_host import ModelPlan
@@ -119,7 +118,7 @@ def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
         check_trace(path)
     check_otel(config.otel)
     check_model(config, describe(directory))
-    HFTokenizer.load(directory, quiet=True)  # it is loaded with the model once more
+    HFTokenizer.load(directory, quiet=True)  # a check; it is loaded again with the model
     name = config.served_model_name or directory.resolve().name
     return ModelPlan(name, config, directory, tuple(adapters_of(config)), sampling_defaults(directory))
 
@@ -131,25 +130,25 @@ def _serve(
     sockets: Sequence[socket.socket],
     parent: Parent | None,
 ) -> int:
-    """The server itself: alone, or below a supervisor."""
+    """Run the server, with or without a supervisor."""
     from reflex_runtime.llm.app import serving
     from reflex_runtime.llm.server.local_model import open_model
     from reflex_runtime.llm.server.workers import one_bound
 
     plan = plan_of(config, directory)
     if config.workers:
-        config, batcher = one_bound(config, batcher)  # for all that is shown
+        config, batcher = one_bound(config, batcher)  # as they are shown
         plan = replace(plan, config=config)
         open = _in_workers(plan, batcher)
     else:
         open = partial(open_model, load_model)
     _announce(plan, batcher)
-    warn = not config.workers  # processes of workers have ended
+    warn = not config.workers  # runtime processes have ended
     return run_server(config, serving(plan, open), sockets, told_apart(str(directory)), _ready, parent, warn)
 
 
 def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
-    """How to open the model in runtime processes."""
+    """Opens the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.workers import WorkersConfig, open_workers
@@ -164,14 +163,14 @@ def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
 
 
 def _traces(config: LLMServeConfig) -> list[str]:
-    """The files of --trace: one, or one of each runtime process."""
+    """The files of --trace: one, or one for each runtime process."""
     if not config.trace:
         return []
     return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
 
 
 def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
-    """The settings in force, and what deserves a warning."""
+    """Log the settings and warnings."""
     rows = list[tuple[str, str]]()
     if plan.config.workers:
         own = asdict(batcher).items() - asdict(type(batcher)()).items()
@@ -207,7 +206,7 @@ def add_worker(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def worker(args: argparse.Namespace) -> int:
-    """A runtime process: serve the connection until it ends."""
+    """Serve the connection until it ends."""
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.server.local_model import loading
     from reflex_runtime.observe.journal_writer import turn_all
@@ -216,7 +215,7 @@ def worker(args: argparse.Namespace) -> int:
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logs.begin(form)
     logs.use(os.environ.get("REFLEX_LOG_FORMAT", "text"))
-    # The parent decides when to end: one that drains, because the whole group got a signal, still needs this process.
+    # The parent ends this process: in a drain after a signal to the whole group it still needs it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -231,5 +230,5 @@ def worker(args: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         status, clean = runner.run(main())
         if not clean:
-            logs.leave(status)  # a thread is stuck in a model: an interpreter that shuts down around it may crash
+            logs.leave(status)  # a thread hangs in a model: a usual exit might crash
     return status

@@ -1,7 +1,6 @@
-"""The application of a model server: the APIs of the served model, and the pages that say how it is and what it takes.
+"""The application of a model server: the APIs of its model, and its pages.
 
-Every answer has `X-Request-Id`, the caller's own where it sent one; every error has its API's body, and says in
-`X-Should-Retry` whether a retry is safe.
+Every answer has `X-Request-Id`, the caller's own if sent; every error has the form of its API, and `X-Should-Retry`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _OTHERS: Final = ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/images/gene
 
 
 class ModelServer:
-    """The APIs of the model. app: the application that carries them."""
+    """The routes of a model server. app: with these routes."""
 
     def __init__(self, state: ServerState) -> None:
         self.state, config = state, state.plan.config
@@ -89,7 +88,7 @@ class ModelServer:
     async def _of_tokens(
         self, path: str, read: Callable[[bytes], tokenize.Question], request: HttpRequest
     ) -> HttpResponse:
-        """Answer what only the tokenizer is asked for."""
+        """Answer a request for the tokenizer alone."""
         host = self.state.ready()
         name, hints, answer = await read_body(request, read)
         if name is not None:
@@ -118,18 +117,18 @@ class ModelServer:
         return HttpResponse(200, encode({"version": __version__}))
 
     def _document(self, request: HttpRequest) -> bytes:
-        """The model is named to those who may ask /v1/models."""
+        """Callers without the key do not get the model's name."""
         app = self.app
         return document([*app.routes.values(), self._one], self.state.names, app.keys, app.knows(request))
 
 
 def _missing(path: str) -> str:
-    """What is said of a path that is not served."""
+    """The message of a 404."""
     return f"{path[:200]}: {'is not served here' if path.rstrip('/') in _OTHERS else 'no such path'}"
 
 
 def serving(plan: ModelPlan, open: Open) -> Make:
-    """What `web.serve` makes to serve a model. open: see `ServerState`."""
+    """Makes the application for `web.serve`. open: see `ServerState`."""
 
     def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, ServerState]:
         state = ServerState(plan, open, on_lost, parent)

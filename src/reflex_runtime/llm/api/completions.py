@@ -1,8 +1,8 @@
-"""From the body of a request to its answer: read, tokenised, queued, and written as its API's clients know it.
+"""From the body of a request to its answer: read, tokenise, queue, write.
 
-A stream begins with its first token, so that an error before it has its own status. If a caller disconnects, streaming
-or not, its request is cancelled. Spans follow the GenAI conventions of OpenTelemetry
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/); prompts and completions are never in a span.
+A stream begins with its first token, so that an earlier error has its own status. A caller that disconnects cancels its
+request. Spans follow the GenAI conventions of OpenTelemetry (https://opentelemetry.io/docs/specs/semconv/gen-ai/) and
+have no text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ log = logging.getLogger("reflex.server")
 
 T = TypeVar("T")
 LARGE: Final = 128 * 1024
-"""Bytes of a body; what is larger is read beside the loop: what its messages become is Python's, 100 ms a megabyte."""
+"""Bytes of a body; a larger one is read in a thread: its messages take 100 ms of Python a megabyte."""
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # some proxies buffer answers; this header forbids it
+    (b"x-accel-buffering", b"no"),  # for proxies that buffer answers
 ]
 IGNORED: Final = b"x-reflex-ignored"
-MOST_TOLD: Final = 50  # hints that the header names
+MOST_TOLD: Final = 50  # hints in the header
 _PLACE: Final = re.compile(r"\[\d+\]")
 WIRE: Final = "openai"
 FIRST_TOKEN: Final = "gen_ai.first_token"  # a moment
@@ -62,7 +62,7 @@ _PROVIDER: Final = "reflex"
 
 
 class CompletionHandler:
-    """Answers what is asked of the model."""
+    """Answers requests of all dialects."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -73,10 +73,10 @@ class CompletionHandler:
         if span is not None:
             follow(span.span.get_span_context())
         try:
-            host = self.state.ready()  # what is ready now answers it, also in a drain
+            host = self.state.ready()  # it answers this request, also in a drain
             request.preparing = True
             asked = await read_body(request, lambda body: dialect.read(body, self.state.plan.defaults))
-            adapter = self.state.adapter(asked.model)  # a span has no name that a caller made up
+            adapter = self.state.adapter(asked.model)  # a span gets no unknown name
             if span is not None:
                 span.asked(asked)
             hints = self.told(dialect.path, asked.ignored, host)
@@ -105,18 +105,17 @@ class CompletionHandler:
             span.answered(answer)
 
     def told(self, path: str, ignored: Sequence[str], host: ModelHost) -> Headers:
-        """The header that names hints that nothing follows, where there are some. They are logged, the same ones
-        once."""
+        """The header with the hints without effect, if there are any. Each is logged once."""
         if host.texts.tokenizer.takes_effort:
             ignored = [name for name in ignored if name not in wire.EFFORTS]
         names = {_PLACE.sub("[]", f"{path}: {name}") for name in ignored} - self._told
         for name in sorted(names):
-            log.info("%s is a hint that nothing here follows; answers name it in %s", name, IGNORED.decode())
+            log.info("%s is a hint without effect here; answers name it in %s", name, IGNORED.decode())
         self._told |= names
         return [(IGNORED, ", ".join(ignored[:MOST_TOLD]).encode())] if ignored else []
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
-        """It was refused before it was read."""
+        """A request was refused before its body was read."""
         span = self._span(request)
         if span is not None:
             span.ended(error)
@@ -127,7 +126,7 @@ class CompletionHandler:
 
 
 async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
-    """What the body says; a large one is read beside the loop."""
+    """The body, read; a large one in a thread."""
     body = await request.body()
     try:
         return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
@@ -143,9 +142,8 @@ async def _whole(
         if span is not None:
             span.part()
         answer.add(index, outputs)
-    params = reply.asked.params
-    told = params.prompt_logprobs is not None or params.logprobs is not None
-    await request.answer(HttpResponse(200, await _made(told, answer.whole), headers=hints))
+    scored = reply.asked.params.logprobs is not None
+    await request.answer(HttpResponse(200, await _written(scored, answer.whole), headers=hints))
 
 
 async def _stream(
@@ -154,7 +152,7 @@ async def _stream(
 ) -> None:  # fmt: skip
     scored = reply.asked.params.prompt_logprobs is not None
     async for index, outputs in merged(reply.streams, bell):
-        events = await _made(scored, partial(answer.chunk, index, outputs))
+        events = await _written(scored, partial(answer.chunk, index, outputs))
         if not request.begun:
             if span is not None:
                 span.part()
@@ -164,15 +162,13 @@ async def _stream(
     await request.end(answer.end())
 
 
-async def _made(long: bool, write: Callable[[], bytes]) -> bytes:
-    """What it writes. long: in a thread, because what the model says of thousands of tokens takes seconds."""
-    if not long:
-        return write()
-    return await asyncio.get_running_loop().run_in_executor(None, write)
+async def _written(scored: bool, write: Callable[[], bytes]) -> bytes:
+    """What it writes. scored: in a thread, since scores of thousands of tokens take seconds."""
+    return await asyncio.to_thread(write) if scored else write()
 
 
 class GenerationSpan:
-    """The span of one request to the model of that name. All of it happens on the event loop."""
+    """The span of one request."""
 
     def __init__(self, spans: Spans, model: str, request: HttpRequest) -> None:
         self._spans, self._request = spans, request
@@ -196,7 +192,7 @@ class GenerationSpan:
         return self._spans.traceparent(self.span)
 
     def asked(self, asked: wire.GenerationRequest) -> None:
-        """What it asks for, without its texts."""
+        """The request was read: its parameters, without texts."""
         params = asked.params
         self._model = asked.model
         self.span.update_name(f"{self._operation} {asked.model}")
@@ -208,20 +204,20 @@ class GenerationSpan:
             "top_p": params.top_p,
             "top_k": params.top_k or None,
             "max_tokens": asked.max_tokens,
-            "seed": seed if seed is not None and -(1 << 63) <= seed < 1 << 63 else None,  # what an attribute can have
+            "seed": seed if seed is not None and -(1 << 63) <= seed < 1 << 63 else None,  # 64 bits, signed
             "choice.count": asked.n if asked.n > 1 else None,
         }
         given = {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
         self._spans.note(self.span, given | {"gen_ai.response.model": asked.model})
 
     def part(self) -> None:
-        """A part of the answer has come; the first one is noted."""
+        """Outputs came; the moment of the first is kept."""
         if not self._first_token:
             self._first_token = time.monotonic()
             self.span.add_event(FIRST_TOKEN)
 
     def used(self, usage: Usage) -> None:
-        """What it took, also of a request that failed."""
+        """Tokens, also of a request that failed."""
         self._spans.note(self.span, {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -232,13 +228,13 @@ class GenerationSpan:
             self._spans.note(self.span, {"gen_ai.response.time_to_first_chunk": waited})
 
     def answered(self, answer: Writer) -> None:
-        """It has its whole answer."""
+        """The whole answer was sent."""
         found = {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}
         self._spans.note(self.span, found)
         self.ended(None)
 
     def ended(self, error: ReflexError | None) -> None:
-        """It has its answer, or an error."""
+        """The request has ended."""
         now, request = time.monotonic(), self._request
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
         self._spans.note(self.span, {"http.response.status_code": 200 if request.begun else status})
@@ -250,30 +246,27 @@ class GenerationSpan:
 # -- from texts to requests of the engine ------------------------------------------------------------------------------
 
 
-FEW: Final = 1000  # tokens; the texts of more are made beside the loop
-_LOOKED_AT: Final = 256  # tokens of a prompt that take as long as the rest of its request: they are checked and copied
+FEW: Final = 1000  # tokens; more are decoded in a thread
+_CHECKED: Final = 256  # tokens of a prompt that take as long to check and copy as the rest of its request
 
 
 class Slices:
-    """Of one caller that makes or queues its requests one after the other."""
+    """Lets other work of the loop run while one caller makes or queues thousands of requests."""
 
     def __init__(self) -> None:
         self._done = 0  # in this turn of the loop
 
-    async def next(self, count: int = 1) -> bool:
-        """So many requests are next: in this turn of the loop, or in the next one where it has a slice of them. Whether
-        others had their turn."""
-        full = self._done > 0 and self._done + count > SLICE
-        if full:
+    async def next(self, count: int = 1) -> None:
+        """Before `count` requests: wait for the next turn of the loop if this one has a slice of them."""
+        if self._done > 0 and self._done + count > SLICE:
             self._done = 0
             await asyncio.sleep(0)
         self._done += count
-        return full
 
 
 def in_order(lock: asyncio.Lock, count: int) -> AbstractAsyncContextManager[None]:
-    """While it is open, so many requests are queued. Of those with more than a slice one goes after the other, or two
-    that do not fit together would both be refused. lock: of the queue."""
+    """Around queueing `count` requests. Callers with more than a slice take turns: of two that do not fit together,
+    both would be refused. lock: of the queue."""
     return lock if count > SLICE else nullcontext()
 
 
@@ -286,14 +279,14 @@ async def queued(
     traceparent: str,
     bell: asyncio.Event,
 ) -> ReplyContext:
-    """All choices of a request are queued, or none. Returns what its answer is made from. adapter: that it asks for, or
-    "". bell: set whenever there is something to read. Raises BadRequest, Rejected."""
+    """Queue all choices of a request, or none; returns the context of its answer. adapter: "" for none. bell: see
+    `OutputStream`. Raises BadRequest, `Rejected`."""
     tokenizer, slices, streams = runtime.texts.tokenizer, Slices(), list[OutputStream]()
     asked, prompts = await tokenised(runtime, asked, config)
     matcher = await matcher_of(runtime, asked)
     params = served(asked, request, adapter, config.default_tiers, traceparent)
     made = (requests_of(runtime, asked, i, ids, params, matcher, slices) for i, ids in enumerate(prompts))
-    groups = [await each for each in made]  # all of them before one is queued: what could never run is refused
+    groups = [await each for each in made]  # all before one is queued: a request that can never run is refused
     begins = await echoes(asked, tokenizer)
     try:
         async with in_order(runtime.queueing, asked.n * len(groups)):
@@ -306,25 +299,26 @@ async def queued(
         raise
     reader = PartReader if asked.conversation is None else reader_of(asked, tokenizer, prompts[0])
     firsts = [] if params.prompt_logprobs is None else [ScoredToken(ids[0]) for ids in prompts]
-    asked = replace(asked, prompts=[], conversation=None)  # once it is queued, its texts are not kept
+    asked = replace(asked, prompts=[], conversation=None)  # the texts are not kept while it is generated
     return ReplyContext(request.number, asked, streams, tokenizer, reader, begins, firsts)
 
 
 async def tokenised(
     runtime: ModelHost, asked: wire.GenerationRequest, config: LLMServeConfig
 ) -> tuple[wire.GenerationRequest, list[list[int]]]:
-    """The request, a call forced where it demands one, and the tokens of its prompts. Raises BadRequest."""
-    _check_choices(asked, config)
+    """The request, with the constraint of a forced call, and the tokens of its prompts. Raises BadRequest."""
+    choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
+    if choices > most:  # they are queued together
+        raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
     try:
         if asked.tools.tools:
             constraint = asked.tools.constraint(runtime.texts.tokenizer.tool_format)
             if constraint is not None:
                 asked = replace(asked, params=changed(asked.params, constraint=constraint))
         prompts = await _tokens(runtime, asked)
-    except RecursionError:  # the decoder allows a few levels more than others do
+    except RecursionError:  # the decoder of bodies allows a few levels more
         raise too_deep() from None
     _check_tokens(asked, prompts, config)
-    _check_scores(asked, prompts)
     return asked, prompts
 
 
@@ -336,7 +330,7 @@ async def _tokens(runtime: ModelHost, asked: wire.GenerationRequest) -> list[lis
         if not texts:
             return [p for p in asked.prompts if not isinstance(p, str)]
         if len(texts) > 1:
-            with suppress(ConfigError, TooLarge):  # then one of them is named
+            with suppress(ConfigError, TooLarge):  # then one by one, to name the wrong one
                 return await runtime.texts.encode(texts)
         return [await _one(runtime, text, asked.place(i)) for i, text in enumerate(texts)]
     except ConfigError as error:
@@ -344,7 +338,7 @@ async def _tokens(runtime: ModelHost, asked: wire.GenerationRequest) -> list[lis
 
 
 async def _one(runtime: ModelHost, text: str, place: str) -> list[int]:
-    """The tokens of one of several texts, of which one cannot be tokenised."""
+    """The tokens of one text. place: its field."""
     try:
         return (await runtime.texts.encode([text]))[0]
     except TooLarge as error:
@@ -354,7 +348,7 @@ async def _one(runtime: ModelHost, text: str, place: str) -> list[int]:
 
 
 async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Matcher | None:
-    """What holds the answer to the form that was asked for. Raises BadRequest."""
+    """The compiled form of the answer. Raises BadRequest."""
     try:
         return await runtime.compiled(asked.params.constraint)
     except ConfigError as error:
@@ -362,51 +356,39 @@ async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Match
         raise BadRequest(f"{field}: {error.message}", field) from None
 
 
-def _check_choices(asked: wire.GenerationRequest, config: LLMServeConfig) -> None:
-    """Refuse more choices than may ever wait, because they are queued together."""
-    choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
-    if choices > most:
-        raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
-
-
 def _check_tokens(asked: wire.GenerationRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:
-    """The same for their tokens. A single choice may have any length."""
+    """Refuse more prompt tokens of all choices than may wait, and more scores of them than an answer may have. A single
+    choice may have any length."""
     tokens, most = asked.n * sum(map(len, prompts)), config.max_queued_tokens
     if tokens > most and asked.n * len(prompts) > 1:
         name = "n" if asked.n > 1 else asked.prompt_field
         what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
         raise BadRequest(f"{name}: {what}", name)
-
-
-def _check_scores(asked: wire.GenerationRequest, prompts: list[list[int]]) -> None:
-    """Refuse more numbers of the prompts' own tokens than one answer may hold."""
-    if asked.params.prompt_logprobs is None:
-        return
-    told = asked.n * sum(map(len, prompts)) * (1 + asked.params.prompt_logprobs)
-    if told > MOST_SCORES:
-        what = f"{told} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
+    scores = 0 if asked.params.prompt_logprobs is None else tokens * (1 + asked.params.prompt_logprobs)
+    if scores > MOST_SCORES:
+        what = f"{scores} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
         raise BadRequest(f"echo: {what}; ask for fewer alternatives, choices or prompts", "echo")
 
 
 async def echoes(asked: wire.GenerationRequest, tokenizer: Tokenizer) -> list[str]:
-    """The text with which each choice begins, where that was asked for. Its token ids are known to be the model's."""
+    """The text with which each choice begins, for `echo`. Its token ids are checked."""
     if not asked.echo:
         return []
     ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
-    decode = partial(tokenizer.decode, whole=asked.prompt_only)  # a character that it begins is the answer's
+    decode = partial(tokenizer.decode, whole=asked.prompt_only)  # the answer has a character that the prompt begins
 
     def made() -> list[str]:
         return [p if isinstance(p, str) else decode(p) for p in asked.prompts]
 
-    texts = made() if ids <= FEW else await asyncio.get_running_loop().run_in_executor(None, made)
+    texts = made() if ids <= FEW else await asyncio.to_thread(made)
     return [text for text in texts for _ in range(asked.n)]
 
 
 def served(
     asked: wire.GenerationRequest, request: HttpRequest, adapter: str, by_kind: bool, traceparent: str
 ) -> GenerateParams:
-    """Its parameters, with who asks and the rest of its time limit: that counts from when the request reached this
-    machine. by_kind: see `GenerationRequest.tier`."""
+    """The parameters for the engine: with the client and the rest of the time limit, which counts from the arrival on
+    this machine. by_kind: see `GenerationRequest.tier`. Raises Expired."""
     left, peer = asked.params.timeout_ms, request.client
     if left is not None:
         left -= 1e3 * (time.monotonic() - request.started)
@@ -432,16 +414,16 @@ async def requests_of(
     matcher: Matcher | None,
     slices: Slices,
 ) -> list[Any]:
-    """The requests of the prompt of that number, one for each choice; the first is asked what the model says of the
-    prompt. slices: of all prompts, since thousands are made. Raises BadRequest where they could never run."""
+    """The engine's requests for one prompt, one for each choice; the first has the prompt scored. slices: of all
+    prompts. Raises BadRequest for one that can never run."""
     room = runtime.limits.room(len(ids))
-    if asked.max_tokens is None or (asked.cut and asked.max_tokens > room):  # as many as there is room for
+    if asked.max_tokens is None or (asked.cut and asked.max_tokens > room):  # the context is filled
         if params.min_tokens > room:
             raise BadRequest(f"min_tokens={params.min_tokens}: there is room for {room} tokens", "min_tokens")
         params = changed(params, max_tokens=room)
     found = []
     for i in range(asked.n):
-        await slices.next(1 + len(ids) // _LOOKED_AT)
+        await slices.next(1 + len(ids) // _CHECKED)
         index = number * asked.n + i
         name = params.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         own = params if name == params.request_id else changed(params, request_id=name)

@@ -1,7 +1,6 @@
-"""From the bytes of a body to its fields, checked in one pass by msgspec; errors name the field as its caller wrote it.
+"""From the bytes of a body to its fields, in one pass of msgspec; errors name the field as its caller wrote it.
 
-What would keep the event loop waiting is refused before it is decoded. What a field means that nothing here follows is
-looked up in one place for all dialects (`FieldTable`).
+A body that would block the event loop is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, BadRequest,
 from reflex_runtime.web.fields import is_json, printable, suggestion
 
 MOST_MESSAGES = 10_000
-MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
-MOST_PLAIN = 10_000  # in any field but those with a bound of their own
-_LONG = ("prompt", "tokens")  # fields that hold token ids
-_TALKS = ("messages", "input", "system")  # fields that hold a conversation, or a part of one
+MOST_VALUES = 50_000  # commas in a body whose fields are not checked one by one
+MOST_PLAIN = 10_000  # commas in a field without its own bound
+_LONG = ("prompt", "tokens")  # fields of token ids
+_TALKS = ("messages", "input", "system")  # fields of conversations
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
     "max_output_tokens", "dimensions", "truncate_prompt_tokens",
@@ -28,7 +27,7 @@ _WHOLE = (
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 
-PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
+PIECE = 1 << 16  # bytes of token ids that are decoded at a time, while no other thread runs
 _TEXTS = msgspec.json.Decoder(str | list[str])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
@@ -36,16 +35,16 @@ _IDS = msgspec.json.Decoder(list[int])
 
 @lru_cache
 def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """The same fields, each as it was sent."""
+    """A decoder of the same fields, each raw."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
 
 
 def decode(table: FieldTable[F], body: bytes) -> tuple[F, list[str]]:
-    """The fields, and the places of hints that nothing here follows; or the BadRequest that names what is wrong."""
+    """The fields, and the places of hints. Raises BadRequest."""
     try:
         if not body.isascii():
-            body.decode()  # msgspec does not look into what it skips or leaves raw
+            body.decode()  # msgspec does not check what it skips or leaves raw
         if body.count(b",") > MOST_VALUES:
             _check_values(_parts(table.kind).decode(body))
         fields = table.decoder.decode(body)
@@ -62,7 +61,7 @@ def decode(table: FieldTable[F], body: bytes) -> tuple[F, list[str]]:
 
 
 def _hints(fields: msgspec.Struct, table: FieldTable[Any], where: str = "") -> list[str]:
-    """The places of hints that mean something; BadRequest for a wish that does. where: these fields are."""
+    """The places of hints with a meaning. where: of these fields. Raises BadRequest for wishes with a meaning."""
     for path, values in table.wishes.items():
         for name, value in _said(fields, path, where):
             if not _plain(value, values):
@@ -77,7 +76,7 @@ def _plain(value: Any, values: Sequence[Any]) -> bool:
 
 
 def _said(fields: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
-    """The values at a path that are not empty, and where each is."""
+    """The places of values at a path that are not empty, and the values."""
     name, _, rest = path.partition(".")
     plain = name.removesuffix("[]")
     found = getattr(fields, plain, None)
@@ -99,8 +98,8 @@ _typed = msgspec.json.Decoder(_Typed)
 def functions_of(
     sent: Sequence[msgspec.Raw] | None, table: FieldTable[F], own: str = "function"
 ) -> tuple[dict[str, F], list[str]]:
-    """The tools that are functions, by their places, and the places of hints. A tool of another type than `own` is one:
-    it is for a server that would run it, and is left out."""
+    """The tools that are functions, by their places, and the places of hints. A tool of another type than `own` is a
+    hint. Raises BadRequest."""
     found, hints = dict[str, F](), list[str]()
     for i, raw in enumerate(sent or ()):
         where = f"tools[{i}]"
@@ -122,10 +121,10 @@ def _whole(name: str, value: float) -> int:
 
 
 def _check_values(parts: msgspec.Struct) -> None:
-    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
+    """Raise BadRequest for a field with so many values that decoding it would block the event loop."""
     for name in parts.__struct_fields__:
         raw = bytes(getattr(parts, name))
-        if name in _TALKS:  # as keys alone they have plain quotes
+        if name in _TALKS:  # only keys have plain quotes
             messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
             if messages > MOST_MESSAGES:
                 raise BadRequest(f"{name}: holds {messages}, must hold 1 to {MOST_MESSAGES}", name)
@@ -136,7 +135,7 @@ def _check_values(parts: msgspec.Struct) -> None:
 
 
 def _invalid(text: str, kind: type[msgspec.Struct], inside: str = "") -> BadRequest:
-    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body, or what is inside."""
+    """An error of msgspec. kind: of the body, or of the value inside, whose place `inside` is."""
     unknown, path = _UNKNOWN.search(text), _PATH.search(text)
     where = path[1] if path else ""
     param = ".".join(filter(None, (inside, where, unknown[1] if unknown else "")))
@@ -146,7 +145,7 @@ def _invalid(text: str, kind: type[msgspec.Struct], inside: str = "") -> BadRequ
 
 
 def prompts_of(sent: msgspec.Raw) -> list[str] | list[list[int]]:
-    """One text, several, token ids, or several lists of them."""
+    """One or several texts or lists of token ids. Raises BadRequest."""
     raw = bytes(sent)
     found: list[str] | list[list[int]]
     try:
@@ -167,7 +166,7 @@ def prompts_of(sent: msgspec.Raw) -> list[str] | list[list[int]]:
 
 
 def _token_lists(raw: bytes) -> list[list[int]]:
-    """Token ids, or lists of them, of which there may be too many to be decoded at once."""
+    """Token ids, or lists of them, decoded piece by piece."""
     lists = raw.count(b"[") - 1
     if lists > MOST_PROMPTS:
         raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
@@ -181,7 +180,7 @@ def _check_tokens(raw: bytes, name: str) -> None:
 
 
 def token_ids(raw: bytes, name: str) -> list[int]:
-    """A list of token ids, of which there may be too many to be decoded at once. name: of its field."""
+    """A list of token ids, decoded piece by piece. name: of its field. Raises BadRequest."""
     _check_tokens(raw, name)
     try:
         return _ids(raw)

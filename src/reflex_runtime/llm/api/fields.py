@@ -1,14 +1,13 @@
-"""The fields of OpenAI requests, errors that name them, and for every dialect the fields that nothing here follows
-(`FieldTable`).
+"""Fields of OpenAI requests, their errors, and for every dialect the fields without effect (`FieldTable`).
 
-`requests.py` makes requests of them. A wish, whose value would change the answer, is refused with its name, and so is a
-field of no API. A hint is taken and told: budgets, efforts, bookkeeping, tools that another server would run. History,
-what earlier answers of anybody brought along, is taken: structs of messages leave out what they do not know.
+A wish would change the answer: it is refused by name, like a field of no API. A hint would not: it is taken, and named
+in a header; budgets, efforts, bookkeeping, tools of other servers are hints. Structs of messages ignore further fields:
+history of other servers is taken.
 
-Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Ours: `priority` (urgent, default,
-background), `deadline_ms` (until the first token), `max_gap_ms` (between two tokens). `user` is the client whose fair
-share a request takes. How a request is sampled that does not say it is the model's own default.
+Beyond the APIs, with the names of other servers: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Our own: `priority`, `deadline_ms`
+(until the first token), `max_gap_ms` (between two tokens). `user` is the client whose fair share a request takes.
+Sampling defaults are the model's.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from reflex_runtime.web.fields import Whole, encode, printable
 
 
 class BadRequest(ClientError):
-    """A field is wrong. param: its name, None for the request as a whole. told: the error code in the answer."""
+    """A field is wrong. param: its name, None for the whole request. told: the error code in the answer."""
 
     def __init__(self, message: str, param: str | None = None, told: str | None = None) -> None:
         super().__init__(printable(message))
@@ -40,12 +39,12 @@ class BadRequest(ClientError):
 
 
 def too_deep() -> BadRequest:
-    """For a body that the decoder took, and that others cannot walk through."""
+    """For a body that was decoded, and is too deep for what follows."""
     return BadRequest("its values nest too deeply")
 
 
 class Told(NamedTuple):
-    """An error as it goes on the wire."""
+    """An error of the API."""
 
     status: int
     type: str
@@ -55,13 +54,13 @@ class Told(NamedTuple):
 
 
 def told(error: ReflexError) -> Told:
-    """An error in the API's words: its classes of status and type, and its codes where it has its own."""
+    """An error with the API's status, type and code."""
     status, code, message = error.http_status, error.code, error.message
     param = error.param if isinstance(error, BadRequest) else None
     if isinstance(error, BadRequest):
         code = error.told or code
     elif isinstance(error, (QueueFull, InFlightCapReached)):
-        status = 429  # the API's clients wait and retry
+        status = 429  # clients wait and retry
     elif isinstance(error, TooLarge):
         status, code = 400, "context_length_exceeded"
     elif isinstance(error, ModelNotFound):
@@ -87,14 +86,13 @@ def _queue_full(error: QueueFull) -> str:
 
 
 def error_body(error: ReflexError) -> bytes:
-    """The body of an answer that is no success."""
+    """The body of an error."""
     found = told(error)
     return encode({"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}})
 
 
 def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
-    """Errors with the bodies of an API, which are made of an error and the request's id; the headers say whether a
-    retry is safe."""
+    """The errors of an API, with `X-Should-Retry`. body: of an error and the request's id."""
 
     def refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
         retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
@@ -106,13 +104,13 @@ def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
 # -- the fields --------------------------------------------------------------------------------------------------------
 
 
-MOST_TEXTS: Final = 1000  # of which an answer may have to be one
+MOST_TEXTS: Final = 1000  # of a choice
 _ANY_OBJECT: Final = '{"type": "object"}'
 MOST_TOOLS = 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
-MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
+MOST_TOKENS = 1 << 20  # of one request whose prompts are token ids
 
 
 F = TypeVar("F", bound=msgspec.Struct)
@@ -121,11 +119,10 @@ _NONE: Final[Values] = {}
 
 
 class FieldTable(Generic[F]):
-    """The fields of a body, or of a tool in it: those of a struct are followed. Of others that its API knows the table
-    says, by path (`messages[].audio`), which values mean nothing; None and empty values mean nothing either.
+    """The fields of a body, or of a tool in it: those of a struct, and those of its API without effect.
 
-    wishes: would change the answer, and are refused. hints: would not, and are taken and told. granted: what every
-    request gets here, such as a cache of prompts.
+    The latter by path (`messages[].audio`), with values that mean nothing, as None and empty values do. wishes: are
+    refused. hints: are taken and named. granted: every request gets them, such as a cache of prompts.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class FieldTable(Generic[F]):
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A schema for the answer; name, description and strict are for people and other servers: it always holds."""
+    """A schema for the answer. It always holds: name, description and strict have no effect."""
 
     name: str
     schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -151,14 +148,14 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer, as the OpenAI API has it."""
+    """The form of an answer in the OpenAI API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer, as vLLM has it: one of them."""
+    """The form of an answer in vLLM's API: one of these."""
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
@@ -201,7 +198,7 @@ def _structured(said: StructuredOutputs) -> Constraint:
     name, text = found[0]
     if name == "choice" and not (said.choice and len(said.choice) <= MOST_TEXTS and all(said.choice)):
         raise BadRequest(f"{where}.choice: must be 1 to {MOST_TEXTS} texts, none of them empty", f"{where}.choice")
-    if name == "json" and text.startswith('"'):  # a schema that is itself written as a text
+    if name == "json" and text.startswith('"'):  # a schema inside of a string
         text = msgspec.json.decode(text, type=str)
     return _form(where, "json" if name == "json_object" else name, text)
 
@@ -221,7 +218,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class CalledTool(msgspec.Struct):
-    """A call of a tool, in an answer or sent back. What else it says there is not looked at."""
+    """A call of a tool, in an answer or sent back. Other fields are ignored."""
 
     id: str
     function: CalledFunction
@@ -229,7 +226,7 @@ class CalledTool(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call. parameters: a JSON Schema. strict: it holds where a call is demanded."""
+    """A function that the model may call. parameters: a JSON Schema, which a forced call fits."""
 
     name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": NAME})]
     description: str | None = None
@@ -245,7 +242,7 @@ class ToolField(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The function that is to be called."""
+    """The function to call."""
 
     name: str
 
@@ -259,14 +256,14 @@ class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AskedTools:
-    """tools: those that may be called. forced: whether the answer has to be a call. several: or more than one."""
+    """tools: that may be called. forced: the answer has to be a call. several: or more than one."""
 
     tools: tuple[Tool, ...] = ()
     forced: bool = False
     several: bool = True
 
     def constraint(self, form: ToolForm | None) -> Constraint | None:
-        """What the answer must be, where it has to be a call. BadRequest when the model knows no tools."""
+        """The form of a forced call. Raises BadRequest if the model has no tools."""
         if form is None:
             why = "this model's chat template knows none, or writes calls in no known form"
             raise BadRequest(f"tools: {why}; models such as Qwen3 and Llama 3 have one that does", "tools")
@@ -278,7 +275,7 @@ class AskedTools:
             raise BadRequest(f"tools: all parameters together: {error.message}", "tools") from None
 
     def parser(self, form: ToolForm) -> ToolParser:
-        """For one choice."""
+        """The parser of one choice."""
         return ToolParser(form, self.tools)
 
 
@@ -288,8 +285,7 @@ NO_TOOLS = AskedTools()
 def tools_of(
     sent: Mapping[str, ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None
 ) -> tuple[AskedTools, list[dict[str, Any]]]:
-    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong. sent: by where the
-    request has them."""
+    """The tools, and their form for a chat template. sent: by their place in the request. Raises BadRequest."""
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
     tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent.values()]
@@ -311,20 +307,20 @@ def tools_of(
 
 
 def _shown(function: ToolFunction) -> dict[str, Any]:
-    """Without what was not said: templates write all of it into the prompt."""
+    """Without absent fields: templates write all of them into the prompt."""
     said = {name: getattr(function, name) for name in ("name", "description", "parameters")}
     return {name: value for name, value in said.items() if value is not None}
 
 
 class MessagePart(msgspec.Struct):
-    """A part of a message's content. What else it says is of a type that is not taken."""
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_obfuscation concerns padding only: it has no effect here."""
+    """include_obfuscation pads events: it has no effect here."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -370,14 +366,14 @@ class CommonFields(SampledFields, kw_only=True):
 class CompletionFields(CommonFields, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
+    prompt: msgspec.Raw  # token ids are decoded piece by piece
     logprobs: Whole | None = None
     best_of: Whole | None = None
     echo: bool | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One message. reasoning: what other servers call reasoning_content."""
+    """One message. reasoning: another name of reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[MessagePart] | None = None
@@ -401,7 +397,7 @@ class ChatFields(CommonFields, kw_only=True):
     reasoning_effort: Any = None
     safety_identifier: str | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    tools: list[msgspec.Raw] | None = None  # of `ToolField`, and of tools that another server would run
+    tools: list[msgspec.Raw] | None = None  # `ToolField`, and tools of other servers
     chat_template_kwargs: dict[str, Any] | None = None
 
 

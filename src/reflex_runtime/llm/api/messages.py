@@ -1,7 +1,6 @@
-"""POST /v1/messages: from a body of the Anthropic API to the same request that a chat makes.
+"""POST /v1/messages of the Anthropic API, and its count_tokens.
 
-The further fields of `MoreFields` are taken here, too. `thinking` and results of tools are told to the chat template by
-the names that templates know: `enable_thinking`, and messages with the role tool.
+For the chat template `thinking` becomes `enable_thinking`, and a result of a tool a message with the role tool.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DELTAS: Final = {"thought": ("thinking_delta", "thinking"), "text": ("text_delt
 
 
 class Block(wire.MessagePart):
-    """A block of a message. What else it says is of a type that is not taken, or has no effect (`cache_control`)."""
+    """A block of a message. Other fields have no effect, such as `cache_control`."""
 
     thinking: str | None = None
     id: str | None = None
@@ -40,14 +39,14 @@ class Block(wire.MessagePart):
 
 
 class Turn(msgspec.Struct):
-    """A message. system: for what an agent adds on the way."""
+    """A message. system: an instruction that an agent adds later."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class NamedTool(wire.ToolFunction, kw_only=True):
-    """The same, as this API has it."""
+    """A function that the model may call."""
 
     parameters: dict[str, Any] | None = msgspec.field(name="input_schema")
     type: Literal["custom"] | None = None
@@ -62,7 +61,7 @@ class Choosing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether the model may think first, where it is one that can."""
+    """Whether a model that can think does."""
 
     type: str
     budget_tokens: Any = None
@@ -77,7 +76,7 @@ class SchemaForm(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer is to be like."""
+    """The form and the effort of the answer."""
 
     format: SchemaForm | None = None
     effort: Any = None
@@ -94,7 +93,7 @@ class TalkFields(wire.SampledFields, kw_only=True):
 
     messages: list[Turn]
     system: str | list[Block] | None = None
-    tools: list[msgspec.Raw] | None = None  # of `NamedTool`, and of tools that another server would run
+    tools: list[msgspec.Raw] | None = None  # `NamedTool`, and tools of other servers
     tool_choice: Choosing | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -110,7 +109,7 @@ class MessageFields(TalkFields, kw_only=True):
 
 
 class InputTokens(msgspec.Struct):
-    """What count_tokens answers."""
+    """The answer of count_tokens."""
 
     input_tokens: int
 
@@ -169,7 +168,7 @@ def _form(fields: TalkFields) -> tuple[str, Constraint | None]:
 
 
 def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, list[str]]:
-    """What is said, the tools, and the places of hints among them."""
+    """The conversation, its tools, and the places of hints among them. Raises BadRequest."""
     turns = fields.messages
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
     requests.check_length("messages", len(turns), blocks)
@@ -191,8 +190,8 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, li
 
 
 def _instructions(system: str | list[Block] | None) -> Any:
-    """Without the line of billing that some agents send first. Its value differs in every request, so no prompt would
-    begin like an earlier one."""
+    """The instructions without a first line of billing that some agents send: it differs in every request, so that no
+    prompt would be in the prefix cache."""
     texts = [system or ""] if not isinstance(system, list) else requests.texts_of("system", system, "text")
     if texts and texts[0].startswith(_BILLING):
         texts[:1] = filter(None, (texts[0].partition("\n")[2],))
@@ -214,7 +213,7 @@ def _tools(fields: TalkFields) -> tuple[wire.AskedTools, list[dict[str, Any]], l
 
 
 def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
-    """A message as chat templates know it: a result of a tool is a message of its own, before what is said with it."""
+    """A message for a chat template: a result of a tool is a message of its own, before the rest."""
     blocks = [Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
     texts, calls, thoughts = [], [], []
     for i, block in enumerate(blocks):
@@ -247,7 +246,7 @@ def _result(where: str, block: Block) -> dict[str, Any]:
         raise BadRequest(f"{where}.tool_use_id: is missing", f"{where}.tool_use_id")
     text = requests.output_of(f"{where}.content", block.content or "", "text")
     if block.is_error:
-        text = f"Error: {text}"  # templates know no other way to say so
+        text = f"Error: {text}"  # templates have no field for it
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
@@ -265,7 +264,7 @@ _TYPES: Final = {
 
 
 class MessageAnswer(PartWriter):
-    """The answer to one request. See `Writer`."""
+    """The answer to a request. See `Writer`."""
 
     def __init__(self, reply: ReplyContext) -> None:
         super().__init__(reply)
@@ -296,7 +295,6 @@ class MessageAnswer(PartWriter):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Tokens of the prompt that were computed, that the cache had, and of the answer."""
         usage = self._reply.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return {
@@ -342,7 +340,7 @@ class MessageAnswer(PartWriter):
 
 
 def _block(kind: Kind, text: str) -> dict[str, Any]:
-    """signature: of a thought; there is none that could be checked."""
+    """signature: of a thought; empty, there is none to check."""
     return {"type": "text", "text": text} if kind == "text" else {"type": "thinking", "thinking": text, "signature": ""}
 
 

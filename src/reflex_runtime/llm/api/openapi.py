@@ -1,7 +1,6 @@
-"""/openapi.json of a model server, made of the structs that decode and encode its bodies.
+"""/openapi.json of a model server, from the structs of its bodies: names and types.
 
-Names and types are theirs. Ranges, and which fields go with which, are checked where a request is read: the answer 400
-names the field and its range. A hint may have any value; a wish that is not served is refused by its name.
+Ranges, and fields that exclude each other, are not in it: the answer 400 names them.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class ChatAnswer(openai.Body):
 
 
 class _Post(NamedTuple):
-    """answer: where it is made of structs. last: of a stream, its last event. tool: a function among its tools."""
+    """answer: None if it is not made of structs. last: the last event of a stream. tool: of a function."""
 
     summary: str
     body: wire.FieldTable[Any]
@@ -101,8 +100,7 @@ _STREAM: Final = {"type": "object", "required": ["data"], "properties": {"data":
 
 
 def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS, named: bool = True) -> bytes:
-    """The OpenAPI 3.1 document. names: those that may be asked for. keys: of the server. named: whether it may name the
-    model."""
+    """The OpenAPI 3.1 document. names: of the model. keys: of the server. named: the model may be named."""
     of_posts = [one.kind for post in _POSTS.values() for one in (post.body, post.tool) if one is not None]
     answers = (post.answer for post in _POSTS.values() if post.answer is not None)
     schemas = schemas_of(*of_posts, *answers, Error, MessageError)

@@ -125,7 +125,7 @@ def _openai(
     more: dict[str, Any],
     **request: Any,
 ) -> GenerationRequest:
-    """What completions and chats have in common. more: parameters; request: fields of the request."""
+    """A request of completions or chats. more: further parameters; request: further fields."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= wire.MOST_CHOICES:
         raise BadRequest(f"n={n}: must be in [1, {wire.MOST_CHOICES}]", "n")
@@ -157,8 +157,7 @@ def _openai(
 def request_of(
     fields: wire.SampledFields, params: GenerateParams, max_tokens: int | None, **more: Any
 ) -> GenerationRequest:
-    """The request of any dialect. more: what the dialect says of it. Raises BadRequest for a form beside a forced
-    call."""
+    """A request of any dialect. more: further fields. Raises BadRequest for a form beside a forced call."""
     request = GenerationRequest(
         model=fields.model, params=params, max_tokens=max_tokens, stream=bool(fields.stream),
         priority=fields.priority, **more,
@@ -235,7 +234,7 @@ def chat_conversation(
 
 
 def _message(place: int, message: wire.Message) -> dict[str, Any]:
-    """As templates know it: what clients send, with the arguments of calls as objects."""
+    """A message for a chat template: the arguments of calls are objects."""
     where, history = f"messages[{place}]", message.role in ("assistant", "tool")
     if message.content is None and not history:
         raise BadRequest(f"{where}.content: is missing", f"{where}.content")
@@ -255,10 +254,10 @@ def _message(place: int, message: wire.Message) -> dict[str, Any]:
 
 
 def refused(error: ConfigError, field: str) -> BadRequest:
-    """A prompt or a conversation that the tokenizer, its template or the processor does not take."""
+    """The error of the tokenizer, the template or the processor for a prompt or conversation. field: of it."""
     message = error.message.removeprefix(f"{field.partition('[')[0]}: ")
     where, _, rest = message.partition(": ")
-    if "/" in where or "\\" in where:  # callers need not know where the model is on this machine
+    if "/" in where or "\\" in where:  # a path of this machine is not for callers
         message = rest
     found = _OF_MESSAGE.match(message)
     if found is None or not (found[1].startswith(field) or found[1] in ("stop_token_ids", "logit_bias")):
@@ -278,39 +277,37 @@ def client_of(named: Mapping[str, str | None]) -> str:
 
 
 def check_length(where: str, messages: int, parts: int = 0) -> None:
-    """Refuse a conversation of none or too many messages, and parts of them."""
+    """Raise BadRequest for no message, or too many messages and parts."""
     if not (messages and messages + parts <= MOST_MESSAGES):
         held = f"{messages} and {parts} parts" if parts else f"{messages}"
         raise BadRequest(f"{where}: holds {held}, must hold 1 to {MOST_MESSAGES}", where)
 
 
 def check_arguments(where: str, what: str, texts: Iterable[str]) -> None:
-    """Refuse more values in the arguments of calls than may be decoded at once: they are JSON inside of texts.
-
-    what: as its callers know them.
-    """
+    """Raise BadRequest for too many values in the arguments of calls, which are JSON inside of texts. what: in the
+    API's words."""
     if sum(text.count(",") for text in texts) > MOST_VALUES:
         raise BadRequest(f"{where}: the {what} hold more than {MOST_VALUES} values", where)
 
 
 def content_of(where: str, content: str | Sequence[wire.MessagePart], *kinds: str, answered: bool = False) -> Any:
-    """A content as templates know it: a text, or parts of several. kinds: the types that its parts may have. answered:
-    it is an answer's, of which other parts are left out."""
+    """A content for a chat template: a text, or several. kinds: types of parts that are taken. answered: of an
+    assistant, whose other parts are left out; else they raise BadRequest."""
     return content if isinstance(content, str) else parts_of(texts_of(where, content, *kinds, answered=answered))
 
 
 def parts_of(texts: Sequence[str]) -> Any:
-    """A content of these texts, as templates know it."""
+    """These texts as a content for a chat template."""
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def text_of(where: str, content: str | Sequence[wire.MessagePart], *kinds: str) -> str:
-    """The same as one text."""
+    """A content as one text."""
     return content if isinstance(content, str) else "\n".join(texts_of(where, content, *kinds))
 
 
 def output_of(where: str, said: Any, *kinds: str) -> str:
-    """The text of what a tool returned; names of tools that it makes known are no text."""
+    """The text of a tool's output; references to further tools are left out."""
     try:
         content = msgspec.convert(said, str | list[wire.MessagePart])
     except msgspec.ValidationError:
@@ -333,7 +330,7 @@ def texts_of(where: str, parts: Sequence[wire.MessagePart], *kinds: str, answere
 
 
 def role_of(said: str) -> str:
-    """As templates know it: they have the instructions of the application under the older name."""
+    """A role for a chat template, which has the older name of `developer`."""
     return "system" if said == "developer" else said
 
 
@@ -342,11 +339,11 @@ def _no_json(constant: str) -> NoReturn:
 
 
 def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
-    """A call that an assistant made, as templates know it. where: the name of its arguments; text: those as JSON."""
+    """A call of an assistant for a chat template. where: the field of its arguments; text: those as JSON."""
     try:
         arguments = json.loads(text or "{}", parse_constant=_no_json)
         if "\\u" in text:
-            json.dumps(arguments, ensure_ascii=False).encode()  # half of a character: nothing can tokenise it
+            json.dumps(arguments, ensure_ascii=False).encode()  # half of a character cannot be tokenised
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -355,13 +352,13 @@ def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
 
 
 def effort_of(said: Any) -> dict[str, Any]:
-    """An effort as templates know it."""
+    """Variables of a chat template for an effort."""
     found = {"reasoning_effort": said} if isinstance(said, str) and said else {}
     return found | ({"enable_thinking": False} if said == "none" else {})
 
 
 def template_variables(said: dict[str, Any] | None) -> dict[str, Any]:
-    """What `chat_template_kwargs` say; BadRequest for a name that is not theirs to set."""
+    """The variables in `chat_template_kwargs`. Raises BadRequest for a name that cannot be set."""
     for name in said or {}:
         if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
             raise BadRequest(f"chat_template_kwargs: {name[:50]!r} cannot be set", "chat_template_kwargs")

@@ -1,8 +1,4 @@
-"""POST /v1/responses: from a body of OpenAI's Responses API to the same request that a chat makes.
-
-Nothing is stored: what a conversation said before is sent again, as items of `input`. The further fields of
-`MoreFields` are taken here, too.
-"""
+"""POST /v1/responses of OpenAI's Responses API. Nothing is stored: clients send earlier items again, in `input`."""
 
 from __future__ import annotations
 
@@ -25,12 +21,12 @@ from reflex_runtime.web.fields import Whole, encode
 
 PATH: Final = "/v1/responses"
 MOST_METADATA: Final = 16
-MOST_KEY, MOST_VALUE = 64, 512  # characters of it; the answer repeats them
+MOST_KEY, MOST_VALUE = 64, 512  # characters
 _EVENTS: Final = {"thought": "response.reasoning_text", "text": "response.output_text"}
 
 
 class InputItem(msgspec.Struct):
-    """An item of a conversation: a message, a call, its result, or a thought. What else it says is of answers."""
+    """An item of a conversation: a message, a call, its result, or a thought. Other fields are ignored."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -42,7 +38,7 @@ class InputItem(msgspec.Struct):
 
 
 class FlatTool(wire.ToolFunction, kw_only=True):
-    """The same, as this API has it."""
+    """A function that the model may call."""
 
     type: Literal["function"]
 
@@ -55,7 +51,7 @@ class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the answer; description and strict are for people and other servers: it always holds."""
+    """The form of the answer. It always holds: description and strict have no effect."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -65,14 +61,14 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """What the text of the answer is to be like."""
+    """The form and the verbosity of the answer."""
 
     format: TextFormat | None = None
     verbosity: Any = None
 
 
 class Padding(msgspec.Struct, forbid_unknown_fields=True):
-    """include_obfuscation concerns padding only: it has no effect here."""
+    """include_obfuscation pads events: it has no effect here."""
 
     include_obfuscation: bool | None = None
 
@@ -86,7 +82,7 @@ class ResponseFields(wire.SampledFields, kw_only=True):
     max_output_tokens: Whole | None = None
     stream_options: Padding | None = None
     text: TextConfig | None = None
-    tools: list[msgspec.Raw] | None = None  # of `FlatTool`, and of tools that another server would run
+    tools: list[msgspec.Raw] | None = None  # `FlatTool`, and tools of other servers
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
@@ -190,7 +186,7 @@ def _tools(fields: ResponseFields) -> tuple[wire.AskedTools, list[dict[str, Any]
 
 
 def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
-    """As chat templates know it: calls and thoughts are parts of the assistant's message."""
+    """Messages for a chat template: calls and thoughts are parts of the assistant's message."""
     found: list[dict[str, Any]] = []
     if fields.instructions is not None:
         found.append({"role": "system", "content": fields.instructions})
@@ -204,7 +200,7 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if item.type == "reasoning":
-            thought += _thought(where, item)
+            thought += requests.text_of(f"{where}.content", item.content or "", "reasoning_text")
             continue
         if item.type not in _TAKEN and _HISTORY.fullmatch(item.type):
             continue
@@ -212,7 +208,7 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
         if item.type == "function_call" and found and found[-1]["role"] == "assistant" and not thought:
             found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
-        if thought and message["role"] != "assistant":  # of an answer that was cut before it said anything
+        if thought and message["role"] != "assistant":  # of an answer that was cut after its thought
             found.append({"role": "assistant", "content": "", "reasoning_content": thought})
         elif thought:
             message["reasoning_content"] = thought
@@ -238,10 +234,6 @@ def _arguments(item: InputItem) -> str:
     return item.arguments if isinstance(item.arguments, str) else ""
 
 
-def _thought(where: str, item: InputItem) -> str:
-    return "" if item.content is None else requests.text_of(f"{where}.content", item.content, "reasoning_text")
-
-
 def _content(where: str, content: str | list[wire.MessagePart] | None, role: str) -> Any:
     if content is None and role != "assistant":
         raise BadRequest(f"{where}: is missing", where)
@@ -249,7 +241,7 @@ def _content(where: str, content: str | list[wire.MessagePart] | None, role: str
 
 
 class ResponseAnswer(PartWriter):
-    """The answer to one request. See `Writer`."""
+    """The answer to a request. See `Writer`."""
 
     def __init__(self, reply: ReplyContext) -> None:
         super().__init__(reply)

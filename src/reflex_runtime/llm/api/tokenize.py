@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them, and /v1/messages/count_tokens: what the tokenizer alone answers."""
+"""POST /tokenize and /detokenize of vLLM's API, and /v1/messages/count_tokens: requests for the tokenizer alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.server.lifecycle import ModelHost
 
 Question = tuple[str | None, Sequence[str], Callable[["ModelHost"], Awaitable[bytes]]]
-"""The model that is asked, places of hints that nothing follows, and what makes the answer."""
+"""The name of the model, hints without effect, and the function that makes the answer."""
 
 
 class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /tokenize: a prompt, or messages. model: may be left out. add_special_tokens,
-    add_generation_prompt: as the model is asked; other values are refused."""
+    """The body of POST /tokenize: a prompt, or messages. model: may be left out."""
 
     model: str | None = None
     prompt: str | None = None
@@ -38,18 +37,18 @@ class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
 class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /detokenize."""
 
-    tokens: msgspec.Raw  # many are decoded piece by piece
+    tokens: msgspec.Raw  # decoded piece by piece
     model: str | None = None
 
 
 class Detokenized(msgspec.Struct):
-    """What /detokenize answers. prompt: their text, special tokens left out."""
+    """The answer of /detokenize. prompt: the text, without special tokens."""
 
     prompt: str
 
 
 class TokenIds(msgspec.Struct):
-    """What /tokenize answers. count: of the tokens. max_model_len: how many a request may have, output included."""
+    """The answer of /tokenize. max_model_len: of a request, output included."""
 
     count: int
     max_model_len: int
@@ -67,7 +66,7 @@ DETOKENIZE: Final = FieldTable(DetokenizeFields)
 
 
 def tokenize(body: bytes) -> Question:
-    """The body of POST /tokenize, or the BadRequest that names what is wrong."""
+    """Read the body of POST /tokenize. Raises BadRequest."""
     fields, _ = decode(TOKENIZE, body)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt: send it or messages, one of them", "prompt")
@@ -80,13 +79,13 @@ def tokenize(body: bytes) -> Question:
 
 
 def detokenize(body: bytes) -> Question:
-    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
+    """Read the body of POST /detokenize. Raises BadRequest."""
     fields, _ = decode(DETOKENIZE, body)
     return fields.model, (), partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
 
 
 def count_tokens(body: bytes) -> Question:
-    """The body of POST /v1/messages/count_tokens, or the BadRequest that names what is wrong."""
+    """Read the body of POST /v1/messages/count_tokens. Raises BadRequest."""
     name, conversation, hints = counted(body)
     return name, hints, partial(_counted, conversation)
 
@@ -110,7 +109,7 @@ async def _counted(conversation: Conversation, model: ModelHost) -> bytes:
 
 
 async def _ids(what: str | Conversation, model: ModelHost) -> list[int]:
-    """The tokens of a text, or of a conversation in the model's own form; BadRequest where it has none."""
+    """The tokens of a text, or of a conversation by the model's chat template. Raises BadRequest."""
     try:
         return (await model.texts.encode([what]))[0] if isinstance(what, str) else await model.texts.encode_chat(what)
     except RecursionError:
