@@ -21,7 +21,7 @@ from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.journal import BatchLine, Journal, JournalRequest, RequestLine
-from reflex_runtime.robots.policy.base import Policy, advance, run_through
+from reflex_runtime.robots.policy.base import Policy, TimedBatch, advance, run_through
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.episodes import ChunkTails, Lru, Rtc
 from reflex_runtime.robots.policy.observation import ActionChunk, Observation, ObservationHistory
@@ -49,7 +49,6 @@ def replay_model(
     slots: Sequence[str] = (),
     recorded_by: str = "",
     limit: int | None = None,
-    clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelReplay:
     """Run recorded requests again and compare.
@@ -87,8 +86,7 @@ def replay_model(
                 "--record-images full"
             )
     runner = _Runner if compose == "alone" else _Composed
-    runner(recording, models, replay, clock, progress).run(answered)
-    replay.items.sort(key=lambda item: item.seq)
+    runner(recording, models, replay, answered, progress).run()
     return replay
 
 
@@ -182,12 +180,16 @@ class _Runner:
         recording: Journal,
         models: dict[str, tuple[Policy, Processor]],
         replay: ModelReplay,
-        clock: Callable[[], float],
+        answered: Sequence[RequestLine],
         progress: Callable[[int, int], None],
     ) -> None:
-        self._recording, self._models, self._replay = recording, models, replay
-        self._clock, self._progress = clock, progress
-        self._items: dict[int, ReplayedRequest] = {}
+        self._recording, self._models, self._replay, self._answered = recording, models, replay, answered
+        self._progress = progress
+        self._items = {
+            line.seq: ReplayedRequest(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
+            for line in answered
+        }
+        replay.items = sorted(self._items.values(), key=lambda item: item.seq)
         for slot, (policy, _) in models.items():
             _as_recorded(policy, [line for line in recording.requests if line.slot == slot])
         self._batches_of = defaultdict[int, list[BatchLine]](list)
@@ -199,11 +201,11 @@ class _Runner:
             self._line_by_id.setdefault((line.slot, line.request.request_id), line)
         self._seen: Lru[tuple[str, str], Observation] = Lru(MOMENTS)
 
-    def run(self, answered: Sequence[RequestLine]) -> None:
+    def run(self) -> None:
         self._warm((1,))
-        for done, line in enumerate(answered):
-            self._progress(done, len(answered))
-            item = self._item(line)
+        for done, line in enumerate(self._answered):
+            self._progress(done, len(self._answered))
+            item = self._items[line.seq]
             try:
                 ticket = Ticket(self._request(line), line.seq, 0.0)
             except ReflexError as error:
@@ -211,23 +213,22 @@ class _Runner:
                 continue
             policy, processor = self._models[line.slot]
             try:
-                ran = run_through(processor, [ticket], policy.stages, group=line.slot, clock=self._clock)
+                ran = run_through(processor, [ticket], policy.stages, group=line.slot)
             except ReflexError as error:
                 self._compare(item, line, Failed(error))
                 continue
             assert isinstance(ticket.outcome, Done)
             self._compare(item, line, ticket.outcome)
-            self._time(line, [(batch.stage, seconds) for batch, seconds in ran])
-        self._progress(len(answered), len(answered))
+            self._time(line, ran)
+        self._progress(len(self._answered), len(self._answered))
 
-    def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
+    def _time(self, line: RequestLine, times: Sequence[TimedBatch]) -> None:
         """Compare times where the request was alone in all of its recorded batches, too."""
         ticket = _ticket(line)
         ran = [] if ticket is None else self._batches_of[ticket]
-        if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
-            self._replay.timed += [
-                Timed(line.slot, stage, 1, b.elapsed, seconds) for b, (stage, seconds) in zip(ran, times, strict=True)
-            ]
+        if [b.stage for b in ran] == [now.stage for now, _ in times] and all(b.size == 1 for b in ran):
+            pairs = zip(ran, times, strict=True)
+            self._replay.timed += [Timed(line.slot, b.stage, 1, b.elapsed, seconds) for b, (_, seconds) in pairs]
 
     def _request(self, line: RequestLine) -> Request:
         """The request as it was submitted; InvalidRequest when the model does not take it."""
@@ -259,13 +260,6 @@ class _Runner:
         for policy, _ in self._models.values():
             policy.warm_up(some or (1,), repeats=1)
 
-    def _item(self, line: RequestLine) -> ReplayedRequest:
-        if line.seq not in self._items:
-            item = ReplayedRequest(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
-            self._items[line.seq] = item
-            self._replay.items.append(item)
-        return self._items[line.seq]
-
     def _compare(self, item: ReplayedRequest, line: RequestLine, outcome: Done | Failed) -> None:
         if isinstance(outcome, Failed):
             error = outcome.error
@@ -288,11 +282,11 @@ class _Composed(_Runner):
     left out; their members ran again in other batches.
     """
 
-    def run(self, answered: Sequence[RequestLine]) -> None:
+    def run(self) -> None:
+        answered = self._answered
         slots, hashes = {line.slot for line in answered}, {line.model_hash for line in answered}
         self._tickets: dict[int, Ticket] = {}
         self._broken: set[int] = set()  # tickets that did not run in the recorded company
-        self._wanted = {line.seq for line in answered}
         self._line_of: dict[int, RequestLine] = {}  # of every ticket that may share a batch with these
         arrivals = []
         for line in self._recording.requests:
@@ -312,7 +306,7 @@ class _Composed(_Runner):
             self._arrive(batch)
             done += self._run_batch(batch)
         for line in answered:
-            item = self._item(line)
+            item = self._items[line.seq]
             if not item.error and item.max_abs == inf and not item.composed:
                 none = _ticket(line) not in self._last
                 where = "none of its batches is in the file" if none else "its batches cannot be formed"
@@ -333,7 +327,7 @@ class _Composed(_Runner):
 
     def _make(self, line: RequestLine, seq: int, arrived: float) -> None:
         assert line.schedule is not None
-        item = self._item(line) if line.seq in self._wanted else None
+        item = self._items.get(line.seq)
         try:
             request = self._request(line)
         except ReflexError as error:
@@ -367,9 +361,9 @@ class _Composed(_Runner):
         entered = tuple(self._tickets[m.seq] for m in recorded.entered if m.seq in self._tickets)
         cause = Cause(recorded.cause)
         batch = Batch(recorded.id, recorded.group, "", recorded.stage, cause, recorded.at, 0.0, 0.0, grants, entered)
-        began = self._clock()
+        began = time.perf_counter()
         outcomes = run_batch(self._models[recorded.group][1], batch)
-        elapsed = self._clock() - began
+        elapsed = time.perf_counter() - began
         if len(present) == recorded.size:
             self._replay.timed.append(Timed(recorded.group, recorded.stage, len(present), recorded.elapsed, elapsed))
         answered = 0
@@ -387,9 +381,9 @@ class _Composed(_Runner):
             self._models[recorded.group][1].drop([ticket])  # it was cancelled, or the recorded model took fewer steps
             outcome = Failed(ReflexError("the recorded model had answered after fewer steps"))
         del self._tickets[seq]
-        if line.seq not in self._wanted:
+        item = self._items.get(line.seq)
+        if item is None:
             return False
-        item = self._item(line)
         self._compare(item, line, outcome)
         item.composed = ended and seq not in self._broken
         return True

@@ -237,12 +237,10 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
             yield path
 
 
-def report(
-    paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05, policy: str | None = None
-) -> RolloutReport:
+def report(paths: Sequence[Path], margin: float = 0.05, policy: str | None = None) -> RolloutReport:
     """Sum up journals: files, or directories of them, in order of time.
 
-    alpha, margin: of the `Comparison`. policy: the one of several to report. Raises JournalError for a file that is no
+    margin: of the `Comparison`. policy: the one of several to report. Raises JournalError for a file that is no
     journal, or when there is none.
     """
     headers = journals_in(paths, policy)
@@ -257,7 +255,7 @@ def report(
     found.slots = dict(sorted(found.slots.items()))
     if {"a", "b"} <= set(found.slots):
         first = next((h.split for h in headers.values() if h.split is not None), None)
-        found.comparison = Comparison(50 if first is None else first, alpha, margin)
+        found.comparison = Comparison(50 if first is None else first, margin=margin)
     _follow(found, notes)
     return found
 
