@@ -144,12 +144,11 @@ class FeedsSession:
 
     def _serve(self, pictures: FeedPictures, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries, status_server
-        from reflex_runtime.web.access import Keys, warn_if_open
+        from reflex_runtime.web.access import warn_if_open
 
         registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)
-        keys = Keys(config.api_key, config.admin_key)
-        pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry, keys)
+        pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry)
         url = closing.enter_context(status_server(config, pages))
         warn_if_open(config)
         logging.info("%s/dashboard, /feeds, /metrics and /health", url)
