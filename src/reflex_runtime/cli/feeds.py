@@ -37,7 +37,7 @@ that does not start, 130 for a second Ctrl-C.
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     what = "Run many cameras and videos on one processor: frames share calls, each feed gets its results in order."
     parser = verbs.add_parser("feeds", anywhere="feeds", description=what, epilog=_EPILOG)
-    what = "a feed and its source; NAME.SETTING=VALUE, such as door.fps=5, is an option of one feed"
+    what = "a feed and its source; NAME.SETTING=VALUE, such as door.fps=5, is an option of this feed alone"
     parser.add_argument("feeds", nargs="*", metavar="NAME=SOURCE", help=what)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file: table [feeds], tables [[feed]]")
     add_options(parser, FeedsConfig)
@@ -45,7 +45,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that can be checked, start, watch, stop, sum up."""
+    """Check the configuration, then run the feeds. Returns the exit status."""
     from reflex_runtime.feeds.outputs import check_files, outputs_of
     from reflex_runtime.feeds.plan import plan_of, processor_asked
 

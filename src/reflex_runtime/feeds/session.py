@@ -14,6 +14,8 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry
+
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import ResultFiles
@@ -29,8 +31,6 @@ from reflex_runtime.run.coordinator import BatchCoordinator, BatchProcessor
 from reflex_runtime.run.modules import in_one_line
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
     from reflex_runtime.feeds.pictures import FeedPictures
 
 _LOST, _READER_GONE, _OVER, _TIME = "lost", "reader gone", "over", "time"
@@ -61,7 +61,6 @@ class FeedsSession:
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
         self._console = log_console()
-        self._registry: CollectorRegistry | None = None
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to stop
         self._begun = threading.Event()  # the start has ended, or was given up
         self._signal = 0  # the first one that stops the run
@@ -113,44 +112,37 @@ class FeedsSession:
     # -- building ------------------------------------------------------------------------------------------------------
 
     def _build(self, closing: ExitStack) -> None:
-        """The coordinator, the feeds, and the port that shows them."""
+        """Make the coordinator and the feeds, and open the port."""
         sinks: list[Callable[[Any], None]] = []
         if (trace := self._files.trace) is not None:
             closing.callback(trace.close)
             sinks.append(trace)
-        if self._config.otel:
+        config, registry = self._config, CollectorRegistry()
+        if config.otel:
             from reflex_runtime.observe.tracing import spans_of
 
-            spans = spans_of(self._config.otel, self._series(), "frames")
+            spans = spans_of(config.otel, registry, "frames")
             assert spans is not None
             closing.callback(spans.close)
             sinks.append(spans)
         self._coordinator = self._runtime.coordinator(self._processor, self._batching, sinks)
-        if self._config.port >= 0:
+        if config.port >= 0:
             from reflex_runtime.feeds.pictures import FeedPictures
 
             self._pictures = FeedPictures(lambda: self._runtime.names)
         for spec in self._plan.specs:
             self._add(spec, self._plan.sources[spec.name], self._pipeline(spec))
         if self._pictures is not None:
-            self._serve(self._pictures, closing)
+            self._serve(self._pictures, registry, closing)
 
-    def _series(self) -> CollectorRegistry:
-        """The registry of its /metrics."""
-        from prometheus_client import CollectorRegistry
-
-        self._registry = self._registry or CollectorRegistry()
-        return self._registry
-
-    def _serve(self, pictures: FeedPictures, closing: ExitStack) -> None:
+    def _serve(self, pictures: FeedPictures, registry: CollectorRegistry, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries, status_server
         from reflex_runtime.web.access import warn_if_open
 
-        registry, config = self._series(), self._config
         FeedSeries(self._runtime.snapshot, registry)
         pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry)
-        url = closing.enter_context(status_server(config, pages))
-        warn_if_open(config)
+        url = closing.enter_context(status_server(self._config, pages))
+        warn_if_open(self._config)
         logging.info("%s/dashboard, /feeds, /metrics and /health", url)
 
     def _pipeline(self, spec: FeedSpec) -> Pipeline:

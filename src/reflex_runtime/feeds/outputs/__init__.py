@@ -113,18 +113,17 @@ def video_of(config: FeedsConfig, feed: str) -> Path:
 def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
     """The outputs of --publish and --webhook, not started. Raises ConfigError without secrets."""
     found: list[ResultOutput] = []
-    if config.publish:
-        from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
+    field = "publish"
+    try:
+        if config.publish:
+            from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 
-        try:
             found.append(MqttPublisher(mqtt_address(config.publish), config.publish_qos))
-        except ConfigError as error:
-            raise ConfigError(f"--publish={error.message}", field="publish") from None
-    if config.webhook:
-        from reflex_runtime.feeds.outputs.webhook import Webhook
+        field = "webhook"
+        if config.webhook:
+            from reflex_runtime.feeds.outputs.webhook import Webhook
 
-        try:
             found.append(Webhook(webhook_address(config.webhook)))
-        except ConfigError as error:
-            raise ConfigError(f"--webhook={error.message}", field="webhook") from None
+    except ConfigError as error:
+        raise ConfigError(f"--{field}={error.message}", field=field) from None
     return found
