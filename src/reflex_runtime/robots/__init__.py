@@ -2,7 +2,7 @@
 
 Public names, and how a server uses them:
 
-    spec    = read_source("path/to/export")                      what it expects; ConfigError names file and key
+    spec    = read_source("path/to/export")                      its inputs and outputs; ConfigError names file and key
     policy  = load_policy(spec, slot="prod", cache_bytes=…)      MonolithicPolicy or DecomposedPolicy
     served  = served_by(policy, guard=…, faults=…, latency=…)    the Processor for the driver: policy, faults, guard
 
@@ -15,8 +15,8 @@ Public names, and how a server uses them:
     chunk: ActionChunk = the value of its Done                             actions, denoising_steps, cache, guard
 
 The layers under them: `sources` (files → a `PolicySpec` and its model: ONNX graphs, PyTorch or anything else), and in
-`policy`: `observation` (what goes in and comes out), `base` (what both kinds of policies share) and `decomposed`,
-`prefix_cache`, `processors` (guard and faults around a policy).
+`policy`: `observation` (input and output), `base` (both kinds of policies), `decomposed` (policies with denoise steps),
+`episodes` (chunks and prefixes kept between requests), `processors` (guard and faults around a policy).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The application of a policy server: its routes, of every policy below a path that names it.
+"""The application of a policy server: its routes, and those of each policy below a path that names it.
 
 Every answer carries `X-Request-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`.
 """
@@ -66,7 +66,7 @@ def application(runtime: PolicyRuntime) -> App:
 
 
 def _module(name: str) -> Any:
-    """Of a wire; those with a listener need packages that are there where it is used."""
+    """The module of a wire; imported when needed, because some need optional packages."""
     return import_module(f"reflex_runtime.robots.wires.{name}")
 
 
@@ -80,10 +80,10 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
 
 
 class PolicyRoutes:
-    """The routes of one policy: everything that a server of this policy alone has, below the path that names it."""
+    """The routes of one policy: those that a server of this policy alone has, below the path that names it."""
 
     def __init__(self, handler: RequestHandler, below: Sequence[PolicyRoutes] = ()) -> None:
-        """below: the policies of a server of several, which these routes are of."""
+        """below: the routes of each policy, where these are of a server of several."""
         self._handler, self._below = handler, below
         self._document: tuple[Mapping[str, Mapping[str, PolicySpec]], bytes] = ({}, b"")  # of these policies
         routes = [
@@ -102,7 +102,7 @@ class PolicyRoutes:
         return self.by_path.get(path) or self._named(path)
 
     def _described(self, request: HttpRequest) -> bytes:
-        """The document of its routes, made again when an exchange has changed what is served."""
+        """The document of its routes, made again after an exchange."""
         runtime, prefix, config = self._handler.runtime, self._handler.prefix, self._handler.config
         policies = [self._handler.served] if prefix else runtime.policies.values()
         specs = {served.name: served.specs for served in policies}
@@ -112,28 +112,24 @@ class PolicyRoutes:
 
     @property
     def described(self) -> list[Route]:
-        """All its routes; of a server of several policies those that it answers as a whole, and all of each policy."""
+        """All its routes; of a server of several policies its own, and those of each policy."""
         if self._below:
-            whole = [route for route in self.by_path.values() if _of_server(route)]
-            return whole + [route for below in self._below for route in below.described]
+            routes = self.by_path.values()
+            own = [r for r in routes if r.open or r.own_pages or r.path == "/config" or r.path.startswith(ROOT)]
+            return own + [route for below in self._below for route in below.described]
         return [replace(route, path=self._handler.prefix + route.path) for route in self.by_path.values()]
 
 
-def _of_server(route: Route) -> bool:
-    """Whether a server of several policies answers it as a whole."""
-    return route.open or route.own_pages or route.path == "/config" or route.path.startswith(ROOT)
-
-
 def create(source: str | None = None, **settings: str) -> App:
-    """The application of one policy, for any ASGI server, as `uvicorn --factory` takes it. See `create_app`."""
+    """The application of one policy for any ASGI server, such as `uvicorn --factory`. See `create_app`."""
     return create_app(source, **settings)[0]
 
 
 def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyRuntime]:
     """An application and its runtime, for programs that add a route, such as a wire of their own.
 
-    source: as SOURCE of `reflex serve`; else REFLEX_SOURCE. settings: its options; those that are not given come from
-    the environment (REFLEX_MAX_QUEUE=64). ConfigError for what can be found before anything is loaded.
+    source: as SOURCE of `reflex serve`; else REFLEX_SOURCE. settings: its options; others come from the environment
+    (REFLEX_MAX_QUEUE=64). ConfigError for faults that show before anything is loaded.
     """
     for name in settings.keys() - {field.name for field in fields(ServeConfig)}:
         raise ConfigError(f"{name}={settings[name]}: no such setting")
@@ -149,12 +145,12 @@ def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyR
 
 
 def _lost() -> None:
-    """The device is lost for good: the server drains, and whoever runs it starts it again."""
+    """The device is lost for good: the server drains, and its supervisor starts it again."""
     signal.raise_signal(signal.SIGTERM)
 
 
 def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
-    """What `web.serve` makes to serve policies."""
+    """The factory of a policy server for `web.serve`."""
 
     def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, PolicyRuntime]:
         runtime = PolicyRuntime(config, plans, on_lost, parent)
@@ -163,11 +159,11 @@ def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
     return make
 
 
-# -- what is served: its errors come before anything is loaded ---------------------------------------------------------
+# -- plans: their errors come before anything is loaded ----------------------------------------------------------------
 
 
 def plans_of(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
-    """What is served. ConfigError for what can be found before anything is loaded."""
+    """The plans of these policies; ConfigError for faults that show before anything is loaded."""
     check_memory(asked)
     plans = []
     for policy in asked:
@@ -185,20 +181,18 @@ def plans_of(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
 
 
 def _unmet(specs: Sequence[PolicySource]) -> dict[str, str]:
-    """The facts that settings need and that do not hold; see `check_needs`."""
-    told = ", ".join(spec.source for spec in specs)
-    missing = {}
-    if not any(spec.staged for spec in specs):
-        missing["a decomposed export"] = f"{told} is monolithic"
-    if not any(spec.takes_text for spec in specs):
-        missing["a policy that takes an instruction"] = f"{told} takes none"
-    if all(isinstance(spec, Export) for spec in specs):
-        missing["a model in PyTorch"] = f"{told} is an ONNX export"
-    return missing
+    """The needs of settings that these policies do not meet, with the reason; see `check_needs`."""
+    named = ", ".join(spec.source for spec in specs)
+    needs = {
+        "a decomposed export": (any(spec.staged for spec in specs), "is monolithic"),
+        "a policy that takes an instruction": (any(spec.takes_text for spec in specs), "takes none"),
+        "a model in PyTorch": (not all(isinstance(spec, Export) for spec in specs), "is an ONNX export"),
+    }
+    return {need: f"{named} {why}" for need, (met, why) in needs.items() if not met}
 
 
 def check_memory(asked: Sequence[PolicyAsked]) -> None:
-    """Whether all policies fit, by the sizes of their files: nothing of them has been read yet."""
+    """ConfigError unless all policies fit the memory, by the sizes of their files: none has been read yet."""
 
     def provider_of(policy: PolicyAsked) -> str:
         return PROVIDERS.get(policy.config.provider, policy.config.provider)
@@ -215,7 +209,7 @@ def check_memory(asked: Sequence[PolicyAsked]) -> None:
 def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     provider = PROVIDERS.get(config.provider, config.provider)
     try:
-        # ONNX Runtime has no say in policies that it does not run: torch may have CUDA where it has none.
+        # Torch may have CUDA where ONNX Runtime has not.
         if provider not in (CPU, CUDA) or any(isinstance(spec, Export) for spec in specs.values()):
             check_provider(provider)
     except ConfigError as error:
@@ -227,7 +221,7 @@ def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> Non
 
 
 def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
-    """What of one policy takes more than a range, and what its sources allow."""
+    """Check the settings of one policy that are more than a range, and its sources."""
     if config.slo:
         Objective.parse(config.slo)
     if config.guard:

@@ -1,8 +1,8 @@
-"""The OpenAPI document of a policy server: its routes, the structs that decode their bodies, and the policies served.
+"""The OpenAPI document of a policy server: its routes, the structs that decode their bodies, and the policies.
 
-The schema is as strict as the server is with these policies: what fits it is taken, and every status has its place. Two
-things JSON Schema cannot say: a text of format `image` is a PNG or JPEG in base64 (a data URL will do), and an id has
-at most 256 bytes, which are up to 256 characters.
+The schema is as strict as the server with these policies: it describes every accepted body and every status. JSON
+Schema lacks two things: a text of format `image` is a PNG or JPEG in base64 (or a data URL), and an id has at most 256
+bytes, which are up to 256 characters.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from reflex_runtime.web.openapi import (
 )
 from reflex_runtime.web.request import Route
 
-POLICIES: Final = "/policies/"  # before the name of a policy; behind it is what its server would have
+POLICIES: Final = "/policies/"  # NAME and the paths of a server of this policy follow
 ERRORS: Final = {
     "400": "invalid_json, invalid_request: the body is not JSON or msgpack, or the request is not HTTP",
     "401": "unauthorized: a key is set and was not sent",
-    "403": "forbidden: without a key, it was not asked from this machine, or by a page of another site",
+    "403": "forbidden: without a key, the request came from another machine, or from a page of another site",
     "404": "not_found: no such path, slot, episode, model or directory",
-    "405": "method_not_allowed: the header Allow has the right method",
-    "408": "request_timeout: the head or the body did not come in time",
+    "405": "method_not_allowed: the header Allow names the right method",
+    "408": "request_timeout: the head or the body did not arrive in time",
     "409": "superseded: a newer request of the same robot replaced it; invalid_request: it does not fit the state of "
     "the server",
     "413": "too_large: the body exceeds --max-body-bytes",
-    "415": "unsupported_encoding: the body is compressed, and not with gzip",
+    "415": "unsupported_encoding: the body is compressed",
     "422": "invalid_request: `field` names what is wrong",
     "429": "client_at_capacity, too_many_requests: try again after Retry-After",
     "500": "processor_failed, processor_hung: it ran and failed",
@@ -63,21 +63,20 @@ _PICTURE: Final = (  # a PNG of 8 x 8 pixels
 )
 _FIXED: Final = PAGES | {  # whatever is served
     "/health": Operation("200 only when ready, else 503; answers while batches run", unready=True),
-    "/healthz": Operation("OK when ready, else 503; what clients of openpi ask", TEXT, unready=True),
+    "/healthz": Operation("OK when ready, else 503; for clients of openpi", TEXT, unready=True),
     "/config": Operation("the export's configuration and the settings in force"),
     "/metrics": Operation("Prometheus text", TEXT),
-    "/diagnostics/cost-model": Operation("what the cost model learned, per key"),
+    "/diagnostics/cost-model": Operation("what the cost model has learned, per key"),
     "/diagnostics/rollout": Operation("split, verdicts, outcomes, the comparison of a and b, the ramp, and changes"),
     "/diagnostics/shadow": Operation("how far the shadow's actions are from the served", codes=("404",)),
     "/reset": Operation(
-        "for clients of GR00T, which ask it before an episode; it changes nothing", codes=("400", "413", "415")
+        "for clients of GR00T, which send it before an episode; it changes nothing", codes=("400", "413", "415")
     ),
 }  # fmt: skip
 
 
 def document(routes: Iterable[Route], policies: Mapping[str, Mapping[str, PolicySpec]], keys: Keys) -> bytes:
-    """The OpenAPI 3.1 document of these routes. policies: by name, what is in the slots of each. keys: of the
-    server."""
+    """The OpenAPI 3.1 document of these routes. policies: by name, the slots of each. keys: of the server."""
     first, *others = policies
     operations = _operations(policies[first], first, list(policies) if others else None)
     for name, specs in policies.items():
@@ -89,7 +88,7 @@ def document(routes: Iterable[Route], policies: Mapping[str, Mapping[str, Policy
 def _operations(
     slots: Mapping[str, PolicySpec], policy: str, models: Sequence[str] | None = None
 ) -> dict[str, Operation]:
-    """The operations of one policy. models: their names in OIP, where they are the server's."""
+    """The operations of one policy. models: names in OIP, where the operations are a server's of several."""
     served = [spec for slot, spec in slots.items() if slot != SHADOW]
     bodies = schemas_of(oip.InferBody, *BODIES)
     slot, rate = {"enum": list(slots)}, r"(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"
@@ -107,9 +106,9 @@ def _operations(
             _INFERRED,
             request=content(act_request(served, policy)),
             example=act_example(served),
-            description="What the policies served here need is required; 422 names what is missing or wrong. As "
+            description="Inputs that the policies need are required; 422 names a missing or wrong field. In "
             "application/msgpack, images are PNG/JPEG bytes or arrays, and arrays are {dtype, shape, data}; the answer "
-            "then is msgpack too, unless another type is accepted.",
+            "then is msgpack too, unless the request accepts another type.",
         ),
         "/admin/split": change("a's percent of new episodes; those that have started stay", "Split"),
         "/admin/rollback": change("everything to a at once, running episodes too", "Nothing"),
@@ -124,7 +123,7 @@ def _operations(
 
 
 def act_request(specs: Sequence[PolicySpec], policy: str = DEFAULT_POLICY) -> dict[str, Any]:
-    """The schema of a JSON body that every one of these versions takes. policy: their name."""
+    """The schema of a JSON body that all these versions accept. policy: their name."""
     schema = schemas_of(ActJson)[ActJson.__name__]
     fields = schema["properties"]
     values: dict[str, list[dict[str, Any]]]  # each a type, or null
@@ -143,7 +142,7 @@ def act_request(specs: Sequence[PolicySpec], policy: str = DEFAULT_POLICY) -> di
 
 
 def _cameras(schema: dict[str, Any], specs: Sequence[PolicySpec]) -> None:
-    """Which images may be sent, and which must be."""
+    """Describe the accepted and the required images."""
     fields, known = schema["properties"], cameras_of(specs)
     picture, images = fields["image"]["anyOf"][0], fields["images"]["anyOf"][0]
     for name in {"image", "image_wrist"} - known:
@@ -172,7 +171,7 @@ def _sends(spec: PolicySpec, name: str) -> dict[str, Any]:
 
 
 def act_example(specs: Sequence[PolicySpec]) -> dict[str, Any]:
-    """A JSON body that every one of these policies takes: a small grey-blue picture for each camera."""
+    """A JSON body that all these policies accept: a small grey-blue picture for each camera."""
     body: dict[str, Any] = {}
     if any(spec.takes_text for spec in specs):
         body["instruction"] = "open the door"

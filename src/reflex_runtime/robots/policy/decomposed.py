@@ -1,8 +1,8 @@
 """A policy whose model reads the scene once (the prefix) and then denoises in steps.
 
 Requests are resident between steps, so the batch may change at every step boundary. Each row has its own flow time
-k/n: a new request joins a running batch at the next step instead of waiting for the last one. Prefix and step are
-stages of the scheduler; every stage is one call for all its rows. A prefix stays where the model made it.
+k/n: a new request joins a running batch at the next step. Prefix and step are stages of the scheduler; a stage is one
+call for all its rows. A prefix stays where the model made it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
 STEADY = 0.01  # relative change of velocity below which further steps are spared
-LEAST_STEPS = 2
+LEAST_STEPS = 2  # before any are spared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class DecomposedPolicy(Policy):
     wants one unit more. Requests without an episode are not cached.
 
     cache_bytes, max_age_chunks: of the `PrefixCache`, 0 bytes for none. rtc: chunks continue the episode's last one.
-    adaptive: a row whose velocity no longer changes finishes in one step.
+    adaptive: a row with a steady velocity finishes in one step.
     """
 
     stages = (PREFIX, DENOISE)
@@ -107,8 +107,8 @@ class DecomposedPolicy(Policy):
         return (DENOISE, steps) if cached else (PREFIX, steps + 1.0)
 
     def _anchor(self, observation: Observation, tails: ChunkTails) -> Anchor | None:
-        """The anchor of its chunk. Where actions are changes of the state, the old ones count from the new state: the
-        robot is to go to the same places."""
+        """The anchor of its chunk. Where actions are changes of the state, the old ones are moved to start from the new
+        state: the robot's targets stay the same."""
         o = observation
         anchor = tails.anchor(o.episode_id, o.executed, o.delay, o.received)
         if anchor is None or anchor.state is None or observation.robot_state is None:
@@ -129,11 +129,11 @@ class DecomposedPolicy(Policy):
 
     def start(self) -> None:
         super().start()
-        self._packed = ((), None)  # a thread that was given up cannot use its captured buffers any more
+        self._packed = ((), None)  # it belongs to the buffers of the last thread
 
     def run(self, batch: Batch) -> Sequence[Any]:
         self.drop(batch.left)
-        # One whose first batch hung is settled and never in `left`, because it was not resident yet.
+        # A ticket whose first batch hung is settled, but never in `left`, because it was not resident.
         self.drop([ticket for ticket in list(self._flows) if ticket.state is TicketState.SETTLED])
         self.model.notes = batch.notes
         return self._run_prefix(batch) if batch.stage == PREFIX else self._run_step(batch)
@@ -154,7 +154,7 @@ class DecomposedPolicy(Policy):
         prefixes = self.model.prefix(rows)
         if len(prefixes) != len(rows):
             raise ProcessorError(f"{self.spec.source}: the model answered {len(prefixes)} prefixes for {len(rows)}")
-        # No state has changed so far, and nothing below can fail: so a call that raises may be repeated.
+        # Nothing above changes state, and nothing below can fail: so a call that raises may be repeated.
         for ticket, observation, prefix in zip(tickets, seen, prefixes, strict=False):
             self._flows[ticket] = self._begun(prefix, observation)
             if self.cache is not None and observation.prefix_key is not None:
@@ -165,7 +165,7 @@ class DecomposedPolicy(Policy):
         flows = {ticket: flow for ticket in batch.grants if (flow := self._flow(ticket)) is not None}
         moved = {t: self._moved(t, flow, x) for (t, flow), x in zip(flows.items(), self._step(flows), strict=True)}
         chunks = self._finished({ticket: flow for ticket, flow in moved.items() if flow.finished})
-        # Nothing above has changed any state, and nothing below can fail: so a call that raises may be repeated.
+        # Nothing above changes state, and nothing below can fail: so a call that raises may be repeated.
         results: list[Any] = []
         for ticket in batch.grants:
             if ticket in chunks:
@@ -182,7 +182,7 @@ class DecomposedPolicy(Policy):
         return results
 
     def _step(self, flows: dict[Ticket, _Flow]) -> Sequence[NDArray[np.float32]]:
-        """x of every row after its next step. The rows are packed once for as many steps as they run together."""
+        """x of every row after its next step. Rows are packed again only when they change."""
         if not flows:
             return ()
         tickets = tuple(flows)
@@ -228,12 +228,12 @@ class DecomposedPolicy(Policy):
         chunks = {}
         for (ticket, flow), observation, row in zip(flows.items(), seen, actions, strict=False):
             report = None if observation.anchor is None else observation.anchor.report
-            # Copied out of the batch: a view would keep the actions of all its rows in memory.
+            # A copy: a view would keep the actions of all rows in memory.
             chunks[ticket] = ActionChunk(np.array(row, np.float32), flow.step, observation.cache, rtc=report)
         return chunks
 
     def _arrive(self, ticket: Ticket, flow: _Flow) -> None:
-        """Keep what the episode's next chunk continues, and nothing else."""
+        """Keep only what the episode's next chunk continues."""
         self._flows.pop(ticket, None)
         self._remember(ticket)
         if self.tails is not None and not ticket.cancel_requested:  # a cancelled chunk is not executed
@@ -242,7 +242,7 @@ class DecomposedPolicy(Policy):
             self.tails.remember(episode, np.array(flow.x), self._clock() - ticket.arrived, state)
 
     def _note(self, notes: dict[str, Any], chunks: Sequence[ActionChunk]) -> None:
-        """Add to the batch's notes how many chunks continued their episode's last one, and the steps they spared."""
+        """Note how many chunks continued their episode's last one, and the number of spared steps."""
         continued = sum(chunk.rtc is not None for chunk in chunks)
         if continued:
             notes["rtc"] = notes.get("rtc", 0) + continued

@@ -1,9 +1,9 @@
-"""What is kept of an episode between its requests: its last chunk and its prefixes.
+"""State of an episode between its requests: its last chunk and its prefixes.
 
 Real-time chunking: the new chunk is anchored, at every denoise step, to the part of the episode's last chunk that the
 robot has not executed yet. Its first actions, which run while the new chunk is computed, are frozen; the weight then
 falls along a schedule up to the horizon (after Black et al., "Real-Time Execution of Action Chunking Flow Policies",
-2025; anchored here by in-painting along the flow, because an exported graph has no gradient to guide by).
+2025; anchored here by in-painting along the flow, because an exported graph has no gradient for guidance).
 
 An episode belongs to one policy in one slot: for another robot or version the rest of a chunk would be a jump.
 """
@@ -27,7 +27,7 @@ EPISODES: Final = 4096  # kept of one slot
 
 
 class Lru(OrderedDict[K, V]):
-    """A table whose entry that was used least recently is forgotten beyond `most`. forgotten: called with its value."""
+    """A table that forgets the least recently used entry beyond `most`. forgotten: called with its value."""
 
     def __init__(self, most: int, forgotten: Callable[[V], object] = lambda value: None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Lru(OrderedDict[K, V]):
             self._forgotten(self.popitem(last=False)[1])
 
     def use(self, key: K, make: Callable[[], V]) -> V:
-        """The value of a key, made where there is none."""
+        """The value of a key, made if missing."""
         value = self.get(key)
         if value is None:
             value = make()
@@ -50,7 +50,6 @@ class Lru(OrderedDict[K, V]):
 
 # -- the last chunk ----------------------------------------------------------------------------------------------------
 
-
 Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
 
 
@@ -58,7 +57,7 @@ Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
 class Rtc:
     """How chunks are joined.
 
-    horizon: actions of the new chunk that the old one may reach, >= 1. schedule: how its weight falls from the frozen
+    horizon: actions of the new chunk that the old one may change, >= 1. schedule: how its weight falls from the frozen
     ones to the horizon: ZEROS at once, ONES not at all, LINEAR, EXP (faster at first).
     """
 
@@ -88,7 +87,7 @@ class Rtc:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """The old actions that a new chunk is pulled towards. In the model's units; arrays are read only.
+    """Old actions that pull a new chunk towards them. In the model's units; arrays are read only.
 
     target: float32 [chunk_size, x_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
     state: the state that the old actions are changes of, in the robot's units; None if they are no changes.
@@ -115,10 +114,11 @@ class _Tail:
 
 
 class ChunkTails:
-    """The last chunk of each episode of one slot, longest unused forgotten. Read on the loop, written on the device.
+    """The last chunk of each episode of one slot; the longest unused is forgotten. Read on the loop, written on the
+    device.
 
-    control_hz: actions that the robot executes a second. If None, the request must give the number of executed actions,
-    and no action is frozen unless it says how many.
+    control_hz: actions that the robot executes a second. If None, only a request with `executed` continues a chunk, and
+    actions are frozen only by its `delay`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ChunkTails:
             self._tails[episode] = _Tail(actions, self._clock(), latency, state)
 
     def forget(self, episode: str | None = None) -> None:
-        """Forget the chunk of an episode, or all: it was moved, or starts again."""
+        """Forget the chunk of an episode, or of all."""
         with self._lock:
             for one in list(self._tails) if episode is None else (episode,):
                 self._tails.pop(one, None)
@@ -156,7 +156,7 @@ class ChunkTails:
         """The anchor for the episode's next chunk; None if it has no last chunk, or all of it was executed.
 
         executed: actions of the last chunk that were executed before this observation; by default those of the time
-        from the last answer until it was received (now, if None), as if the robot never stood still. delay: actions
+        from the last answer until it was received (now, if None), for a robot that never stands still. delay: actions
         that are executed until the new chunk arrives; by default those of the time that the last chunk took. Both
         defaults need a control rate.
         """
@@ -193,16 +193,15 @@ class ChunkTails:
 # -- the prefix --------------------------------------------------------------------------------------------------------
 #
 # A cache keyed only by episode would use the old picture's prefix for a new picture, and the policy would fail more
-# often. Therefore the key contains a digest of the prefix's whole input. Reuse across pictures is an explicit, bounded
-# and reported option (`max_age_chunks`).
+# often. So the key contains a digest of the prefix's whole input. Reuse across pictures is an explicit, bounded and
+# reported option (`max_age_chunks`).
 
-
-ENTRY_OVERHEAD: Final = 1024  # bytes counted per entry beside its prefix, so that many tiny entries are bounded too
+ENTRY_OVERHEAD: Final = 1024  # bytes counted per entry beside its prefix, which bounds the number of tiny entries
 
 
 class PrefixKey(NamedTuple):
-    """Slot and episode keep versions and robots apart. instruction, content: digests of the text and of all other
-    inputs of the prefix."""
+    """instruction, content: digests of the text and of all other inputs of the prefix. Slot and episode keep versions
+    and robots apart."""
 
     slot: str
     episode: str
@@ -211,7 +210,7 @@ class PrefixKey(NamedTuple):
 
 
 class Prefix(Protocol):
-    """The result of a model's prefix stage: opaque, read only (requests share it), where the model keeps it."""
+    """The result of a model's prefix stage: opaque, and read only, because requests share it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -238,7 +237,7 @@ class _Entry:
 class PrefixCache:
     """Least recently used, bounded in bytes. Looked up on the event loop, filled on the device thread.
 
-    max_bytes: of prefixes, plus 1 KiB an entry; a larger entry is not kept. A request keeps an entry that it found.
+    max_bytes: of prefixes, plus 1 KiB an entry; a larger entry is not kept.
     max_age_chunks: chunks for which an entry may serve *other* pictures of the same episode and instruction
         ("hit_stale"); 0 allows none. The policy does not see the pictures of those chunks.
     """
@@ -252,7 +251,7 @@ class PrefixCache:
         self.hits = self.stale_hits = self.misses = self.evictions = 0
 
     def lookup(self, key: PrefixKey) -> tuple[Literal["hit", "hit_stale", "miss"], Prefix | None]:
-        """The cache's result and the entry. Every look-up counts, also of a request that is refused afterwards."""
+        """The cache's result and the entry. Every look-up counts, that of a refused request too."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:

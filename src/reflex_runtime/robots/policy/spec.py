@@ -1,4 +1,4 @@
-"""What a policy expects, gives and is, whatever its files are: everything the server needs beside the model itself."""
+"""The description of a policy, whatever its files are: everything that the server needs beside the model itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reflex_runtime.run.onnx_session import CPU
 
 Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla", "pad-smolvla-float"]
 FLOAT_LEVELS: Final = "pad-smolvla-float"
-"""The way of fitting whose pictures are float32: levels of 255 that are not rounded."""
+"""The `resize` that makes float32 pictures: levels of 255 that are not rounded."""
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -37,11 +37,11 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embodiment:
-    """The robot a policy was made for.
+    """The robot of a policy.
 
-    action_space: "absolute" (targets), "relative" (changes), or None when the file does not say.
-    action_ranges: float32 [action_dim, 2], lowest and highest value the robot takes, or None.
-    cameras: (height, width) by name. control_rate_hz: actions executed per second.
+    action_space: "absolute" (targets), "relative" (changes), or None if unknown. action_ranges: float32
+    [action_dim, 2], lowest and highest value of the robot, or None. cameras: (height, width) by name. control_rate_hz:
+    actions executed per second.
     """
 
     name: str = "unknown"
@@ -57,11 +57,11 @@ class Embodiment:
 
 @dataclass(frozen=True, slots=True)
 class WireMap:
-    """The names of a policy's inputs in the observations of one wire; what is not named has its own name.
+    """The names of a policy's inputs in the observations of one wire; others have the policy's names.
 
-    images: by camera. state: the names whose values make the state, in this order. prompt: of the instruction.
-    metadata: announced by the wire beside its own. dialect: of openpi. execute: of vla-eval, how many actions of a
-    chunk are used; 0 is all. Of wires with groups: how many numbers each of `state` has, and the groups of an action.
+    images: by camera. state: the names of the parts of the state, in order. prompt: of the instruction. metadata:
+    announced by the wire beside its own. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
+    used; 0 is all. state_sizes, actions: of wires with groups, the size of each part of the state and of the actions.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -75,10 +75,10 @@ class WireMap:
 
 
 class Wire(NamedTuple):
-    """A protocol that requests come on, and its modules in `robots/wires`.
+    """A protocol of requests, and its modules in `robots/wires`.
 
-    routes: has `routes(handler)`. listener: has `listener(app, handler)`, for a port of its own whose address is the
-    setting `setting`; clients: for the log. described: `wires` of an export may name its observations.
+    routes: the module with `routes(handler)`. listener: the one with `listener(app, handler)`, for a port of its own
+    whose address is the setting `setting`; clients: for the log. described: `wires` of an export may have it.
     """
 
     routes: str = ""
@@ -102,7 +102,7 @@ WIRES: Final = {
 LEROBOT: Final = "lerobot:"
 OPENPI: Final = "openpi:"
 PYTHON: Final = "python:"
-"""What a source begins with that is no export directory."""
+"""The prefixes of sources that are no export directories."""
 
 _RANGES = (
     ("action_dim", 1, 1_000_000),
@@ -115,15 +115,15 @@ _RANGES = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PolicySpec:
-    """What a policy expects, gives and is.
+    """The inputs and outputs of a policy, and its model's properties.
 
-    source: as errors and /health name it: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
-    staged: it has a prefix and denoise steps as calls of their own ("decomposed" on the wire, else "monolithic").
+    source: as in errors and /health: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
+    staged: prefix and denoise steps are calls of their own ("decomposed" on the wire, else "monolithic").
     config: as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in where empty.
 
     images: (height, width) by name, uint8 [height, width, 3] unless `resize` is `FLOAT_LEVELS`. resize: how pictures of
         another size are fitted; "none" leaves that to the model. other_names: by image, another name in requests.
-    optional_images: those that a request may leave out, but one at least must come: the model gets black pictures and
+    optional_images: those that a request may leave out, but not all of its images: the model gets black pictures and
         `Observation.present`.
     observation_steps: observations of an episode that the model sees together, the newest last (`ObservationHistory`).
         Images and state have an axis of that length in front if it is above 1.
@@ -170,7 +170,7 @@ class PolicySpec:
     model_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Fill x_dim and horizon, and refuse what cannot be."""
+        """Fill x_dim and horizon; ConfigError for a wrong field."""
         if not self.x_dim:
             object.__setattr__(self, "x_dim", self.action_dim)
         if not self.horizon:
@@ -196,7 +196,7 @@ class PolicySpec:
         if self.takes_state and not self.state_dim:
             raise ConfigError("PolicySpec.state_dim=0: must be >= 1, because takes_state is True")
         if not (self.images or self.takes_state or self.takes_text):
-            raise ConfigError("PolicySpec: needs images, takes_state or takes_text: something to act on")
+            raise ConfigError("PolicySpec: has no input: needs images, takes_state or takes_text")
 
     @property
     def reads_state(self) -> bool:
@@ -206,5 +206,5 @@ class PolicySpec:
 
     @property
     def inference_mode(self) -> str:
-        """The kind in the words of the wire and of exports: "decomposed" for staged models, else "monolithic"."""
+        """The kind as wires and exports name it: "decomposed" for staged models, else "monolithic"."""
         return "decomposed" if self.staged else "monolithic"

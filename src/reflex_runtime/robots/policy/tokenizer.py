@@ -1,4 +1,4 @@
-"""What a policy reads of an instruction: the prompt that it becomes, and the prompt's token ids."""
+"""From an instruction to the model's text input: the prompt, and its token ids."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CLEAN: Final[Mapping[Cleaning, Callable[[str], str]]] = {
     "end_newline": lambda text: text.removesuffix("\n") + "\n",
 }
 PROMPT, STATE_BINS = "{prompt}", "{state_bins}"
-_EDGES: Final = np.linspace(-1.0, 1.0, 257)[:-1]  # of 256 bins; what is below them is -1
+_EDGES: Final = np.linspace(-1.0, 1.0, 257)[:-1]  # of 256 bins; a smaller number is in bin -1
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """The template has `{prompt}`, and perhaps `{state_bins}`: the normalised state, each number as its bin of 256 in
+    """A text with `{prompt}`, and perhaps `{state_bins}`: the normalised state, each number as its bin of 256 in
     [-1, 1], with spaces between.
 
     clean: of the instruction, in this order: "strip" white space, "lower" case, "underscores" and "newlines" become
@@ -69,7 +69,7 @@ class InstructionTokenizer:
         raise NotImplementedError
 
     def unknown(self, text: str) -> list[str]:
-        """Its words with a part that is no token; without punctuation that stands alone."""
+        """Its words that have a part without a token; no punctuation alone."""
         raise NotImplementedError
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
-"""Between the robot's units and the model's: normalisation, and what is done to states and actions outside the model.
+"""Between the robot's units and the model's: normalisation, and transforms of states and actions.
 
 A state goes through the policy's state transforms and is then normalised. Actions are denormalised and then go through
-its action transforms. Everything is element by element, in float32, and knows neither files nor requests.
+its action transforms. All of it is element by element, in float32.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Norm:
 
     @property
     def middle(self) -> Floats:
-        """What is 0 in the model's units: float32 [dim]."""
+        """The value that is 0 in the model's units: float32 [dim]."""
         return self.denormalise(np.zeros_like(self.offset))
 
 
@@ -97,7 +97,7 @@ class Binarised:
         for dim in self.dims:
             high = values[..., dim] > np.float32(self.threshold)
             chosen[..., dim] = np.where(high, np.float32(self.above), np.float32(self.below))
-            # What is not finite stays: the action guard must see it.
+            # Values that are not finite stay for the action guard.
             chosen[..., dim] = np.where(np.isfinite(values[..., dim]), chosen[..., dim], values[..., dim])
         return chosen
 
@@ -129,9 +129,9 @@ def transformed(values: Floats, by: Sequence[Transform], state: Floats | None = 
 
 
 def shift_of(norm: Norm | None, transforms: Sequence[Transform], moved: Floats, dim: int) -> Floats | None:
-    """What to add to actions in the model's units, so that they stay where they are although the state that is added to
-    them moved by `moved`, in the robot's units: float32 [dim]; None where no state is added. 0 where they are scaled by
-    0 on the way."""
+    """The change of actions in the model's units, float32 [dim], that keeps the robot's targets when the state that is
+    added to them moves by `moved`, in the robot's units; None where no state is added. 0 where a transform scales by
+    0."""
     slope = np.ones(dim, np.float32) if norm is None else norm.scale
     shift = np.zeros(dim, np.float32)
     adds = False

@@ -87,7 +87,11 @@ class ServedPolicy:
         self.slo = SloTracker(Objective.parse(slo), self.config.slo_mode, self.prefix) if slo else None
         self.cameras = cameras_of(plan.specs.values())
         self._server = server
-        self.rollout = self._rollout()
+        guard = RampGuard.parse(self.config.guard) if self.config.guard else None
+        ramp = partial(Ramp.parse, self.config.ramp, self.config.ramp_every, guard) if self.config.ramp else None
+        breaker = Breaker(self.served, self.config.max_consecutive_crashes, self.config.probe_cooldown_s)
+        split, prefix = self.config.split, self.prefix
+        self.rollout = Rollout(self.served, breaker, split, ramp, guard, self._changed, self._moved, prefix)
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
         self.loading = 0  # loads in progress, abandoned ones included
@@ -281,23 +285,6 @@ class ServedPolicy:
         check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1, beside=beside)
 
     # -- pieces --------------------------------------------------------------------------------------------------------
-
-    def _rollout(self) -> Rollout:
-        config = self.config
-        guard = RampGuard.parse(config.guard) if config.guard else None
-        ramp = None
-        if config.ramp:
-            ramp = partial(Ramp, Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every), guard)
-        return Rollout(
-            self.served,
-            Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
-            config.split,
-            ramp,
-            guard,
-            on_change=self._changed,
-            on_moved=self._moved,
-            prefix=self.prefix,
-        )
 
     def _add_series(self, slot: str, embodiment: str) -> None:
         metrics, server, group = self._server.metrics, self._server, self.groups[slot]

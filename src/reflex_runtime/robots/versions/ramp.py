@@ -249,6 +249,11 @@ class Ramp:
         self.share = self.shares[0]  # b's percent now
 
     @classmethod
+    def parse(cls, shares: str, every: str, guard: RampGuard | None, now: float) -> Ramp:
+        """A ramp by `--ramp` and `--ramp-every`; ConfigError for a wrong text."""
+        return cls(cls.shares_of(shares), cls.every_of(every), guard, now)
+
+    @classmethod
     def shares_of(cls, text: str) -> tuple[int, ...]:
         """The shares in `5,20,50,100`; ConfigError for another text."""
         parts = [part.strip() for part in text.split(",")]

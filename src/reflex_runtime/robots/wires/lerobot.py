@@ -267,8 +267,6 @@ class LerobotRobot:
     def take(self) -> LerobotObservation | None:
         """Remove and return the waiting observation; the caller releases its bytes."""
         seen, self._seen = self._seen, None
-        if not self._ends:
-            self._came.clear()
         if self._stale is not None:
             self._stale.cancel()
         return seen
@@ -291,6 +289,7 @@ class LerobotRobot:
                 while self._seen is None:
                     if self._ends:
                         raise Closed("the server is shutting down", retry_after=1.0)
+                    self._came.clear()
                     await self._came.wait()
         return self.take()
 
