@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_ends_a_server_of_policies_at_once(tiny: Path) -> None:
             server.wait_log("draining")
             server.process.send_signal(signal.SIGTERM)  # whoever stops services says it again: that is no hurry
             assert server.stop(signal.SIGINT) == 130
-    assert server.log[-2].endswith("interrupted again: leaving without waiting for what is left")
+    assert server.log[-2].endswith("interrupted again: leaving at once")
 
 
 def test_a_second_ctrl_c_ends_a_server_of_a_model_at_once() -> None:

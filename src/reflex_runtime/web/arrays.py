@@ -1,4 +1,4 @@
-"""Arrays in bodies: bytes, a type and a shape that must agree, and JSON that is small enough to be built."""
+"""Arrays in bodies, of bytes, a type and a shape that must agree; and the bounds of JSON that is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structure
 
 
 def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
-    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three are inconsistent."""
+    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three disagree."""
     known = type_of(dtype)
     few = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
     if not isinstance(data, (bytes, memoryview)) or not few or not all(type(n) is int and n >= 0 for n in shape):
@@ -54,7 +54,7 @@ MAX_LISTS: Final = 70_000  # a picture of 256 × 256 has 65,793
 
 
 def check_json(text: bytes) -> None:
-    """ClientError for JSON with more values than fields have, and than a picture as lists."""
+    """ClientError for JSON with more values than all fields and a picture as lists."""
     if text.count(b",") > MAX_VALUES and (
         len(text) > MAX_JSON or text.count(b"[") > MAX_LISTS or text.count(b"{") > MAX_VALUES
     ):

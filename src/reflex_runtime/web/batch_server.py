@@ -1,4 +1,4 @@
-"""What servers of policies and of functions share: their batcher, the requests in them, and what they show."""
+"""The common part of servers of policies and of functions: their batcher, requests, journals and snapshots."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ T = TypeVar("T")
 
 
 class BatchServer(Host):
-    """The `Host` of what is batched on one device.
+    """A `Host` that batches on one device.
 
-    active: requests that have entered and are not settled. loaded: whether what is served is there, and its device
-    runs. batcher: the driver of that, once there is one. journals: what it writes: a trace, a recording, and those that
-    are sent to a caller. pages: routes that show it while it runs. listening: addresses of wires on ports of their own,
-    by their settings.
+    active: number of requests that have entered and are not settled. loaded: the product is there, and its device runs.
+    batcher: set by `load`. journals: a trace, a recording, and those that are sent to callers. pages: routes of the
+    live view. listening: addresses of wires on ports of their own, by their settings.
     """
 
     product: ClassVar[str]
@@ -72,7 +71,7 @@ class BatchServer(Host):
     # -- its life ------------------------------------------------------------------------------------------------------
 
     def still_loading(self) -> str:
-        """What is being loaded although it is ready, "" for nothing."""
+        """The name of what still loads in a ready server, "" for nothing."""
         return ""
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class BatchServer(Host):
         self.loaded = self.state == "ready"
 
     async def not_loaded(self) -> None:
-        if hasattr(self, "batcher"):  # it may have failed before
+        if hasattr(self, "batcher"):  # `load` may have failed earlier
             await self.batcher.close(drain=False)
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
@@ -105,12 +104,12 @@ class BatchServer(Host):
         return not running
 
     def need_loaded(self) -> None:
-        """Raise unless it is loaded."""
+        """Raise unless the product is loaded."""
         if not self.loaded:
             raise self.unready()
 
     def check_open(self) -> None:
-        """Raise where no request may enter now. The one at the door counts as active already."""
+        """Raise where no request may enter now. The entering one counts as active already."""
         limit, others = self._config.max_concurrent, self.active - 1
         if limit and others >= limit:
             many = f"{others} requests are being answered, at most {limit} may be"
@@ -126,7 +125,7 @@ class BatchServer(Host):
         return bool(self._config.trace or self._config.record)
 
     def turn_files(self) -> None:
-        """Go on in new files."""
+        """Continue in new files."""
         turn_all()
 
     def open_journals(self, recording: Recording | None) -> None:
@@ -144,26 +143,26 @@ class BatchServer(Host):
         return journal
 
     def journaled(self, to: LineTarget) -> JournalWriter:
-        """A further journal of a server that runs, until `forget_journal`."""
+        """A further journal of a running server, until `forget_journal`."""
         self.need_loaded()
-        self.batcher.flush()  # what has happened before is not in it
+        self.batcher.flush()  # earlier events are not in it
         return self.add_journal(to)
 
     def forget_journal(self, writer: JournalWriter) -> None:
-        """It gets no more events, and is the caller's to close."""
+        """Send a journal no more events; the caller closes it."""
         self.batcher.flush()
         self.audience.remove(writer)
         self.journals.remove(writer)
 
-    # -- what it shows -------------------------------------------------------------------------------------------------
+    # -- the live view -------------------------------------------------------------------------------------------------
 
     @property
     def health(self) -> str:
-        """Its state, in a word."""
+        """The state in /health and in snapshots."""
         return self.state
 
     def process_health(self) -> dict[str, Any]:
-        """What /health has of the process, its files and its device."""
+        """The fields of /health on the process, its files and its device."""
         told: dict[str, Any] = {"error": self.error} if self.error else {}
         if (parent := self.parent) is not None:
             told |= {"restarts": parent.restarts, "last_exit": parent.last_exit}
@@ -184,7 +183,7 @@ class BatchServer(Host):
         return told
 
     def queues(self) -> dict[str, Any]:
-        """The state of each group of the scheduler; events without an answer are delivered first."""
+        """The state of each group of the scheduler, after delivery of pending events."""
         if not self.loaded:
             return {}
         self.batcher.flush()
@@ -192,7 +191,7 @@ class BatchServer(Host):
         return found
 
     def shown(self) -> dict[str, Any]:
-        """What the live view has of the server itself."""
+        """The fields of a snapshot on the server itself."""
         queues = self.queues()
         waiting = sum(queue["queued"] for queue in queues.values())
         running = sum(queue["unsettled"] for queue in queues.values()) - waiting
@@ -208,18 +207,18 @@ class BatchServer(Host):
 
 
 class HasHeaders(Protocol):
-    """What a request came on: a call, or the connection of several. headers: names in lower case."""
+    """A call, or a connection of several. headers: names in lower case."""
 
     @property
     def headers(self) -> Mapping[bytes, bytes]: ...
 
 
 class RequestScope:
-    """One request that is being answered, on any wire: a context that counts it, and publishes how it ended.
+    """One request on any wire: a context that counts it, and publishes its end.
 
-    client: whose fair share it takes. started: when it reached this machine; received: when all of it had been read,
-    answered: when its answer was made, 0.0 before (`time.monotonic`). source: what has its headers; None on a wire
-    without any. span: of its trace; None where the server makes none. ticket: None before it is submitted.
+    client: whose fair share it takes. started: when it reached this machine; received: when all of it was read;
+    answered: when its answer was made, both 0.0 until then (`time.monotonic`). source: has its headers; None on a wire
+    without any. span: None where the server makes none. ticket: None until it is submitted.
     """
 
     __slots__ = (
@@ -239,7 +238,7 @@ class RequestScope:
 
     @property
     def group(self) -> str:
-        """The scheduler's group, by which it is counted."""
+        """The scheduler's group, for its series."""
         raise NotImplementedError
 
     @property
@@ -247,18 +246,18 @@ class RequestScope:
         raise NotImplementedError
 
     def record(self, error: ReflexError | None) -> RequestRecord | None:
-        """What journals have of it."""
+        """Its record for journals."""
         raise NotImplementedError
 
     def ended(self, error: ReflexError | None) -> None:
-        """It had entered, and is over: publish that."""
+        """Publish the end of a request that had entered."""
         if error is None:
             self.publish(None)
         else:
             self.refuse(error)
 
     def begin_span(self) -> Span | None:
-        """Its span, made when it is first needed."""
+        """Its span, made at the first call."""
         if self.span is None and self.server.spans is not None:
             headers = {} if self.source is None else self.source.headers
             self.span = self.server.spans.begin(self.span_name, headers, self.started)
@@ -299,14 +298,14 @@ class RequestScope:
         self.server.active -= 1
 
     def publish(self, error: ReflexError | None) -> None:
-        """Count how it ended: with an answer, or with this error, also of one that could not enter."""
+        """Count its end: with an answer, or with this error, also before it entered."""
         server = self.server
         now = self.answered if error is None and self.answered else time.monotonic()
         detail = None
         if server.journals:
             try:
                 detail = self.record(error)
-            except Exception:  # the caller gets the answer all the same
+            except Exception:  # the caller still gets the answer
                 log.exception("request %s could not be recorded", self.request_id)
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
         age, took = now - self.started, now - (self.received or now)
@@ -314,8 +313,7 @@ class RequestScope:
         server.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
 
     def time_limit(self, limit_ms: float | None, default_ms: float) -> float | None:
-        """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is
-        none."""
+        """Seconds until its deadline, None without one. default_ms: of requests without a limit; 0 is none."""
         limit = limit_ms or default_ms
         if not limit:
             return None
@@ -325,7 +323,7 @@ class RequestScope:
         return left
 
     def refuse(self, error: ReflexError) -> None:
-        """Count a request that failed, or was refused before it could be read."""
+        """Count a request that failed or was refused."""
         span = self.begin_span()
         traced: AbstractContextManager[object] = nullcontext() if span is None else within(span.get_span_context())
         with traced:  # log lines name its trace
@@ -333,7 +331,7 @@ class RequestScope:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of requests that are answered together. The first error cancels the others."""
+    """The results of several requests. The first error cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -344,8 +342,8 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks behind an error that was answered: their frames hold the batch, the batch this ticket, the
-    ticket the error. With a fifth of the requests bad the collector took a twentieth of the server's time."""
+    """Drop the tracebacks behind an answered error: their frames hold the batch, the batch this ticket, the ticket the
+    error. With a fifth of bad requests the collector took a twentieth of the server's time."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,9 +1,9 @@
-"""Pictures that callers send, within bounds: PNG and JPEG, looked at by their headers before anything is decoded.
-Whatever is wrong with a file is the 422 that names its field.
+"""Decodes pictures of callers, PNG and JPEG, with bounds that are checked on the header. An error is the 422 that names
+the field.
 
-And what a decoded picture means, once for all products: bit depth, grey, alpha, palettes, CMYK, and how it was held.
-Levels are scaled to 8 bits, never cut off: 16 bits of grey by their upper half, floats from 0 to 1. Alpha is left out.
-What has no such meaning (levels beyond 16 bits, floats beyond 1) is refused.
+All products read a picture alike: bit depth, grey, alpha, palettes, CMYK, orientation. Levels are scaled to 8 bits and
+never cut off: 16 bits of grey by their upper half, floats from 0 to 1. Alpha is left out. Levels beyond 16 bits and
+floats beyond 1 are refused.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from reflex_runtime.web.errors import InvalidRequest
 
 Picture = NDArray[Any]  # uint8 [height, width, 3]
 
-BAND_PIXELS: Final = 1 << 20  # that are converted to the mode they are needed in at a time
+BAND_PIXELS: Final = 1 << 20  # converted to another mode at a time
 MAX_EXIF: Final = 1 << 16  # bytes; each has up to a twelfth of a tag, and Pillow reads all of them, 60,000 in a second
-ORIENTATION: Final = 0x0112  # tag of EXIF; a value beyond 1 means that the picture is to be turned or mirrored
+ORIENTATION: Final = 0x0112  # tag of EXIF; values beyond 1 turn or mirror
 TURNS: Final = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # by the orientation, as `PIL.Image.Transpose` counts
 SIDEWAYS: Final = {TURNS[orientation] for orientation in (5, 6, 7, 8)}
 
 MAX_IMAGE_PIXELS = 4096 * 4096
-MAX_SIDE = 16_384  # a filter of Pillow's takes 16 bytes for each pixel of a side, for each of the result
-MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+MAX_SIDE = 16_384  # Pillow's filter takes 16 bytes for each pixel of a side, for each of the result
+MAX_SCANS = 64  # of a progressive JPEG: passes over the whole picture; encoders write about ten
 SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
 PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-RGB_8 = b"\x08\x02\0\0\0"  # what its header has behind the size
+RGB_8 = b"\x08\x02\0\0\0"  # in its header, behind the size
 JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 MAX_PARTS = 4096  # of a PNG, or of a JPEG's head; encoders write some hundred of 8 kB at most
@@ -40,28 +40,28 @@ MAX_READS = 4 * MAX_PARTS + 1024  # of a file by Pillow, each some microseconds;
 
 
 def turn_of(image: Any) -> int | None:
-    """How to turn an open picture so that it is seen as the camera was held; None for not at all. An EXIF that is
-    broken, or longer than a JPEG's can be, turns nothing."""
-    if image.format != "JPEG":  # which is to be drafted first
-        # Its EXIF may be at the end, and Pillow turns a TIFF by itself. Below, an error of it would be one of EXIF.
+    """How to turn an open picture upright; None for not at all. An EXIF that is broken, or too long for a JPEG, turns
+    nothing."""
+    if image.format != "JPEG":  # a JPEG is drafted first
+        # Its EXIF may be at the end, and Pillow turns a TIFF by itself. Below, its errors would count as those of EXIF.
         image.load()
     if len(image.info.get("exif", b"")) > MAX_EXIF:
         return None
     try:
         return TURNS.get(image.getexif().get(ORIENTATION))
-    except Exception:  # as many classes as broken files
+    except Exception:  # of many classes
         return None
 
 
 def upright(image: Any) -> NDArray[np.uint8]:
-    """An open picture as RGB, uint8 [height, width, 3], turned as its EXIF says. ValueError for levels that mean
-    nothing, and what Pillow raises for a broken file."""
+    """An open picture as RGB, uint8 [height, width, 3], turned by its EXIF. ValueError for levels without meaning, and
+    Pillow's errors for a broken file."""
     turn = turn_of(image)
     return whole(image if turn is None else image.transpose(turn))
 
 
 def plain(image: Any) -> Any:
-    """A picture of Pillow's in grey or in colours, of 8 bits. ValueError for levels that mean nothing."""
+    """A picture of Pillow in 8 bits, grey or RGB. ValueError for levels without meaning."""
     import PIL.Image
 
     if image.mode.startswith("I") or image.mode == "F":  # a conversion would cut off instead of scale
@@ -74,7 +74,7 @@ def plain(image: Any) -> Any:
 
 
 def bands(image: Any) -> Iterator[tuple[int, Any]]:
-    """(first row, its part) of a picture in parts, in grey or in colours: one part where nothing is converted."""
+    """(first row, part) for each part of a picture, grey or RGB; one part if nothing is converted."""
     step = max(1, BAND_PIXELS // image.width)
     if image.mode in ("RGB", "L") or image.height <= step:
         yield 0, plain(image)
@@ -84,7 +84,7 @@ def bands(image: Any) -> Iterator[tuple[int, Any]]:
 
 
 def whole(image: Any) -> NDArray[np.uint8]:
-    """In colours, at its size."""
+    """A picture of Pillow as RGB, at its size."""
     parts = ((top, np.asarray(band if band.mode == "RGB" else band.convert("RGB"))) for top, band in bands(image))
     _, first = next(parts)
     if len(first) == image.height:
@@ -107,10 +107,9 @@ def decode_picture(
 ) -> Picture:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
 
-    least: (height, width) that are needed: a JPEG that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its
-    size; None keeps the size. It is turned as its EXIF says. fit: makes the array of what Pillow has opened; ordinary
-    files do not need Pillow. Only one picture is in memory at full size, in its file's mode: at most 4 bytes a pixel;
-    two where it is turned.
+    It is turned by its EXIF. least: (height, width) that are needed: a JPEG of at least twice that is decoded at 1/2,
+    1/4 or 1/8 of its size; None keeps the size. fit: makes the array of a picture that Pillow opened; ordinary files do
+    not need Pillow. Memory holds one picture at full size in its file's mode, at most 4 bytes a pixel; two to turn it.
     """
     try:
         fast, exif = None, _for_pillow(data, field)
@@ -130,10 +129,10 @@ def decode_picture(
 
 
 def pixels_of(sent: Any, field: str = "image") -> int:
-    """The work of decoding an image, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
+    """The work of decoding a PNG, a JPEG (by the header alone) or uint8 [h, w, 3], in pixels of a PNG.
 
-    A JPEG counts a 32nd of its pixels for each of its scans, because it is decoded at a fraction of its size if less is
-    needed. InvalidRequest if it is none of these, broken, too large (see `_checked_size`) or of more than 64 scans.
+    A JPEG counts a 32nd of its pixels for each scan, because it is decoded at a fraction of its size where less is
+    needed. InvalidRequest for other input, a broken file, one too large or of more than 64 scans.
     """
     if isinstance(sent, bytes | bytearray | memoryview):
         data = bytes(sent)
@@ -154,11 +153,9 @@ _BARE: Final = {b"\xff" + bytes([mark]) for mark in (0, 1, *range(0xD0, 0xDA))} 
 
 
 def _for_pillow(data: bytes, field: str) -> bool:
-    """Whether a PNG or JPEG may have EXIF, by the outline of the file; True where that is unusual. InvalidRequest for
-    one of very many parts: 16 MB of them take Pillow a minute.
-
-    So too for a colour profile in a PNG: kornia inflates it, 300 kB to 300 MB, and lets nothing else run meanwhile.
-    Pillow ends at 1 MB.
+    """Whether Pillow must read a PNG or JPEG: it may have EXIF, an unusual outline, or a colour profile in a PNG, which
+    kornia inflates, 300 kB to 300 MB, while nothing else runs (Pillow stops at 1 MB). InvalidRequest for very many
+    parts: 16 MB of them take Pillow a minute.
     """
     if data.startswith(PNG_START):
         at = 8
@@ -175,7 +172,7 @@ def _for_pillow(data: bytes, field: str) -> bool:
                 return False
             if data[at + 4 : at + 10] == b"Exif\0\0" or at >= len(data):
                 return True
-            if mark[:1] != b"\xff" or mark == b"\xff\xff":  # decoders skip it byte by byte
+            if mark[:1] != b"\xff" or mark == b"\xff\xff":  # decoders skip such bytes
                 at += 1
             else:
                 at += 2 + (0 if mark in _BARE else int.from_bytes(data[at + 2 : at + 4]))
@@ -185,8 +182,7 @@ def _for_pillow(data: bytes, field: str) -> bool:
 
 
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
-    """(height, width) of a PNG or JPEG by its header alone, before it is turned; InvalidRequest when it is neither, or
-    too large."""
+    """(height, width) in the header of a PNG or JPEG; InvalidRequest for other files and too large ones."""
     if data.startswith(JPEG_START):
         _for_pillow(data, field)
     found = _png_size(data) or _jpeg_size(data)
@@ -198,7 +194,7 @@ def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
 
 def _opened(data: bytes, field: str) -> Any:
     """The picture with its header read and nothing decompressed."""
-    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+    import PIL.Image  # here: a runtime whose callers send arrays does not need it
 
     try:
         image = PIL.Image.open(_SeldomRead(data, field), formats=("PNG", "JPEG"))
@@ -211,7 +207,7 @@ def _opened(data: bytes, field: str) -> Any:
 
 
 class _SeldomRead(io.BytesIO):
-    """A file that is read so often, and then is refused."""
+    """A file that is refused after MAX_READS reads."""
 
     def __init__(self, data: bytes, field: str) -> None:
         super().__init__(data)
@@ -225,7 +221,7 @@ class _SeldomRead(io.BytesIO):
 
 
 def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
-    """Rows of one pixel, and columns, cost more to decode and to resize than their pixels say: sides have a bound."""
+    """InvalidRequest beyond the bounds. A side has one too: long rows cost more than their number of pixels."""
     if not 0 < width * height <= MAX_IMAGE_PIXELS or max(width, height) > MAX_SIDE:
         most = f"at most 4096×4096 are accepted, and {MAX_SIDE} on a side"
         raise InvalidRequest(f"{field}: {width}×{height} pixels, {most}", field)
@@ -240,7 +236,7 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _png(data: bytes) -> Picture | None:
-    """A small ordinary PNG in 2/5 of Pillow's time, with the interpreter's lock; None for others, and broken ones."""
+    """A small ordinary PNG, in 2/5 of Pillow's time but with the interpreter's lock; None for other and broken ones."""
     found = _png_size(data)
     if found is None or found[0] * found[1] > SMALL_PIXELS or max(found) > MAX_SIDE:
         return None
@@ -249,12 +245,12 @@ def _png(data: bytes) -> Picture | None:
     try:
         with WALL:  # it is written in Rust
             return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
-    except Exception:  # it has no class of its own
+    except Exception:  # kornia has no class of its own
         return None
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of an ordinary JPEG in colour; None for anything else, which Pillow reads."""
+    """(height, width) of an ordinary JPEG in colour; None for other files, which Pillow reads."""
     if not data.startswith(JPEG_START):
         return None
     import simplejpeg
@@ -267,10 +263,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg(data: bytes, field: str, least: tuple[int, int] | None) -> Picture | None:
-    """An ordinary JPEG decoded as Pillow would, in little more than half of its time; None for anything else.
-
-    One that is at least twice as large as `least` has 1/2, 1/4 or 1/8 of its size.
-    """
+    """An ordinary JPEG with Pillow's pixels, in little more than half of its time; None for other files."""
     found = _jpeg_size(data)
     if found is None:
         return None
@@ -294,7 +287,7 @@ PIECE: Final = 1 << 20  # characters decoded at a time: nothing else runs meanwh
 
 
 def picture_bytes(text: str, field: str) -> bytes:
-    """The bytes of a picture that came as base64, or as a data URL of it."""
+    """The bytes of a picture in base64 or a data URL of it."""
     if text.startswith("data:"):
         head, comma, text = text.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -306,17 +299,15 @@ def picture_bytes(text: str, field: str) -> bytes:
 
 
 def decoded_base64(text: str) -> bytes:
-    """The bytes of a text, in pieces, so that other threads run in between. ValueError where it is not base64.
-
-    Both alphabets of RFC 4648 are read, and lines as MIME breaks them.
-    """
+    """The bytes of a text in base64, in both alphabets of RFC 4648, with or without lines of MIME; else ValueError.
+    Decoded in pieces, so that other threads run in between."""
     try:
         return _decoded(text)
     except ValueError:
         plain = text.replace("\r", "").replace("\n", "").replace("-", "+").replace("_", "/")
         if plain == text:
             raise
-        return _decoded(plain + "=" * (-len(plain) % 4))  # of URLs, where it is mostly left out
+        return _decoded(plain + "=" * (-len(plain) % 4))  # URLs mostly leave it out
 
 
 def _decoded(text: str) -> bytes:

@@ -47,8 +47,8 @@ def devices_of(config: DeviceConfig, places: Places) -> list[str]:
 
 
 def _listeners_of(config: DeviceConfig, number: int) -> dict[str, str]:
-    """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
-    has ports of its own, one after the other. A port 0 is any free one."""
+    """The addresses of a replica for wires other than HTTP, which have ports of their own: consecutive ones, or any
+    free one for port 0."""
     found = {}
     for name in _LISTENERS:
         host, _, port = getattr(config, name, "").rpartition(":")
@@ -63,7 +63,7 @@ def _listeners_of(config: DeviceConfig, number: int) -> dict[str, str]:
 def settings_of(
     config: DeviceConfig, devices: Sequence[str], number: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What one worker has of its own: settings (its device, files and ports), and environment."""
+    """The settings of one worker (its device, files and ports), and its environment."""
     if len(devices) == 1:
         return _on_device(devices[0])
     changed, env = _on_device(devices[number])

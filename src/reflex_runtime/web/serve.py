@@ -1,7 +1,5 @@
-"""The life of every server on uvicorn: accept, start, serve until a signal, drain, end.
-
-A drain refuses new requests, finishes those received, and only then closes connections.
-"""
+"""The life of a server on uvicorn: accept, start, serve until a signal, drain, end. A drain refuses new requests,
+finishes those received, and only then closes connections."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ DRAINING: Final = "draining"
 EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
 READING_GRACE: Final = 1.0  # seconds that a caller has after the signal to send the rest of its request
 ARRIVED: Final = 0.5  # seconds at most to accept and read what has reached this machine
-UNREAD: Final = 2.0  # seconds that callers have at the end to take their answers
+UNREAD: Final = 2.0  # seconds at the end for callers to read their answers
 TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
 _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
 
@@ -41,10 +39,9 @@ _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, st
 class Host:
     """The product of a server, policies or a model: start, drain, stop.
 
-    what: is served, for messages. state: the word in /health, which is initializing → loading → ready, of some with
-    warming before it; `warmup_failed`; `draining`. error: why it could not be started. unusable: its directory or a
-    setting is wrong, so that a restart cannot help. on_drain: called when a drain begins. writes_files: whether SIGHUP
-    and SIGUSR1 call `turn_files`.
+    what: its name in messages. state: of /health: initializing → loading (→ warming) → ready; `warmup_failed`;
+    `draining`. error: why it could not be started. unusable: its directory or a setting is wrong, and a restart cannot
+    help. on_drain: called when a drain begins. writes_files: whether SIGHUP and SIGUSR1 call `turn_files`.
     """
 
     what: ClassVar[str] = "the model"
@@ -53,7 +50,7 @@ class Host:
         self._state, self.error, self.unusable = state, "", False
         self.on_drain: list[Callable[[], None]] = []
         self._clean = True  # no thread loads
-        self._over = asyncio.Event()  # `start` is
+        self._started = asyncio.Event()  # `start` has returned
 
     @property
     def state(self) -> str:
@@ -67,19 +64,17 @@ class Host:
         """Load and warm up. ConfigError names a wrong directory or setting."""
 
     async def not_loaded(self) -> None:
-        """Give back what a failed `load` has begun."""
+        """Release what a failed `load` began."""
 
     async def start(self) -> None:
-        """Load, and serve. A failure ends in the state `warmup_failed`, with its error.
-
-        Cancelling does not end the thread that loads: reading a model file cannot be interrupted.
-        """
+        """Load, and serve. A failure ends in the state `warmup_failed`, with its error. Cancelling does not end the
+        thread that loads: the reading of a model file cannot be interrupted."""
         self._state, self._clean = "loading", False
         try:
             await self.load()
         except Exception as error:
             self._state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
+            self.unusable = isinstance(error, ConfigError)  # its message is enough, so no stack is logged
             self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
             if not self.unusable:
                 log.exception("%s could not be started", self.what)
@@ -87,15 +82,15 @@ class Host:
         else:
             self._state = "ready"
         self._clean = True
-        self._over.set()
+        self._started.set()
 
     async def wait_started(self) -> bool:
         """Wait until `start` has returned. Returns whether it is ready."""
-        await self._over.wait()
+        await self._started.wait()
         return self._state == "ready"
 
     def unready(self) -> ReflexError:
-        """Why no request may enter in this state."""
+        """The error of requests in this state."""
         if self._state == DRAINING:
             return Closed("the server is shutting down", retry_after=1.0)
         if self._state == "warmup_failed":  # waiting does not help
@@ -103,25 +98,25 @@ class Host:
         return NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
 
     def drain(self) -> None:
-        """The server ends: no new requests will come."""
+        """Begin the end of the server: no new requests come."""
         if self._state != "warmup_failed":
             self._state = DRAINING
         for tell in self.on_drain:
             tell()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        """Finish the requests until `until`, by the loop's clock, and end the rest. Returns whether no thread is left
-        running. answered: returns when every request has its answer."""
+        """Finish requests until `until`, by the loop's clock, and end the rest. Returns whether no thread is left.
+        answered: returns when every request has its answer."""
         return self._clean
 
     def turn_files(self) -> None:
-        """Continue its recordings in new files; the old ones are kept."""
+        """Continue its recordings in new files, and keep the old ones."""
 
 
 class ServerLife:
-    """The life of a host and its application below any ASGI server: its lifespan calls `begin` and `end`.
+    """The life of a host and its application on any ASGI server, whose lifespan calls `begin` and `end`.
 
-    stop: set when the server is to end. lost: the device is gone for good. clean: every thread ended.
+    stop: set to end the server. lost: the device is gone for good. clean: every thread ended.
     """
 
     def __init__(self, app: App, host: Host, drain_s: float) -> None:
@@ -140,11 +135,11 @@ class ServerLife:
 
     async def begin(self) -> None:
         """Begin to load; requests are answered `not_ready` until it has."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page
         self.started = asyncio.ensure_future(self.host.start())
 
     async def run(self) -> bool:
-        """Wait until the host is ready, or has failed; log lines meanwhile. False if the server must stop before."""
+        """Wait until the host is ready or has failed, with log lines. False if the server must stop before."""
         assert self.started is not None
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         stopping = asyncio.ensure_future(self.stop.wait())
@@ -167,8 +162,8 @@ class ServerLife:
         until = loop.time() + self.drain_s
         if self.started is not None and not self.started.done():
             self.started.cancel()
-            await asyncio.wait({self.started})  # processes that were being started are ended
-        await self._read_what_arrived()  # what had reached this machine when the signal came counts as received
+            await asyncio.wait({self.started})  # it ends the processes that it was starting
+        await self._read_what_arrived()  # requests that had reached this machine at the signal count as received
         app.close()
         self.host.drain()
         log.info("draining: %d requests are being answered", app.active)
@@ -176,7 +171,7 @@ class ServerLife:
             await asyncio.wait(entering, timeout=min(self.drain_s, READING_GRACE))
         app.give_up_entering()
         self.clean = await self.host.stop(until, app.wait_idle)
-        await _within(app.wait_idle, loop.time() + 1.0)  # all have ended: what is left is writing the answers
+        await _within(app.wait_idle, loop.time() + 1.0)  # all have ended, and their answers are written
         await self._read_what_arrived()
         app.bodies.close()
 
@@ -186,7 +181,7 @@ class ServerLife:
             await listener.close()
 
     async def _read_what_arrived(self) -> None:
-        """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
+        """Let the loop accept and read, one connection a turn, until it finds nothing new."""
         loop, app = asyncio.get_running_loop(), self.app
         until = loop.time() + ARRIVED
         seen, quiet = (-1, -1), 0
@@ -198,7 +193,7 @@ class ServerLife:
 
 
 class ReflexServer(uvicorn.Server):
-    """uvicorn, with our life of a server: no polling, an event for the end, and a drain before connections close."""
+    """uvicorn with our life of a server: no polling, an event for the end, and a drain before connections close."""
 
     def __init__(self, config: uvicorn.Config, life: ServerLife, parent: Parent | None = None) -> None:
         super().__init__(config)
@@ -208,7 +203,7 @@ class ReflexServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The signals are handled on the loop; see `handle_signals`."""
+        """`handle_signals` handles them on the loop."""
         yield
 
     async def main_loop(self) -> None:
@@ -232,7 +227,7 @@ class ReflexServer(uvicorn.Server):
                     idle.cancel()
 
     def _date(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The date in the head of every answer, once a second."""
+        """Renew the date in the head of every answer once a second."""
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         loop.call_later(1.0, self._date, loop)
 
@@ -262,12 +257,12 @@ async def serve(
     parent: Parent | None = None,
     stop: asyncio.Event | None = None,
 ) -> tuple[int, bool]:
-    """Serve until a signal, or until `stop` is set. Returns the exit status, and whether every thread ended.
+    """Serve until a signal, or until `stop` is set. Returns the exit status, and whether every thread ended. One that
+    did not hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it may crash.
 
-    A thread that did not end hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it
-    may crash. make: makes the application and its host. Its first argument is a function to call when the device is
-    lost for good; its second is the supervisor, if there is one. sockets: bound. on_listening: called once the port
-    answers; on_ready: called with the host once it is ready or has failed.
+    make: makes the application and its host of a function to call when the device is lost for good, and the supervisor,
+    if there is one. sockets: bound. on_listening: called once the port answers; on_ready: called with the host once it
+    is ready or has failed.
     """
     lives: list[ServerLife] = []
     app, host = make(lambda: lives[0].give_up(), parent)
@@ -286,8 +281,8 @@ async def serve(
 
 
 def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
-    """How uvicorn serves an application with these settings."""
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request; we log the rest
+    """The settings in uvicorn's form; sets the limits of the application."""
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request
     app.limits = ConnectionLimits(
         max(1, most_connections(settings.max_connections) - app.apart),
         settings.idle_timeout_s,
@@ -305,13 +300,13 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
 def handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, turn: Callable[[], None] | None) -> None:
     """SIGTERM, SIGINT and SIGQUIT set `stop`; a SIGINT after that ends the process at once.
 
-    SIGHUP and SIGUSR1 call `turn`. Without it they are ignored, but a SIGHUP ends what runs in a terminal: it was
+    SIGHUP and SIGUSR1 call `turn`. Without it they are ignored, but a SIGHUP ends a server in a terminal, which was
     closed. SIGUSR2 is ignored.
     """
 
     def signalled(number: int) -> None:
         if stop.is_set() and number == signal.SIGINT:
-            log.warning("interrupted again: leaving without waiting for what is left")
+            log.warning("interrupted again: leaving at once")
             leave(128 + number)
         stop.set()
 

@@ -1,4 +1,4 @@
-"""GET from a running server: its address as people write it, and errors with what to do."""
+"""GET from a running server, by its address as people write it, with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 64 * 2**20  # bytes of it
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is. url: as it was written. path: prefix of every path."""
+    """The address of a server. url: as given. path: prefix of every path."""
 
     url: str
     scheme: str
@@ -42,7 +42,7 @@ class ServerAddress:
 
     @classmethod
     def of(cls, url: str, schemes: Sequence[str] = ("http", "https")) -> ServerAddress:
-        """ConfigError for what is no address of a server. schemes: the first where the URL has none."""
+        """ConfigError for other text than an address. schemes: the first is the default."""
         parts = urlsplit(url if "//" in url else "//" + url, scheme=schemes[0])
         try:
             port = parts.port if parts.port is not None else 443 if parts.scheme in ("https", "wss") else 80
@@ -59,7 +59,7 @@ class ServerAddress:
 
     @contextmanager
     def answer(self, path: str, key: str = "") -> Iterator[http.client.HTTPResponse]:
-        """The answer, to be read in the `with`. ReflexError if nothing answers, or if it ends early."""
+        """The answer, to be read in the `with`. ReflexError if nothing answers or the answer ends early."""
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=PATIENCE)
         try:
@@ -74,12 +74,12 @@ class ServerAddress:
             say = f"no such host: {error.strerror}; a URL is like http://127.0.0.1:8000"
             raise ReflexError(f"{self.url}: {say}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ReflexError(f"{self.url}: cannot be asked: {error or type(error).__name__}") from None
+            raise ReflexError(f"{self.url}: cannot be reached: {error or type(error).__name__}") from None
         finally:
             connection.close()
 
     def refusal(self, response: http.client.HTTPResponse, path: str, key: str) -> ReflexError:
-        """The error for an answer that is not 200."""
+        """The error for an answer other than 200."""
         if response.status == 401:
             which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
             return ConfigError(f"{self.url}: wants {which}")
@@ -96,7 +96,7 @@ _SNAPSHOT: Final = msgspec.json.Decoder(LiveSnapshot)
 
 
 def snapshot_of(line: bytes, url: str) -> LiveSnapshot:
-    """A snapshot from its line. ReflexError for one that is incomplete, or of another version."""
+    """The snapshot in a line. ReflexError for an incomplete one, or one of another version."""
     try:
         return _SNAPSHOT.decode(line)
     except msgspec.DecodeError as error:

@@ -1,10 +1,9 @@
-"""The supervisor, a small parent process: it owns the listening sockets, and starts workers again that end unasked.
+"""The supervisor, a small parent process: it owns the listening sockets, and restarts workers that end unasked.
 
-A worker is a fork: the same program with the same arguments, which accepts from the sockets that all share. In memory
-that both see it writes when its event loop last turned, when it was ready, and that it ends on purpose. One that ends
-otherwise, or whose loop stands still, is replaced, with back-off; meanwhile callers wait in the sockets' backlog, or
-other workers take them. The supervisor has no thread and no event loop, because they would disturb the fork: it waits
-for signals, which it blocks otherwise.
+A worker is a fork that accepts from the sockets that all share. In shared memory it writes when its event loop last
+turned, when it was ready, and that it ends on purpose. One that ends otherwise, or whose loop stands still, is replaced
+with back-off; meanwhile callers wait in the sockets' backlog, or other workers take them. The supervisor has no thread
+and no event loop, which would disturb the fork: it waits for blocked signals.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ log = logging.getLogger("reflex.supervisor")
 BACKLOG: Final = 4096  # connections that wait to be accepted
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 TURNS: Final = (signal.SIGHUP, signal.SIGUSR1)  # files continue in new ones
-PASSED_ON: Final = (*ENDS, *TURNS)
+PASSED_ON: Final = (*ENDS, *TURNS)  # to all workers
 AWAITED: Final = (*PASSED_ON, signal.SIGCHLD, signal.SIGALRM)
 MOST: Final = 8  # lives in a row shorter than STEADY, after which a lone worker is given up
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
 BEAT: Final = 0.5  # seconds
-LEAST_WATCH: Final = 4 * BEAT  # a loop that stands still for less is not hung, whatever the setting says
-LAST_WORDS: Final = 2.0  # seconds in which a hung worker writes its stacks; one that the kernel has stopped cannot
+LEAST_WATCH: Final = 4 * BEAT  # the least time without a beat of a hung loop
+LAST_WORDS: Final = 2.0  # seconds for a hung worker to write its stacks, unless the kernel has stopped it
 LONG: Final = 3600.0  # seconds between two looks where no beats are watched
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
 
 
 class Shared(ctypes.Structure):
-    """What a worker writes for its supervisor. beat: when its loop last turned; ready: when it was; both 0 before.
-    on_purpose: it ends by itself."""
+    """Written by a worker for its supervisor. beat: when its loop last turned; ready: when it was ready; both 0 until
+    then. on_purpose: it ends by itself."""
 
     _fields_ = (("beat", ctypes.c_double), ("ready", ctypes.c_double), ("on_purpose", ctypes.c_bool))
     beat: float
@@ -60,8 +59,8 @@ class Shared(ctypes.Structure):
 
 
 class Parent:
-    """The supervisor, as a worker sees it. number: of the worker, from 0. restarts: of the worker; last_exit: how its
-    last life ended, in words. own_urls: where each of several workers has pages of its own, in their order."""
+    """A worker's link to its supervisor. number: of the worker, from 0. restarts: of the worker; last_exit: the end of
+    its last process, in words. own_urls: the pages of each of several workers, in their order."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -71,7 +70,7 @@ class Parent:
         self.shared = Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(Shared)))
 
     def beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Show every half second from now on that the loop turns."""
+        """Write every half second from now on that the loop turns."""
         self.shared.beat = time.monotonic()
         loop.call_later(BEAT, self.beat, loop)
 
@@ -80,7 +79,7 @@ class Parent:
 
 
 class _Worker(Parent):
-    """pid: 0 while there is none. start_at: when the next life may begin."""
+    """pid: 0 while it has no process. start_at: when the next one may start."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -88,7 +87,7 @@ class _Worker(Parent):
         self.pid, self.start_at = 0, 0.0
 
     def hung_at(self, after: float) -> float:
-        """When it is hung, by its last beat."""
+        """When it counts as hung, after its last beat."""
         watched = after and self.pid and self.shared.beat and not self.shared.on_purpose
         return self.shared.beat + after if watched else inf
 
@@ -96,9 +95,8 @@ class _Worker(Parent):
 def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -> int:
     """Run `serve` in forks, and again after each unasked end. Returns the exit status.
 
-    hung_after: seconds without a beat of its loop after which a worker is killed, two at least; 0 is never. A worker
-    that ends on purpose ends everything with its status, and so does one that is lost before any was ever ready: it
-    would be again.
+    hung_after: seconds without a beat after which a worker is killed, two at least; 0 is never. A worker that ends on
+    purpose ends everything with its status, and so does one that is lost while none was ever ready.
     """
     return _Supervisor(serve, workers, hung_after).run()
 
@@ -113,7 +111,7 @@ class _Supervisor:
 
     def run(self) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel keeps no exit status
         before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         try:
             while self._ending is None or any(worker.pid for worker in self._workers):
@@ -129,7 +127,7 @@ class _Supervisor:
             return self._status
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that waits is dropped
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # drops a pending one
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fork(self, worker: _Worker) -> None:
@@ -151,7 +149,7 @@ class _Supervisor:
         signal.setitimer(signal.ITIMER_REAL, max(limit, 1e-6))
         came = signal.sigwait(AWAITED)  # Python's sigtimedwait returns garbage after a pause (Ctrl-Z) beyond its time
         after = time.monotonic()
-        if after - now > limit + 1.0:  # this process stood still, so the beats are no evidence
+        if after - now > limit + 1.0:  # this process stood still, so old beats prove nothing
             for worker in self._workers:
                 worker.shared.beat = after if worker.shared.beat else 0.0
         if came in PASSED_ON:
@@ -169,7 +167,7 @@ class _Supervisor:
 
     def _reap(self, worker: _Worker) -> None:
         """Handle the end of a worker."""
-        with contextlib.suppress(OSError):  # all that it started; its group id is not reused before it is reaped
+        with contextlib.suppress(OSError):  # its own processes; the group id is not reused until it is reaped
             os.killpg(worker.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
         worker.pid = 0
@@ -211,8 +209,8 @@ class _Supervisor:
 def _become_server(above: int) -> None:
     """In the fork: set signals as in a process of its own, which ends when its supervisor is gone."""
     with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # a Ctrl-C in a terminal is for the supervisor, which passes it on
-    closes = {signal.SIGHUP} if os.isatty(0) else set()  # its terminal; nohup gives it another standard input
+        os.setpgid(0, 0)  # the supervisor passes on a Ctrl-C in a terminal
+    closes = {signal.SIGHUP} if os.isatty(0) else set()  # of its terminal; nohup redirects standard input
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_DFL if number in closes.union(ENDS) else signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -223,7 +221,7 @@ def _become_server(above: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Let this process be killed when its parent, which has this id, is gone."""
+    """Have this process killed when its parent, which has this id, is gone."""
     with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it was gone before that took effect
@@ -231,7 +229,7 @@ def die_with(parent: int) -> None:
 
 
 def _run_and_leave(serve: Callable[[Parent], int], parent: Parent) -> NoReturn:
-    """Run the server and exit: the fork never returns to the caller of the supervisor."""
+    """Run the server and exit, so that the fork never returns to the caller of `supervise`."""
     status = EXIT_LOST
     try:
         status = serve(parent)
@@ -259,8 +257,8 @@ def _name(number: int) -> str:
 
 
 def bind(host: str, port: int, uds: str = "") -> socket.socket:
-    """A bound socket that listens, so that no other may be bound to its address; ConfigError when it cannot be bound.
-    uds: the path of a Unix socket, instead."""
+    """A listening socket, so that no other can be bound to its address; ConfigError when it cannot be bound. uds: path
+    of a Unix socket, instead."""
     if uds:
         return _bind_unix(uds)
     sock = None
@@ -283,7 +281,7 @@ def bind(host: str, port: int, uds: str = "") -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A Unix socket that only this user may open. A socket that a dead server left is replaced, a live one is not."""
+    """A Unix socket that only this user may open. Replaces the socket of a dead server, but not of a live one."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -310,7 +308,7 @@ def _answers(path: str) -> bool:
 
 def check_tls(certfile: str, keyfile: str) -> None:
     """ConfigError when the files cannot be used to serve TLS."""
-    import ssl  # here: few servers need it, and a supervisor stays small
+    import ssl  # here: few servers need it, and the supervisor stays small
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None, _no_password)
@@ -325,7 +323,7 @@ def _no_password() -> str:
 
 
 def url_of(sock: socket.socket, tls: bool = False) -> str:
-    """An address at which programs on this machine reach a socket."""
+    """An address at which programs on this machine reach the socket."""
     address = sock.getsockname()
     if isinstance(address, (str, bytes)):
         return f"unix:{os.fsdecode(address)}"

@@ -1,10 +1,10 @@
-"""What shows a server while it runs: `/dashboard`, the stream of snapshots that it reads, `/feeds` of cameras, and the
-journal of the next seconds.
+"""The live view of a server: `/dashboard` and its stream of snapshots, `/feeds` of cameras, and the journal of the next
+seconds.
 
-A stream is a GET whose answer does not end: one JSON document a line. One snapshot is made for all who watch, a few
-times a second, and only while somebody looks; who reads slowly misses snapshots instead of holding memory, and sees it
-by their numbers. The files of the pages hold no data, so they need no key; the streams do, where there is one. The page
-sends the key in a header: `EventSource` could send it only in the address, where it would stand in logs.
+A stream is a GET without end, one JSON document a line. All watchers get the same snapshots, a few times a second; a
+slow reader misses some instead of holding memory, and sees it by their numbers. The files of the pages hold no data and
+need no key; the streams do. The page sends it in a header: `EventSource` could send it only in the address, which logs
+would show.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ STREAM: Final = "/dashboard/stream"
 
 
 class Fold(Protocol):
-    """A sink of events that makes snapshots. now: seconds on the clock of the events."""
+    """A sink of events that makes snapshots. now: on the clock of the events."""
 
     def __call__(self, event: Event) -> None: ...
     def snapshot(self, now: float, server: Mapping[str, Any]) -> Any: ...
 
 
 class Watchers:
-    """The watchers of one server. Everything happens on the loop.
+    """The watchers of one server, on its loop.
 
-    fold: made when the first watcher comes, from the time. add, remove: it as a sink of the server's events; it is one
-    until the last watcher has left. server: what a snapshot has of the server itself; called before each, so that it
-    may have events delivered.
+    fold: makes the `Fold` of the time, for the first watcher. add, remove: the fold as a sink of the server's events,
+    until the last watcher leaves. server: fields of a snapshot on the server itself; it may deliver events first.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Watchers:
         self._make, self._add, self._remove, self._server = fold, add, remove, server
         self._fold: Fold | None = None
         self._count = 0
-        self._told = asyncio.Event()  # set, and replaced, with each snapshot
+        self._changed = asyncio.Event()  # set and replaced with each snapshot
         self._line = b""
         self._number = 0
         self._closed = False
@@ -82,7 +81,7 @@ class Watchers:
             seen = self._number
             while request.method != "HEAD" and not self._closed:
                 if seen == self._number:
-                    await self._told.wait()
+                    await self._changed.wait()
                     continue
                 seen = self._number
                 await request.write(self._line)
@@ -91,9 +90,9 @@ class Watchers:
         await request.end()
 
     def close(self) -> None:
-        """End every answer: the server is draining."""
+        """End every answer: the server drains."""
         self._closed = True
-        self._told.set()
+        self._changed.set()
 
     def _enter(self) -> None:
         self._count += 1
@@ -117,13 +116,13 @@ class Watchers:
         try:
             server = {**self._server(), "watchers": self._count}
             self._line = msgspec.json.encode(self._fold.snapshot(time.monotonic(), server)) + b"\n"
-        except Exception:  # the next one may be well
+        except Exception:  # the next one may succeed
             if self._broken.first():
-                log.exception("a snapshot for those who watch could not be made (repeats are not logged)")
+                log.exception("a snapshot for watchers could not be made (repeats are not logged)")
             return
         self._number += 1
-        told, self._told = self._told, asyncio.Event()
-        told.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 def _failed(error: ReflexError) -> bytes:
@@ -133,22 +132,20 @@ def _failed(error: ReflexError) -> bytes:
 # -- the journal -------------------------------------------------------------------------------------------------------
 
 JOURNAL: Final = "/diagnostics/journal"
-SECONDS: Final = 30.0  # if none are asked for
+SECONDS: Final = 30.0  # by default
 SHORTEST: Final = 1.0
 LONGEST: Final = 600.0
-BEAT: Final = 1.0  # seconds between two blank lines, by which a caller sees that the server lives
-READERS: Final = 4  # at a time; each has a thread that writes for it
-LAST: Final = 0.5  # seconds that a caller has in a drain to take what is left for it
+BEAT: Final = 1.0  # seconds between two blank lines, which show the caller that the server lives
+READERS: Final = 4  # at a time; each has a writer thread
+LAST: Final = 0.5  # seconds in a drain for a caller to read the rest
 
 
 class JournalStreams:
-    """The journals that are being sent, as `--trace` writes them. Everything happens on the loop but the writing.
+    """Sends journals, as `--trace` writes them. begin: adds a journal to the server's; end: removes it.
 
-    begin: adds a journal to the server's; end: takes it away.
-
-    A journal ends with its footer after its seconds, or in a drain; one that fails has none. A
-    caller that reads slowly makes its writer wait; what finds its queue full then is left out, and counted in the
-    footer. One that does not read when a drain begins is cut off: the server does not wait for it.
+    A journal ends with its footer after its seconds or in a drain; a failed one has none. A slow caller blocks its
+    writer, whose full queue drops lines and counts them in the footer. In a drain, a caller that does not read is cut
+    off.
     """
 
     def __init__(self, begin: Callable[[LineTarget], JournalWriter], end: Callable[[JournalWriter], None]) -> None:
@@ -176,7 +173,7 @@ class JournalStreams:
             self._readers -= 1
             self._end(writer)
             closing = asyncio.ensure_future(in_thread(writer.close))
-            if request.app.closing:  # one that does not read is cut off
+            if request.app.closing:
                 asyncio.get_running_loop().call_later(LAST, pipe.cut)
             await asyncio.shield(closing)
         await pipe.end()
@@ -194,18 +191,18 @@ class JournalStreams:
                     self._limits.discard(limit)
 
     def close(self) -> None:
-        """End every journal: the server is draining."""
+        """End every journal: the server drains."""
         for limit in self._limits:
-            if not limit.expired():  # one whose time is over in this turn of the loop cannot be changed
+            if not limit.expired():  # in this turn of the loop; such a one cannot be changed
                 limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _Pipe:
-    """The caller, in the place of a file. The writer's thread waits until the caller takes more."""
+    """The caller in place of a file. The writer's thread waits until the caller reads."""
 
     def __init__(self, request: HttpRequest) -> None:
         self.path, self.size = Path(JOURNAL), 0
-        self.left = False  # nothing can be sent any more
+        self.left = False  # nothing can be sent
         self._request, self._loop = request, asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
 
@@ -214,16 +211,15 @@ class _Pipe:
         self.size += len(lines)
 
     def flush(self) -> None:
-        """Every write is sent at once."""
+        """Nothing to do: every write is sent at once."""
 
     def close(self) -> None:
-        """The answer ends when the writer has."""
+        """Nothing to do: `end` ends the answer."""
 
-    def abandon(self) -> None:
-        """Likewise."""
+    abandon = close
 
     async def end(self) -> None:
-        """The answer is complete; that of a caller that was cut off is not."""
+        """End the answer, incomplete for a caller that was cut off."""
         if self.left:
             self._request.abort()
             return
@@ -236,7 +232,7 @@ class _Pipe:
             await self._request.write(lines)
 
     def cut(self) -> None:
-        """Give up what its caller does not take."""
+        """Drop what the caller does not read."""
         self.left = True
         if self._sending is not None and not self._sending.done():
             self._sending.cancel()
@@ -261,20 +257,11 @@ def _seconds(request: HttpRequest) -> float:
 PAGE: Final = "/dashboard"
 GRID: Final = "/feeds"
 _FOLDER: Final = Path(__file__).parent / "dashboard"
-_FILES: Final = {
-    "index.html": b"text/html; charset=utf-8",
-    "feeds.html": b"text/html; charset=utf-8",
-    "grid.js": b"text/javascript; charset=utf-8",
-    "link.js": b"text/javascript; charset=utf-8",
-    "dashboard.js": b"text/javascript; charset=utf-8",
-    "strip.js": b"text/javascript; charset=utf-8",
-    "feeds.js": b"text/javascript; charset=utf-8",
-    "charts.js": b"text/javascript; charset=utf-8",
-    "tables.js": b"text/javascript; charset=utf-8",
-    "uplot.js": b"text/javascript; charset=utf-8",
-    "uplot.css": b"text/css; charset=utf-8",
-    "dashboard.css": b"text/css; charset=utf-8",
-}
+_FILES: Final = (
+    "index.html", "feeds.html", "grid.js", "link.js", "dashboard.js", "strip.js", "feeds.js", "charts.js", "tables.js",
+    "uplot.js", "uplot.css", "dashboard.css",
+)  # fmt: skip
+_KINDS: Final = {".html": b"text/html", ".js": b"text/javascript", ".css": b"text/css"}
 _POLICY: Final = (
     b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -288,7 +275,7 @@ _PAGE_HEADERS: Final = [
 
 
 def dashboard_routes(watchers: Watchers) -> list[Route]:
-    """The page, its files and its stream."""
+    """The page of the dashboard, its files and its stream."""
     routes = [Route(STREAM, watchers.watch, own_pages=True, operators=True, form=PLAIN)]
     routes.append(Route(PAGE, partial(_send, "index.html"), open=True))
     return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
@@ -300,4 +287,5 @@ def grid_route() -> Route:
 
 
 async def _send(name: str, request: HttpRequest) -> HttpResponse:
-    return HttpResponse(200, (_FOLDER / name).read_bytes(), _FILES[name], list(_PAGE_HEADERS))
+    kind = _KINDS[Path(name).suffix] + b"; charset=utf-8"
+    return HttpResponse(200, (_FOLDER / name).read_bytes(), kind, list(_PAGE_HEADERS))

@@ -1,12 +1,12 @@
 """ZeroMQ clients on a listener of their own: messages in, one answer to each, on the event loop.
 
-libzmq reads and writes in a thread of its own. A descriptor becomes readable once for each change: so everything is
-looked at again after each message that is taken or sent. There is no timer and no polling.
+libzmq reads and writes in a thread of its own. Its descriptor becomes readable once for each change, so the socket is
+read again after each message that is taken or sent. There is no timer and no polling.
 
-- REQ, DEALER: an answer goes back with the frames that came before the message.
-- A message over `most` bytes is answered with the reason; one over twice that closes its connection.
-- The bytes of messages count among the request bodies that are held, until they are answered.
-- At shutdown messages that were taken are answered, and later ones are refused.
+- REQ, DEALER: an answer repeats the frames in front of the message.
+- A message over `most` bytes gets an error; one over twice that closes its connection.
+- The bytes of messages count among the request bodies until they are answered.
+- At shutdown the messages that were taken are answered, and later ones are refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, kno
 
 MAX_WAITING: Final = 4096  # messages that are being answered
 TURN: Final = 16  # messages taken in one turn of the loop
-PER_CLIENT: Final = 4  # messages of one connection that libzmq reads before they are taken
-UNREAD_MS: Final = 1000  # that clients have at the end to take their answers
+PER_CLIENT: Final = 4  # messages of one connection that libzmq reads ahead
+UNREAD_MS: Final = 1000  # at the end, for clients to read their answers
 
 
 class ZmqMessage:
-    """One message. peer: the routing ids on its way, of brokers too; the same again after a restart. id: made by the
+    """One message. peer: the routing ids on its way, also of brokers; a restart does not change them. id: made by the
     server, unique. started, received: when it was taken (`time.monotonic`). held: bytes of it that `Bodies` counts."""
 
     __slots__ = ("data", "envelope", "held", "id", "peer", "received", "started")
@@ -42,8 +42,8 @@ class ZmqMessage:
 
 
 class ZmqListener:
-    """A bound ROUTER socket. setting: that names the address. most: bytes that a message may have. answer: makes the
-    answer to a message, errors too; failed: makes that to a message that is refused."""
+    """A bound ROUTER socket. setting: of the address. most: bytes of a message. answer: makes the answer to a message,
+    also for errors; failed: makes that to a refused message."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class ZmqListener:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def begin(self) -> None:
-        """Take messages from now on, including those that were sent before."""
+        """Take messages from now on, those that wait included."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._read)
         self._look()
 
     async def close(self) -> None:
-        """Refuse what has come, wait a little until all answers are sent, and end."""
+        """Refuse waiting messages, wait a little until all answers are sent, and end."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)
             self._loop = None
@@ -109,7 +109,7 @@ class ZmqListener:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _look(self) -> None:
-        """Read in a later turn of the loop, if there is something to read: the descriptor stays silent."""
+        """Read in a later turn of the loop if there are messages: the descriptor does not become readable again."""
         if self._loop is not None and not self._again and self._something_came:
             self._again = True
             self._loop.call_soon(self._read)
