@@ -608,7 +608,7 @@ def test_t7_rtc_boundary_knows_how_late_an_answer_is(split: Path) -> None:
 CLOCKS: dict[str, tuple[Callable[[], Clocks], str, str]] = {
     "backwards": (lambda: ticking(1e-3, monotonic=iter(np.sin(np.arange(1e5))).__next__), "fail", "goes back"),
     "coarse": (lambda: ticking(1e-3, resolution=0.0156), "fail", "resolution 0.0156 s"),
-    "never set": (lambda: ticking(1e-3, wall=lambda: 86_400.0), "warn", "says 1970-01-02"),
+    "never set": (lambda: ticking(1e-3, wall=lambda: 86_400.0), "warn", "shows 1970-01-02"),
     "before its files": (lambda: ticking(1e-3, wall=lambda: 1_740_000_000.0), "warn", "before the export's own files"),
 }
 
@@ -623,7 +623,7 @@ def test_t7_clock(mono: Path, case: str) -> None:
 def test_t7_clock_that_was_never_set_where_the_files_are_as_old(mono: Path) -> None:
     for file in mono.iterdir():
         os.utime(file, (0.0, 0.0))
-    assert "says 2001-09-09" in failed(mono, "clock", "warn", clocks=ticking(1e-3, wall=lambda: 1e9)).actual
+    assert "shows 2001-09-09" in failed(mono, "clock", "warn", clocks=ticking(1e-3, wall=lambda: 1e9)).actual
 
 
 def test_t7_a_check_that_breaks_is_a_finding_and_the_others_are_made(

@@ -188,9 +188,9 @@ def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.fl
 
 
 @check(
-    "config", "", "a configuration that names what there is, in whole and readable files (docs/exports.md)",
-    "copy the file that is named there into the directory again, so that it can be read here and by the server (chmod "
-    "a+r), or correct the key; docs/exports.md explains each, docs/policies.md a policy of your own",
+    "config", "", "a configuration without faults, and whole, readable files (docs/exports.md)",
+    "copy the named file into the directory again, so that it can be read here and by the server (chmod a+r), or "
+    "correct the key; docs/exports.md explains each, docs/policies.md a policy of your own",
 )  # fmt: skip
 def check_config(context: CheckContext) -> str:
     """Of any source: errors are its reader's."""
@@ -201,7 +201,7 @@ def check_config(context: CheckContext) -> str:
 
 
 @check(
-    "wires", "config", "names of an observation for all that the policy needs, each once",
+    "wires", "config", "a name in observations for each input of the policy, each once",
     f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}", exports=True,
 )  # fmt: skip
 def check_wires(context: CheckContext) -> str:
@@ -241,7 +241,7 @@ def check_normalisation(context: CheckContext) -> str:
 
 @check(
     "embodiment", "config",
-    "a robot that is known: action space, ranges that hold the mean action, cameras of these names",
+    "a described robot: action space, ranges that hold the mean action, cameras of these names",
     f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment), or give PolicySpec an Embodiment",
 )  # fmt: skip
 def check_embodiment(context: CheckContext) -> str:
@@ -303,7 +303,7 @@ def check_tokenizer(context: CheckContext) -> str:
 
 @check(
     "memory", "config", f"two policies of its size within {SHARE:.0%} of the memory",
-    "free memory is not enough for this model: a larger machine, a smaller model, or its export in float16",
+    "the memory is too small for this model: use a larger machine, a smaller model, or its export in float16",
 )  # fmt: skip
 def check_memory(context: CheckContext) -> str:
     try:
@@ -322,7 +322,7 @@ def check_memory(context: CheckContext) -> str:
 
 @check(
     "provider", "", "a provider of this onnxruntime",
-    "install what is named there into this environment, or serve with --provider cpu", environment=True, exports=True,
+    "install the named package into this environment, or serve with --provider cpu", environment=True, exports=True,
 )  # fmt: skip
 def check_provider(context: CheckContext) -> str:
     onnx_session.check_provider(context.provider)
@@ -390,7 +390,7 @@ def check_dynamic_batch(context: CheckContext) -> str:
 @check(
     "actions", "model_load dynamic_batch", "finite actions within the robot's ranges",
     "the graph loads and cannot run: sizes inside it do not fit (a reshape with a fixed number of rows, ids beyond the "
-    "vocabulary, images of another size); run the model once in the tool that exported it",
+    "vocabulary, images of another size); run it once in the tool that exported it",
 )  # fmt: skip
 def check_actions(context: CheckContext) -> str:
     """Made-up observations, one at a time. The first runs twice: loading is no part of its time."""
@@ -432,8 +432,8 @@ def check_actions(context: CheckContext) -> str:
 
 
 @check(
-    "cameras", "actions", "finite actions without the optional cameras, and a mask that tells the model so",
-    "the graph cannot do with a mask that is false: look for a division by the number of pictures",
+    "cameras", "actions", "finite actions without the optional cameras, and a mask of the missing ones",
+    "the graph fails where a mask is false: look for a division by the number of pictures",
 )  # fmt: skip
 def check_cameras(context: CheckContext) -> str:
     """A request without any camera that it may leave out."""
@@ -494,8 +494,8 @@ def check_batch_parity(context: CheckContext) -> str:
                 raise Finding(
                     "fail",
                     f"{n} {how}: {error.message}",
-                    "the first axis is symbolic and the graph cannot do with it: a reshape or a constant inside is of "
-                    "one row. Export with a batch of 2 as the example; until then --max-batch-size 1",
+                    "the first axis is symbolic, but a reshape or a constant inside the graph is of one row. Export "
+                    "with a batch of 2 as the example; until then --max-batch-size 1",
                 ) from None
             ratios = np.abs(np.stack([c.actions for c in chunks]) - alone[:n]) / scale
             if not ratios.max() <= worst:  # NaN is never better
@@ -534,8 +534,8 @@ def check_rtc_boundary(context: CheckContext) -> str:
         raise Finding(
             "warn",
             "control_rate_hz is not known",
-            f"write the robot's control rate into {EMBODIMENT_FILE}: without it every request has to say how many "
-            "actions were `executed`, and those that run while it waits are not frozen",
+            f"write the robot's control rate into {EMBODIMENT_FILE}: without it every request needs `executed`, the "
+            "number of executed actions, and those that run while it waits are not frozen",
         )
     late = math.ceil(context.answer_time * rate)
     passing = "1 action passes" if late == 1 else f"{late} actions pass"
@@ -567,7 +567,7 @@ def check_clock(context: CheckContext) -> str:
         shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(max(0.0, wall)))
         raise Finding(
             "warn",
-            f"the wall clock says {shown} UTC, which is before the export's own files",
+            f"the wall clock shows {shown} UTC, which is before the export's own files",
             "timestamps of recordings will be wrong: set it (timedatectl set-ntp true), or replace the clock's battery",
         )
     return f"{clocks.resolution:.0e} s"
@@ -706,8 +706,7 @@ def _made(rule: CheckRule, context: CheckContext) -> Check:
     except ReflexError as error:
         found = Finding("fail", error.message)
     except Exception as error:  # a policy may raise anything, and the other checks are still made
-        met = "this check met something that it does not know; please report it with this text"
-        found = Finding("fail", f"{type(error).__name__}: {error}", met)
+        found = Finding("fail", f"{type(error).__name__}: {error}", "a fault of this check: please report it")
     fails = found.status in ("fail", "warn")
     return Check(
         rule.id,

@@ -150,7 +150,7 @@ class Export(PolicySource):
     def load(path: str | Path) -> Export:
         """Read and check the directory. `open` opens the graphs and checks them against it."""
         root = Path(path)
-        check_directory(root, _hint(root))
+        check_directory(root)
         table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
         check_files(root)
         return _load(root, table)
@@ -161,38 +161,34 @@ class Export(PolicySource):
         return OnnxStaged(self, self.graphs["prefix"], self.graphs["expert"], device)
 
 
-def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
-    """ConfigError for a path that is no directory of files. hint: for a path that does not exist. what: is expected."""
+def check_directory(
+    path: Path, what: str = "an export directory", more: str = _BUNDLED, source: str = ""
+) -> None:
+    """ConfigError for a path that is no directory of files. what: is expected. more: to the error of a path that does
+    not exist. source: the beginning of its source."""
     if path.is_file() and path.suffix == ".py":
         module = ".".join(path.with_suffix("").parts) if not path.is_absolute() else path.stem
         raise ConfigError(f"{path}: is a file of Python; serve a function of it: reflex serve python:{module}:FUNCTION")
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: not found, expected {what}{hint or _BUNDLED}")
+        raise ConfigError(f"{path}: not found, expected {what}{_hint(path, source) or more}")
     if configured(path):
         model_files.check_files(path)
 
 
-def _hint(path: Path) -> str:
+def _hint(path: Path, source: str) -> str:
     """What to do for a path that may be MODULE:FUNCTION, or the name of a model on a hub."""
-    name, colon, function = str(path).partition(":")
+    name, colon, function = path.as_posix().partition(":")
     module = name.removesuffix(".py").replace("/", ".")
     if colon and Path(module.replace(".", "/") + ".py").is_file():
         return f"; for a function of yours: reflex serve python:{module}:{function}"
-    download = from_hub(path)
-    return f" or the directory of a language model{download}" if download else ""
-
-
-def from_hub(path: Path, source: str = "") -> str:
-    """How to download a model, for a path that may be its name on a hub, else "". source: what its source begins
-    with."""
-    name = path.as_posix()
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or path.parent.exists():
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path.as_posix()) or path.parent.exists():
         return ""
     return (
-        f". If {name} is the name of a model on a hub, download it first (pip install huggingface_hub; hf download "
-        f"{name} --local-dir {path.name}), then: reflex serve {source}./{path.name}"
+        f"{'' if source else ' or the directory of a language model'}. If {path} is the name of a model on a hub, "
+        f"download it first (pip install huggingface_hub; hf download {path} --local-dir {path.name}), then: reflex "
+        f"serve {source}./{path.name}"
     )
 
 

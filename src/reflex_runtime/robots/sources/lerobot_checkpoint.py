@@ -16,7 +16,7 @@ from msgspec import Meta
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.base import StagedModel, WholeModel
 from reflex_runtime.robots.policy.spec import LEROBOT, DeviceOptions, Embodiment, Size, WireMap
-from reflex_runtime.robots.sources.export_directory import check_directory, from_hub
+from reflex_runtime.robots.sources.export_directory import check_directory
 from reflex_runtime.robots.sources.export_files import (
     EMBODIMENT_FILE,
     LEROBOT_FILE,
@@ -91,8 +91,7 @@ class LeRobotCheckpoint(PolicyCheckpoint):
     def load(source: str) -> LeRobotCheckpoint:
         """Read the directory of `lerobot:DIR`, or DIR. ConfigError names file and key."""
         root = Path(source.removeprefix(LEROBOT))
-        hint = from_hub(root, LEROBOT) or ", with its config.json and model.safetensors"
-        check_directory(root, hint, "a checkpoint of LeRobot")
+        check_directory(root, "a checkpoint of LeRobot", ", with its config.json and model.safetensors", LEROBOT)
         return _load(source, root)
 
     def check(self) -> None:

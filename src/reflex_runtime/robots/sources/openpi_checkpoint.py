@@ -136,8 +136,8 @@ class OpenpiCheckpoint(PolicyCheckpoint):
     def load(source: str) -> OpenpiCheckpoint:
         """Read the directory of `openpi:DIR`. ConfigError names file and key."""
         root = Path(source.removeprefix(OPENPI))
-        hint = ", with its model.safetensors and assets"
-        check_directory(root, hint, "a PyTorch checkpoint of openpi")
+        more = ", with its model.safetensors and assets"
+        check_directory(root, "a PyTorch checkpoint of openpi", more, OPENPI)
         return _load(source, root)
 
     def check(self) -> None:
