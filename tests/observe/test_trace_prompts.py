@@ -286,7 +286,7 @@ def test_a_model_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (["--prompts", "a", "--block-size", "0"], "--block-size=0: must be in [1, 65536]"),
         (["--prompts", "a", "--num-blocks", "0"], "--num-blocks=0: must be in [1, 4194304]"),
-        (["--prompts", "a", "b", "--at", "0"], "--at=0: must be 2 whole numbers, one for each prompt, in [0, 9"),
+        (["--prompts", "a", "b", "--at", "0,1,2"], "--at=0,1,2: must be a whole number in [0, 9"),
         (["--prompts", "a", "--at=-1"], "--at=-1: must be a whole number in [0"),
         (
             ["--prompts", "a", "--priority", "now"],

@@ -1,6 +1,6 @@
-"""Chat templates: Jinja programs that came with a model, run in a sandbox and chosen as `transformers` does.
+"""Chat templates: Jinja programs of a model, run in a sandbox and chosen as `transformers` chooses them.
 
-Whitespace, filters and functions are those that templates of model hubs are written against.
+Whitespace, filters and functions are those that templates of model hubs expect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS_FILE: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"  # a folder: a template by the name of its file
 DEFAULT, TOOL_USE = "default", "tool_use"
-# marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
+# marks of an assistant's text, for training; as comments they only trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 
 
@@ -28,7 +28,7 @@ class ChatTemplate:
     """The templates of a model by their names: one for all, or one of its own for conversations with tools."""
 
     def __init__(self, file: Path, sources: Mapping[str, str]) -> None:
-        """file: that errors name."""
+        """file: for errors."""
         self.source = "".join(sources.values())
         self._file, self._names = file, sorted(sources)
         self._programs = {name: _compile(file, sources[name]) for name in (DEFAULT, TOOL_USE) if name in sources}
@@ -53,7 +53,7 @@ class ChatTemplate:
         return cls(file, named)
 
     def render(self, given: Mapping[str, Any], begin_answer: bool = True) -> str:
-        """The text of a conversation. begin_answer: and the beginning of the answer."""
+        """The text of a conversation. begin_answer: with the beginning of the answer."""
         name = TOOL_USE if given.get("tools") and TOOL_USE in self._programs else DEFAULT
         if name not in self._programs:
             raise ConfigError(f"{self._file}: has chat templates named {', '.join(self._names)}, and no {DEFAULT}")

@@ -1,9 +1,9 @@
-"""What of tokens is text: the one place that says it, of prompts and outputs, whole and as they come.
+"""The text of tokens, of prompts and outputs, whole and as a stream: one place for both, so that they are equal.
 
-A token adds bytes to a text, and a text is the bytes of its tokens read as UTF-8; what is no UTF-8 becomes U+FFFD. A
-special token adds none, unless it is a mark that parsers read (`output_parsers.MARKS`): those are no special tokens
-here. Some tokenizers write a space before each word: the very first of a text is the model's, not the text's. An output
-goes on from its prompt, so its first word keeps it, and a character that the prompt began is the output's.
+A token adds bytes to a text, and a text is the bytes of its tokens as UTF-8; invalid bytes become U+FFFD. A special
+token adds none, unless it is a mark that parsers read (`output_parsers.MARKS`): those are no special tokens here. Some
+tokenizers write a space before each word: the first of a text is dropped. An output continues its prompt, so its first
+word keeps the space, and a character that the prompt began belongs to the output.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Final, Protocol
 
 _TAIL: Final = 3  # bytes at the end of a prompt that may be the beginning of a character
 _BYTE: Final = re.compile("<0x([0-9A-F]{2})>")
-_BESIDE: Final = "a"  # a token beside which others show what they add to a text
+_BESIDE: Final = "a"  # a token whose neighbours show the bytes that they add to a text
 
 
 class Detokenizer(Protocol):
-    """What its tokens add to a text."""
+    """The bytes that tokens add to a text."""
 
     def piece(self, id: int) -> bytes:
-        """What the token adds behind others; b"" for a special one, and one that there is not."""
+        """The bytes of a token behind others; b"" for a special or unknown one."""
 
     def first(self, id: int) -> bytes:
-        """What it adds as the first of a text."""
+        """Its bytes as the first token of a text."""
         return self.piece(id)
 
     def token(self, id: int) -> str:
-        """One token as people are shown it, special ones too."""
+        """One token for people, special ones too."""
         return self.piece(id).decode(errors="replace")
 
     def decode(self, ids: Seq[int], whole: bool = True) -> str:
-        """Their text. whole: else a character that they begin is left to what follows."""
+        """Their text. whole: False leaves out a character at the end that is not complete."""
         pieces = [self.piece(id) for id in ids]
         first = next((at for at, piece in enumerate(pieces) if piece), None)
         if first is not None:
@@ -41,13 +41,12 @@ class Detokenizer(Protocol):
         return utf_8_decode(b"".join(pieces), "replace", whole)[0]
 
     def stream(self, prompt: Seq[int] = (), stop: Seq[str] = (), include_stop: bool = False) -> TextStream:
-        """The text of an output, as its tokens come. prompt: the tokens before. stop, include_stop: see
-        `SamplingParams`."""
+        """The text of an output, by tokens. prompt: the tokens before. stop, include_stop: see `SamplingParams`."""
         return TextStream(self, prompt, stop, include_stop)
 
 
 class TextStream:
-    """The text of one output as its tokens come. stopped: a stop text has ended it."""
+    """The text of one output, token by token. stopped: a stop text has ended it."""
 
     __slots__ = ("_first", "_held", "_include_stop", "_rest", "_stop", "_tokens", "stopped")
 
@@ -66,11 +65,11 @@ class TextStream:
 
     @property
     def held(self) -> int:
-        """Complete characters that are not told yet."""
+        """Complete characters that are not returned yet."""
         return len(self._held)
 
     def feed(self, id: int, may_stop: bool = True) -> str:
-        """What is sure to be text with this token. may_stop: whether it may complete a stop text."""
+        """The text that is certain with this token. may_stop: whether it may complete a stop text."""
         piece = self._tokens.piece(id)
         if not piece:
             return self._special(id) if may_stop and self._stop else ""
@@ -80,7 +79,7 @@ class TextStream:
         return self._until_stop(text) if may_stop and self._stop else text
 
     def end(self) -> str:
-        """What is left when no stop text has ended it."""
+        """The rest of an output that no stop text has ended."""
         text = self._held + self._rest.decode(errors="replace")
         self._held, self._rest = "", b""
         return text
@@ -92,7 +91,7 @@ class TextStream:
         return text
 
     def _special(self, id: int) -> str:
-        """A special token ends the text, too, where a stop text spells it."""
+        """End the text at a special token whose name is a stop text."""
         name = self._tokens.token(id)
         if name not in self._stop:
             return ""
@@ -112,13 +111,13 @@ class TextStream:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of the text may be the beginning of the mark."""
+    """Characters at the end of the text that may be the beginning of the mark."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class CoreDetokenizer(Detokenizer):
-    """That of a `tokenizers.Tokenizer`: as its decoder has it, but token by token, so that a text that comes is the one
-    that is decoded whole. A byte that is part of no character is one U+FFFD, whatever stands beside it."""
+    """The decoder of a `tokenizers.Tokenizer`, token by token, so that a stream is equal to the text decoded whole. A
+    byte that is part of no character is one U+FFFD, whatever its neighbours are."""
 
     def __init__(self, core: Any) -> None:
         decoder, added = core.decoder, core.get_added_tokens_decoder()
@@ -129,7 +128,7 @@ class CoreDetokenizer(Detokenizer):
         self._falls_back = b'"type":"ByteFallback"' in kinds
         self._before = len(self._join([_BESIDE]))
         self._behind = len(self._join([_BESIDE, _BESIDE])) - self._before
-        self._pieces: dict[int, bytes] = {}  # of tokens that were asked for: a vocabulary has 100,000 and more
+        self._pieces: dict[int, bytes] = {}  # of used tokens: a vocabulary has 100,000 and more
 
     def piece(self, id: int) -> bytes:
         found = self._pieces.get(id)
@@ -161,8 +160,8 @@ class CoreDetokenizer(Detokenizer):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies: those that can be seen for themselves, others
-    for the rest, in order."""
+    """The characters of bytes in byte-level vocabularies: printable ones as themselves, others for the rest, in
+    order."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(seen)]
     return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""A program that looks at a form before the server compiles it; run by `logits_processors.py`.
+"""A program that checks a form before the server compiles it; run by `logits_processors.py`.
 
 llguidance follows references by recursion, and builds some expressions without a bound: a form of a few kilobytes can
 overrun the stack, which ends the process, or compute for minutes. Here it may do either. Standard input is the form in
-the words of the library, standard output what is wrong with it.
+the library's language, standard output its fault.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from contextlib import suppress
 from typing import Any
 
 SECONDS = 2  # of CPU
-STEP = 0.2  # seconds of CPU to find the next token: all other requests of a batch wait that long, too
-STEPS = 24  # tokens of an output by chance
+STEP = 0.2  # seconds of CPU for the mask of the next token: all other requests of a batch wait for it
+STEPS = 24  # tokens of a random output
 MEMORY = 1 << 30  # bytes of address space
-STACK = 1 << 20  # bytes: less than any thread of the server has, which compiles the same form
+STACK = 1 << 20  # bytes: less than the server's threads have, which compile the same form
 FAILED = 3  # exit status when the library gave up
 
 
 def fault(library: Any, form: str) -> str:
-    """What is wrong with a form, "" for nothing. JSON schemas in it are lenient: what the library would leave out of
-    them is wrong, but for a `format` without a rule, which says nothing of what is valid."""
-    failed, said = library.LLMatcher.validate_grammar_with_warnings(form)
-    wrong = (one for one in said if not one.startswith(("Unknown format: ", "no tokenizer - ")))
-    return str(next(wrong, said[0] if failed else ""))
+    """The fault of a form, or "". JSON schemas in it are lenient: a keyword that the library leaves out is a fault, but
+    not a `format` without a rule, which is an annotation."""
+    failed, warnings = library.LLMatcher.validate_grammar_with_warnings(form)
+    wrong = (one for one in warnings if not one.startswith(("Unknown format: ", "no tokenizer - ")))
+    return str(next(wrong, warnings[0] if failed else ""))
 
 
 def walk(matcher: Any) -> str | None:
-    """What is wrong with the first tokens of an output by chance, "" for nothing; None where one takes too long."""
+    """The fault of the first tokens of a random output, or ""; None where one takes too long."""
     for number in range(STEPS):
         if matcher.is_stopped():
             break
@@ -50,7 +50,7 @@ def main() -> int:
 
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError, OSError):  # not every system knows it
+    with suppress(ValueError, OSError):  # not on every system
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     import llguidance
 

@@ -48,9 +48,9 @@ def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
 
 
 class Stepper:
-    """Runs a scheduler's batches one by one, in the calling thread: nothing happens between two calls.
+    """Runs a scheduler's batches one by one, in the calling thread; nothing runs between two calls.
 
-    sinks: called with every event, in order; what they raise reaches the caller of `step`.
+    sinks: called with every event, in order; their exceptions reach the caller of `step`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Stepper:
         batch = self.scheduler.next_batch(self.clock())
         self.deliver()
         if batch is None:
-            if left := self.scheduler.take_left("default"):  # residents that no next batch names
+            if left := self.scheduler.take_left("default"):  # residents that no next batch will name
                 self._processor.drop(left)
             return None
         start = self.clock()
@@ -80,7 +80,7 @@ class Stepper:
         return batch
 
     def deliver(self) -> None:
-        """Call the sinks with what has happened since the last call, such as an input of the caller."""
+        """Call the sinks with the events since the last call, such as those of an input."""
         for event in self.scheduler.take_events():
             for sink in self.sinks:
                 sink(event)
@@ -95,8 +95,8 @@ class LLMEngine:
 
     model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: required with a runner other than the
     toy. block_size, num_blocks: of the cache; None is the runner's default. adapters: directories of LoRA adapters of a
-    Hugging Face directory, by the names that requests say. Further keywords are `EngineConfig`'s.
-    sinks: called with every event of the scheduler. scheduler: the core's.
+    Hugging Face directory, by the names in requests. Further keywords are `EngineConfig`'s. sinks: called with every
+    event of the scheduler. scheduler: the core's.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class LLMEngine:
         adapter: str = "",
         prompt_logprobs: int | None = None,
     ) -> str:
-        """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
+        """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` for one that may not enter.
 
-        params: None is how the model's authors sample it. adapter: the name of one of `adapters`, "" for none.
+        params: None for the defaults of the model's authors. adapter: the name of one of `adapters`, "" for none.
         prompt_logprobs: see `GenerateParams`.
         """
         if request_id in self._tickets:
@@ -178,7 +178,7 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Generate for all prompts, as many at a time as fit; returns their outputs in order.
 
-        params: one for all, or one each; None is how the model's authors sample it. A request that fails has its
+        params: one for all, or one each; None for the defaults of the model's authors. A request that fails has its
         `error` set; one that can never run raises.
         """
         params = self._plain if params is None else params

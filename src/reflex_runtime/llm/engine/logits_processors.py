@@ -1,12 +1,12 @@
-"""What a request changes about the logits before its next token is chosen: penalties, a bias, no early end, a form.
+"""Changes of a request to the logits of its next token: penalties, a bias, no early end, a form.
 
-A sequence has a `Shaping` only where its parameters ask for one; others pay nothing. It is read when a token is chosen
-and changed when that token is kept: a step that fails in between leaves no trace.
+A sequence has a `Shaping` only where its parameters need one; others pay nothing. It is read when a token is chosen and
+changed when that token is kept: a step that fails in between leaves no trace.
 
 The form of an output is a JSON Schema, a regular expression, one of several texts, or a grammar. The library
-`llguidance` knows which tokens may come next; here is what the engine needs of it. A form is looked at in a process of
-its own first (`form_check.py`), and compiled once for a tokenizer, off the event loop. Each sequence works on its own
-copy. What may come next is computed while the model runs.
+`llguidance` computes the tokens that may come next. A form is checked in a process of its own first (`form_check.py`),
+and compiled once for a tokenizer, off the event loop. Each sequence has its own copy. The mask of the next token is
+computed while the model runs.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine import form_check
 
 Row = npt.NDArray[np.float32]
-_ROOM: Final = 64  # different tokens that are counted before the arrays grow
-_FORBIDDEN: Final = np.where(  # [256, 8]: what the bits of a byte of a mask add to the logits of their tokens
+_ROOM: Final = 64  # different tokens before the arrays grow
+_FORBIDDEN: Final = np.where(  # [256, 8]: added to the logits of 8 tokens for a byte of a mask
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
 ).astype(np.float32)
-# A model that is allowed any number of spaces may write nothing else until its tokens are used up.
+# Without a bound a model may write spaces until its tokens are used up.
 SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
-_PLAIN: Final = 2000  # characters of a schema that is looked at here, if it has none of the words that can be costly
-_COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last could write any of them
+_PLAIN: Final = 2000  # characters of a schema that is checked in this process, if it has no costly word
+_COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last can write the others
 _TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
 _NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold no keywords
 _VALUES: Final = ("const", "enum", "default", "examples", "example")  # hold no schemas
 _ALL: Final[tuple[Any, ...]] = (True, {})
-_VAIN: Final[dict[str, tuple[Any, ...]]] = {  # values that demand nothing, of keywords that the library does not know
+_VAIN: Final[dict[str, tuple[Any, ...]]] = {  # values that demand nothing, of keywords that the library lacks
     **dict.fromkeys(("then", "else", "propertyNames", "unevaluatedItems", "unevaluatedProperties"), _ALL),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
     **dict.fromkeys(("not", "uniqueItems"), (False,)),
@@ -62,11 +62,11 @@ _INSTEAD: Final = {
     "oneOf": "write anyOf, or cases that exclude each other",
     "pattern": "say what may stand there, as ^-?[0-9]+([.][0-9]+)?$ for a number",
 }
-_LONGEST: Final = 60.0  # seconds for a look at a form, on a machine that is very busy
+_LONGEST: Final = 60.0  # seconds for the check of a form, on a very busy machine
 
 
 class Matcher:
-    """Where one output is in its form. Made by `Constraints.compile`; `copy` it for each sequence."""
+    """The place of one output in its form. Made by `Constraints.compile`; `copy` it for each sequence."""
 
     __slots__ = ("_core", "_penalty")
 
@@ -79,14 +79,14 @@ class Matcher:
         return Matcher(self._core.deep_copy())
 
     def prepare(self) -> None:
-        """Find out which tokens may come next, for `penalty`. It releases the interpreter meanwhile."""
+        """Compute the tokens that may come next, for `penalty`. Releases the interpreter's lock meanwhile."""
         if self._penalty is None:
             bits = np.frombuffer(self._core.compute_bitmask(), np.uint8)
             self._penalty = np.take(_FORBIDDEN, bits, axis=0).reshape(-1)
 
     def penalty(self) -> Row:
-        """What to add to the logits: 0 for each token that may come next, else minus infinity. Tokens beyond its end
-        may not. Raises ProcessorError when the form turns out to be too complex."""
+        """Added to the logits: 0 for each token that may come next, else minus infinity; tokens beyond its end may not.
+        Raises ProcessorError for a form that is too complex."""
         self.prepare()
         penalty = self._penalty
         if self._core.is_error() or penalty is None:
@@ -94,7 +94,7 @@ class Matcher:
         return penalty
 
     def sampled(self, token: int) -> None:
-        """The output has a new token. Raises ProcessorError for one that was not allowed."""
+        """Add a token of the output. Raises ProcessorError for one that was not allowed."""
         self._penalty = None
         if not self._core.consume_token(token):
             raise self._error()
@@ -109,20 +109,20 @@ class Matcher:
 
 
 class Constraints:
-    """Compiles forms for one tokenizer. vocabulary: `Tokenizer.vocabulary`. Any thread may call it."""
+    """Compiles forms for one tokenizer. vocabulary: `Tokenizer.vocabulary`. Thread-safe."""
 
     def __init__(self, vocabulary: Callable[[], Any]) -> None:
         self._read, self._vocabulary = vocabulary, None
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def compile(self, constraint: Constraint) -> Matcher:
-        """At the beginning of an output. ConfigError for a form that is none; it begins with its kind."""
+        """The matcher at the beginning of an output. ConfigError, which begins with the kind, for an invalid form."""
         return self._compiled(constraint).copy()
 
     def _compile(self, constraint: Constraint) -> Matcher:
         check_constraint(constraint)
         library = _library()
-        if self._vocabulary is None:  # built twice if two threads come at once: the same
+        if self._vocabulary is None:  # two threads may build it at once: the same
             self._vocabulary = self._read()
         core = library.LLMatcher(self._vocabulary, _grammar(library, constraint), log_level=0)
         if core.is_error():
@@ -132,8 +132,7 @@ class Constraints:
 
 @lru_cache(_KEPT)
 def check_constraint(constraint: Constraint) -> None:
-    """Raise what `Constraints.compile` would, as far as it can be known without a tokenizer. For most forms it starts a
-    process, which takes about a tenth of a second."""
+    """Raise the errors of `Constraints.compile` that need no tokenizer. Most forms need a process, about 0.1 s."""
     library = _library()
     form = _grammar(library, constraint)
     error = form_check.fault(library, form) if _plain(constraint) else _looked_at(constraint, form)
@@ -150,7 +149,7 @@ def _plain(constraint: Constraint) -> bool:
 
 
 def _looked_at(constraint: Constraint, form: str) -> str:
-    """What is wrong with it, found in another process."""
+    """Its fault, found in another process; "" for none."""
     command = [sys.executable, "-P", str(Path(form_check.__file__))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
@@ -173,7 +172,7 @@ def _library() -> Any:
 
 
 def _grammar(library: Any, constraint: Constraint) -> str:
-    """In the words of the library."""
+    """The form in the library's language."""
     text = constraint.text
     matcher = library.LLMatcher
     if constraint.kind == "regex":
@@ -184,7 +183,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
         found = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in json.loads(text)))
     else:
         if any(f'"{word}"' in text for word in (*_VAIN, *_BESIDE)):
-            with suppress(ValueError, RecursionError):  # the library says what is wrong
+            with suppress(ValueError, RecursionError):  # the library's error is clearer
                 text = json.dumps(demands(json.loads(text)))
         try:
             found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES, "lenient": True})
@@ -195,7 +194,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
 
 
 def demands(schema: Any, names: bool = False) -> Any:
-    """A schema without keywords that demand nothing and that the library would refuse. names: it is schemas by name."""
+    """A schema without the keywords that demand nothing and that the library would refuse. names: schemas by name."""
     if isinstance(schema, list):
         return [demands(one) for one in schema]
     if names or not isinstance(schema, dict):
@@ -208,7 +207,7 @@ def demands(schema: Any, names: bool = False) -> Any:
 
 
 def _explained(library: Any, constraint: Constraint, why: str) -> str:
-    """What is wrong, with the place in the schema where it is, and what to write instead."""
+    """The fault with its place in the schema, and what to write instead."""
     around = re.search("look-?around|backreference", why)
     if constraint.kind != "json":
         return f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
@@ -226,7 +225,7 @@ def _explained(library: Any, constraint: Constraint, why: str) -> str:
 
 
 def _places(schema: Any, inside: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Every place in a schema, the keyword or name there, and its value."""
+    """Every place in a schema, with its keyword or name and its value."""
     if isinstance(schema, list):
         entries = {f"{inside}[{i}]": ("", value) for i, value in enumerate(schema)}
     else:
@@ -242,18 +241,18 @@ def _wrong(constraint: Constraint, why: str) -> ConfigError:
 
 
 def _first_line(text: str) -> str:
-    """A message without the picture of where in the text it is, and without the state of the library."""
+    """A message without the library's drawing of the place and its state."""
     told = text.partition("<state>")[0].replace("NoExtensionBias", _ENDLESS)
     return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
 
 
 class _Counts:
-    """Tokens and how often each came, as arrays: what numpy needs to change a row of logits at once."""
+    """Tokens and their counts, as arrays, so that numpy changes a row of logits at once."""
 
     __slots__ = ("_at", "_ids", "_times")
 
     def __init__(self, tokens: Seq[int] = ()) -> None:
-        """tokens: each came once."""
+        """tokens: each counts once."""
         first = list(dict.fromkeys(tokens))
         self._at = {token: at for at, token in enumerate(first)}
         self._ids = np.array([*first, *[0] * _ROOM], np.int64)
@@ -261,7 +260,7 @@ class _Counts:
         self._times[len(first) :] = 0.0
 
     def add(self, token: int) -> None:
-        """It came once more."""
+        """Count it once more."""
         at = self._at.setdefault(token, len(self._at))
         if at == len(self._ids):
             self._ids, self._times = np.resize(self._ids, 2 * at), np.append(self._times, np.zeros(at, np.float32))
@@ -278,7 +277,7 @@ class _Counts:
 
 
 class Shaping:
-    """What one sequence changes. Made by `shaping_of`."""
+    """The changes of one sequence. Made by `shaping_of`."""
 
     __slots__ = ("_bias", "_biased", "_ends", "_known", "_output", "_params", "_sampled", "matcher")
 
@@ -294,7 +293,7 @@ class Shaping:
         self._sampled = 0
 
     def shape(self, row: Row) -> None:
-        """Change the logits [vocab_size] of the next token, in place. Raises ProcessorError when none is left."""
+        """Change the logits [vocab_size] of the next token, in place. Raises ProcessorError if no token is left."""
         params, known, output = self._params, self._known, self._output
         if known is not None:
             own, by = row[known.ids], params.repetition_penalty
@@ -322,7 +321,7 @@ class Shaping:
         return self.matcher is not None and self.matcher.complete
 
     def sampled(self, token: int) -> None:
-        """The sequence has a new token. Raises ProcessorError for one that its form does not allow."""
+        """Add a token of the sequence. Raises ProcessorError for one that its form does not allow."""
         self._sampled += 1
         if self.matcher is not None:
             self.matcher.sampled(token)
@@ -334,7 +333,7 @@ class Shaping:
 def shaping_of(
     params: SamplingParams, prompt: Seq[int], ends: Collection[int], matcher: Matcher | None = None
 ) -> Shaping | None:
-    """What a sequence with this prompt changes; None: nothing. ends: tokens that end it. matcher: of its constraint."""
+    """The changes of a sequence with this prompt, or None. ends: tokens that end it. matcher: of its constraint."""
     asks = (
         matcher is not None
         or params.repetition_penalty != 1.0

@@ -1,8 +1,8 @@
-"""Guesses of a sequence's next tokens: what followed the last time that it said the same (prompt lookup).
+"""Guesses of a sequence's next tokens: those that followed the same tokens earlier (prompt lookup).
 
 Text that repeats its prompt, or itself, is found by its last three tokens, or two. From there on the guess follows the
-old text, token by token, as long as it is right. Every token that is sampled is compared with the guess, whether that
-was computed or not, so the share of right guesses is known while none is computed, and for nothing.
+old text, token by token, as long as it is right. Every sampled token is compared with the guess, computed or not, so
+the share of right guesses is known at no cost while none is computed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence as Seq
 from typing import Final
 
 MOST: Final = 16  # tokens guessed at a time
-LONGEST: Final = 16_384  # tokens of a sequence that are looked up: about 300 bytes each
-LEAST: Final = 0.05  # a chance below it is not worth naming
+LONGEST: Final = 16_384  # tokens of a sequence in the lookup: about 300 bytes each
+LEAST: Final = 0.05  # a guess with a smaller chance is not made
 _CLASSES: Final = (2, 3, 4, 8, 16, 32)  # lengths of a match from which guesses are right more often
 _CLASS: Final = [sum(length >= bound for bound in _CLASSES[1:]) for length in range(_CLASSES[-1] + 1)]
 _PRIOR: Final = (0.2, 0.3, 0.5, 0.7, 0.8, 0.9)  # shares of right guesses, until they are measured
-_OWN, _ALL = 1 / 8, 1 / 64  # how much one guess changes the share of its sequence, and that of all
+_OWN, _ALL = 1 / 8, 1 / 64  # weight of one guess in the share of its sequence, and in that of all
 
 
 class Rates:
@@ -36,7 +36,7 @@ class Rates:
             self._all.compared(length, right)
 
     def chances(self, length: int, most: int) -> tuple[float, ...]:
-        """That the next guess is right, the next two, and so on; at most so many."""
+        """The chances that the next guess is right, the next two, and so on; at most so many."""
         found: list[float] = []
         chance, of = 1.0, self._of
         for at in range(length, length + most):
@@ -56,18 +56,18 @@ class Lookup:
         self._text, self._rates = list(prompt), Rates(rates)
         self._pairs: dict[int, int] = {}  # two tokens, as one number → the place behind them
         self._triples: dict[int, int] = {}
-        self._known = 0  # tokens of the text that are looked up
+        self._known = 0  # tokens of the text in the lookup
         self._at = -1  # the place of the next guess in the text, or -1: there is none
         self._length = 0  # tokens before that place that equal the last ones
 
     def learn(self, end: int) -> None:
-        """The prompt up to here can be repeated from now on. O(what is new of it)."""
+        """Add the prompt up to here to the lookup. O(new tokens)."""
         for place in range(self._known, min(end, LONGEST)):
             self._at, self._length = self._remember(place)
         self._known = end
 
     def follow(self, token: int) -> None:
-        """There is one more token of output: compare it with the guess."""
+        """Compare one more token of output with the guess, and add it to the lookup."""
         place = len(self._text)
         if self._known < place:
             self.learn(place)
@@ -84,11 +84,11 @@ class Lookup:
         self._at, self._length = (at + 1, length + 1) if right else found
 
     def guess(self, most: int) -> tuple[list[int], tuple[float, ...]]:
-        """The next tokens, at most so many, and the chances that each is right, and all before it."""
+        """The next tokens, at most so many, and the chance that each and all before it are right."""
         if self._at < 0 or most <= 0:
             return [], ()
         chances = self._rates.chances(self._length, min(most, MOST))
-        period = self._known - self._at  # behind its end the text goes on as it repeats
+        period = self._known - self._at  # behind its end the text repeats
         return [self._text[self._at + i % period] for i in range(len(chances))], chances
 
     def _remember(self, place: int) -> tuple[int, int]:

@@ -1,12 +1,11 @@
-"""The parts of an output's text, read as it comes: thoughts, text and calls of tools; and what forces a call.
+"""The parts of an output's text as a stream: thoughts, text and calls of tools; and the constraint of a demanded call.
 
-A reasoning model writes a thought before its answer, between marks. Some templates leave it to the model to begin a
-thought, others begin it in the prompt: the output is inside of it then.
+A reasoning model writes a thought before its answer, between marks. With some templates the model begins the thought,
+with others the prompt does: the output then starts inside of it.
 
-Which form of calls a model learned is found by its chat template: of all forms it is the one that reads back what the
-template writes of a known call (`form_of`). A call is read from its opening mark on, as JSON or by its tags, so that a
-mark inside of an argument is a text and the closing mark may be missing. Whatever a demanded call may be is read as
-one.
+The form of a model's calls is found by its chat template: the first that reads back the template's text of a known call
+(`form_of`). A call is read from its opening mark on, as JSON or by its tags, so that a mark inside of an argument is
+text and the closing mark may be missing. Every call that the constraint allows is read.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.detokenizer import overlap
 from reflex_runtime.llm.engine.logits_processors import demands
 
-_MOST: Final = 16  # calls that are forced at once
-_SPACE: Final = r"\x20?"  # between the tokens of forced arguments: a weak model would spend its answer on blanks
+_MOST: Final = 16  # demanded calls of one answer
+_SPACE: Final = r"\x20?"  # between the tokens of demanded arguments: a weak model would fill its answer with blanks
 _KEYS: Final = ("arguments", "parameters")
 _HALF: Final = 10  # characters of a word of JSON, at most
 _GAP: Final = re.compile(r"[\s;,]*")  # between two calls, or two values
@@ -59,9 +58,9 @@ class ToolCall:
 class ToolForm:
     """How a model writes calls.
 
-    mark: what calls stand behind. close: what may stand behind them. bare: an answer may be calls without a mark.
-    begin, between, end: as a demanded answer has them. middle: between a name and its arguments, where they are no
-    object. tags: they are tags. key: of the arguments in an object. several: whether an answer may have more than one.
+    mark: before calls. close: behind them, optional. bare: an answer may be calls without a mark. begin, between, end:
+    of a demanded answer. middle: between a name and its arguments, where a call is no object. tags: a call is tags.
+    key: of the arguments in an object. several: whether an answer may have several calls.
     """
 
     mark: str
@@ -82,12 +81,12 @@ def _each(mark: str, close: str, space: str = "") -> ToolForm:
 
 
 def _list(mark: str, close: str = "") -> ToolForm:
-    """Marks around a list of them."""
+    """Marks around a list of calls."""
     return ToolForm(mark, close, f"{mark}[", ", ", f"]{close}")
 
 
 _MISTRAL: Final = "[TOOL_CALLS]"
-FORMS: Final = {  # as those who came first are named; the first that reads a template's calls is taken
+FORMS: Final = {  # by the first model of each; the first that reads a template's calls is used
     "hermes": _each("<tool_call>", "</tool_call>", "\n"),
     "qwen3_coder": replace(_each("<tool_call>", "</tool_call>", "\n"), tags=True),
     "phi4": _each("<|tool_call|>", "<|/tool_call|>"),
@@ -98,9 +97,9 @@ FORMS: Final = {  # as those who came first are named; the first that reads a te
     "mistral_named": ToolForm(_MISTRAL, begin=_MISTRAL, between=_MISTRAL, middle="[ARGS]"),
     "llama3": ToolForm("<|python_tag|>", between="; ", bare=True, key="parameters"),
 }
-THOUGHT, ANSWER = "<think>", "</think>"  # a thought begins, and ends
+THOUGHT, ANSWER = "<think>", "</think>"  # the beginning and the end of a thought
 _ALL: Final = {mark for form in FORMS.values() for mark in (form.mark, form.close, form.middle, "[CALL_ID]")}
-# tokens that are text, also where a file has them as special ones
+# tokens that are text, even if the tokenizer's file marks them as special
 MARKS: Final = frozenset(_ALL - {""} | {THOUGHT, ANSWER})
 
 
@@ -119,13 +118,13 @@ AWKWARD: Final = {
 
 
 def form_of(written: Callable[[list[dict[str, Any]]], str]) -> ToolForm | None:
-    """The form that reads back what a template writes of calls; None: no form does. written: what it writes of an
-    assistant's calls, each a name and arguments."""
+    """The form that reads back a template's text of calls, or None. written: the text of an assistant's calls, each a
+    name and arguments."""
     plain, awkward = ({"name": TRIED.name, "arguments": arguments} for arguments in ({"text": "x"}, AWKWARD))
     texts = [written([plain]), written([awkward])]
     for form in FORMS.values():
         if form.close in texts[0] and [_all(form, text) for text in texts] == [[plain], [awkward]]:
-            call = texts[0][texts[0].rfind(TRIED.name) :]  # a template may show the tools as late as here
+            call = texts[0][texts[0].rfind(TRIED.name) :]  # a template may list the tools just before
             key = "parameters" if '"parameters"' in call else "arguments"
             if form.bare and texts[0].lstrip().startswith("["):
                 form = replace(form, begin="[", between=", ", end="]")
@@ -146,7 +145,7 @@ def _all(form: ToolForm, text: str) -> list[dict[str, Any]]:
 
 
 def forced(form: ToolForm, tools: Sequence[Tool], several: bool) -> Constraint:
-    """The constraint under which an output is one call of these tools, or several."""
+    """The constraint for an output that is one call of these tools, or several."""
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         if form.tags:
@@ -161,8 +160,8 @@ def forced(form: ToolForm, tools: Sequence[Tool], several: bool) -> Constraint:
 
 
 def _tagged_rules(i: int, tool: Tool) -> Iterator[str]:
-    """Each parameter at most once, in their order. A text is anything without a closing tag; rules for its letters do
-    not hold, as nothing escapes them."""
+    """Each parameter at most once, in their order. A text is anything without a closing tag; a pattern does not apply,
+    as tags have no escapes."""
     named, needed = _properties(tool.parameters), json.dumps(tool.parameters.get("required"))
     parts = [f"p_{i}_{j}{'' if json.dumps(name) in needed else '?'}" for j, name in enumerate(named)]
     yield f'call_{i}: "<function={tool.name}>\\n" {" ".join(parts)} "{_FUNCTION_END}"'
@@ -195,28 +194,28 @@ Calls = list[tuple[str, str]]  # of each the name and the arguments
 
 
 class ToolParser:
-    """Reads the calls out of one output's text as it comes. called: how many there were.
+    """Reads the calls in one output's text as a stream. called: calls so far.
 
-    Text that turns out to be no call of a known tool is text.
+    A part that is no call of a known tool is text.
     """
 
     def __init__(self, form: ToolForm, tools: Sequence[Tool]) -> None:
         self.called = 0
         self._form, self._tools = form, {tool.name: tool.parameters for tool in tools}
-        self._text = ""  # not yet said: inside of a call, or perhaps the beginning of one
-        self._before = ""  # what is said of a mark, and the space before it, if no call follows
+        self._text = ""  # not yet returned: inside of a call, or perhaps the beginning of one
+        self._before = ""  # a mark and the space before it, which are text if no call follows
         self._state = "begin" if form.bare else "text"
-        self._closes = False  # whether a value may end in what has just come: nothing else is worth a look
+        self._closes = False  # whether a value may end in the new text; else no value is parsed
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """What is complete with this text."""
+        """The parts that are complete with this text."""
         self._text += text
         self._closes = "}" in text or "]" in text
         return self._parts(last=False)
 
     def end(self) -> list[str | ToolCall]:
-        """What is left when the output has ended."""
-        self._closes = True  # behind a mark that was no call's there may be one
+        """The rest of an output that has ended."""
+        self._closes = True  # behind a mark without a call there may be one
         return self._parts(last=True)
 
     def _parts(self, last: bool) -> list[str | ToolCall]:
@@ -231,7 +230,7 @@ class ToolParser:
         return found
 
     def _bare(self, last: bool) -> list[str | ToolCall] | None:
-        """An answer that begins as a value is calls to its end, or text."""
+        """An answer that begins as a JSON value: calls to its end, or text."""
         begun = self._text.lstrip()
         if not last and (not begun or begun[0] in "{["):
             return None
@@ -314,17 +313,17 @@ def _behind_gap(text: str, at: int = 0) -> int:
 
 
 def _end(text: str, at: int = 0) -> int | None:
-    """Where the JSON value ends that begins there; None: it is not complete; -1: it is none."""
+    """The end of the JSON value that begins there; None: not complete; -1: no value."""
     try:
         return _decode(text, at)[1]
-    except json.JSONDecodeError as error:  # the last letters may be half of a word
+    except json.JSONDecodeError as error:  # the last letters may be half of a JSON word
         return None if error.msg.startswith("Unterminated") or error.pos > len(text) - _HALF else -1
     except (ValueError, RecursionError):  # a number has too many digits
         return -1
 
 
 def _objects(text: str) -> Calls:
-    """The calls that a JSON value is; empty if it is none."""
+    """The calls in a JSON value; empty if there is none."""
     try:
         json.loads(text, parse_constant=_no_json)
         each = [text] if text[:1] == "{" else [one for _, one in _members(text)] if text[:1] == "[" else []
@@ -334,8 +333,8 @@ def _objects(text: str) -> Calls:
 
 
 def _named(said: dict[str, str]) -> tuple[str, str]:
-    """The name and the arguments of a call, of which JSON is given; they may be JSON inside of a text. ValueError for
-    one that has them under another key, or twice."""
+    """The name and the arguments of a call by its members in JSON; arguments may be JSON inside of a text. ValueError
+    for arguments under another key, or twice."""
     name, given = json.loads(said.get("name", "0")), [said[key] for key in _KEYS if key in said]
     text = given[0] if given else "{}"
     if text[0] == '"':
@@ -347,7 +346,7 @@ def _named(said: dict[str, str]) -> tuple[str, str]:
 
 
 def _members(text: str) -> Iterator[tuple[str, str]]:
-    """What a JSON object or list has, as it is written, by its key. text: valid JSON."""
+    """The key and the source of each member of a JSON object or list. text: valid JSON."""
     key, at = "", _behind_gap(text, 1)
     while text[at] not in "}]":
         if text[0] == "{":
@@ -363,7 +362,7 @@ def _tagged(text: str, tools: dict[str, dict[str, Any]]) -> tuple[Calls | None, 
     if not text.startswith(_FUNCTION_BEGIN[: len(text)]):
         return [], -1
     head = _FUNCTION.match(text)
-    if head is None or _FUNCTION_END not in text:  # of long texts this is all that is done for each token
+    if head is None or _FUNCTION_END not in text:  # the only work for each token of a long text
         return None, -1
     at, given, named = head.end(), list[str](), _properties(tools.get(head[1], {}))
     while begin := _PARAMETER.match(text, at):
@@ -380,7 +379,7 @@ def _tagged(text: str, tools: dict[str, dict[str, Any]]) -> tuple[Calls | None, 
 
 
 def _json_of(schema: Any, text: str) -> str:
-    """A parameter as JSON: a text where nothing else fits, else what it is as JSON or in Python's words, if it is."""
+    """A parameter as JSON: a JSON value or Python constant if the schema allows more than a text, else a text."""
     known = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     if not _is_text(schema):
         with suppress(ValueError, RecursionError):
@@ -390,12 +389,12 @@ def _json_of(schema: Any, text: str) -> str:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether nothing but a text fits."""
+    """Whether only a text is valid."""
     return isinstance(schema, dict) and (schema.get("type") == "string" or bool(_texts(schema)))
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:
-    """The texts of which it has to be one; empty where there are none."""
+    """The allowed texts of an enum or const; empty if there are none."""
     among = schema.get("enum", [schema.get("const")])
     return among if isinstance(among, list) and all(isinstance(one, str) for one in among) else []
 
@@ -412,36 +411,34 @@ def _no_json(constant: str) -> NoReturn:
 # -- thoughts, text and calls ------------------------------------------------------------------------------------------
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A part of what a model thought."""
+    """A part of a model's thought."""
 
     text: str
 
 
 class ThoughtParser:
-    """Reads the thought at the beginning of one output's text as it comes. thinking: whether it is inside of one.
+    """Reads the thought at the beginning of one output's text as a stream. thinking: whether it is inside of one.
 
     An output that does not begin with a thought is an answer from its first character on.
     """
 
     def __init__(self, begun: bool, marks: tuple[str, str] = (THOUGHT, ANSWER)) -> None:
-        """begun: the prompt began the thought. marks: with which one begins, and ends."""
+        """begun: the prompt began the thought. marks: of its beginning and its end."""
         self._open, self._close = marks
-        # An answer without a thought may begin as one behind it does: of several marks with the last of them.
+        # An answer without a thought may begin with the end of the closing mark.
         self._silent = [self._close[at:] for at, letter in enumerate(self._close) if at and letter in "<["]
         self._state: Literal["before", "inside", "behind", "answer"] = "inside" if begun else "before"
-        self._text = ""  # not yet said
-        self._said = False  # whether any of the thought was said
+        self._text = ""  # not yet returned
+        self._said = False  # whether any of the thought was returned
 
     @property
     def thinking(self) -> bool:
         return self._state == "inside"
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What is complete with this text: of the thought, and of the answer."""
+        """The parts of the thought and of the answer that are complete with this text."""
         if self._state == "answer":
             return "", text
         self._text += text
@@ -453,7 +450,7 @@ class ThoughtParser:
         return thought, self._rest() if self._state == "answer" else ""
 
     def end(self) -> tuple[str, str]:
-        """What is left when the output has ended."""
+        """The rest of an output that has ended."""
         rest = self._rest()
         if self._state == "inside":
             return rest.rstrip() if self._said or not self._open.startswith(rest.strip()) else "", ""
@@ -489,7 +486,7 @@ class ThoughtParser:
 
 
 class PartReader:
-    """Reads one output's text as it comes: thoughts, text and calls. thinking: whether it is inside of a thought.
+    """Reads one output's text as a stream: thoughts, text and calls. thinking: whether it is inside of a thought.
     called: calls so far."""
 
     def __init__(self, thoughts: ThoughtParser | None = None, tools: ToolParser | None = None) -> None:
@@ -504,7 +501,7 @@ class PartReader:
         return 0 if self._tools is None else self._tools.called
 
     def feed(self, text: str, last: bool) -> list[str | Thought | ToolCall]:
-        """What is complete with this text. last: no more comes."""
+        """The parts that are complete with this text. last: the output has ended."""
         found: list[str | Thought | ToolCall] = []
         if self._thoughts is not None:
             thought, text = self._thoughts.feed(text)

@@ -74,8 +74,8 @@ class EngineConfig:
     max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the memory of a step.
     max_gap_ms: longest gap between two tokens of a sequence; prompts get the time that is left (`TimedTokens`).
         0 is 100 ms, or eight times what a step costs without tokens, up to 2 s; None bounds steps by tokens alone.
-    speculate: "ngram" guesses the next tokens by what was said before and computes them where that pays; outputs are
-        the same (`ngram_proposer.py`). "off".
+    speculate: "ngram" guesses the next tokens by earlier ones and computes them where that pays; outputs are the same
+        (`ngram_proposer.py`). "off".
     max_num_seqs: most sequences that generate at the same time.
     long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
     enable_prefix_caching: the common beginning of prompts is computed once.
@@ -107,16 +107,11 @@ class LLMProcessor(BaseProcessor):
     def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
+        self.limits = Limits(runner.vocab_size, runner.max_model_len, runner.num_blocks, runner.block_size)
         self.constraints = Constraints(tokenizer.vocabulary)
         self.rates = Rates()
         self.drafted = self.accepted = 0  # guessed tokens that steps computed, and those of them that were right
         self._beside = ThreadPoolExecutor(1, "reflex-constraints")  # its thread starts with the first one
-
-    @property
-    def limits(self) -> Limits:
-        """The limits for requests. A tokenizer may know more tokens than the model, or fewer."""
-        runner, pool = self.runner, self.pool
-        return Limits(runner.vocab_size, runner.max_model_len, pool.num_blocks, pool.block_size)
 
     @property
     def group(self) -> GroupConfig:
@@ -142,7 +137,7 @@ class LLMProcessor(BaseProcessor):
         params: SamplingParams,
         matcher: Matcher | None = None,
     ) -> Request:
-        """A request for this processor. params: `GenerateParams` say more than how it is sampled. matcher: of its
+        """A request for this processor. params: `GenerateParams` have more than sampling. matcher: of its
         constraint, where it is compiled already; it may be that of several requests.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
@@ -342,7 +337,7 @@ def flatten(lanes: Seq[Lane]) -> Step:
 
 
 def num_rows(sequence: Sequence, past: int, n: int) -> int:
-    """After how many of the lane's tokens logits are wanted: the last ones."""
+    """Rows of logits of the lane: after so many of its last tokens."""
     first = sequence.num_tokens - 1
     if sequence.scores_from is not None:
         first = min(first, sequence.scores_from)
@@ -369,13 +364,13 @@ def drafted(sequence: Sequence, past: int, n: int) -> int:
 
 
 def next_rows(lanes: Seq[Lane]) -> list[int]:
-    """Where, among the rows of a step that has them, the one after each lane's last known token is."""
+    """The row of each lane's last known token, among the rows of a step that has them."""
     ends = accumulate(num_rows(*lane) for lane in lanes)
     return [end - 1 - drafted(*lane) for end, lane in zip(ends, lanes, strict=True)]
 
 
 def _rows(lanes: Seq[Lane], begins: Seq[int]) -> npt.NDArray[np.int64] | None:
-    """See `Step.rows`; None if no token of the step is one, because a runner computes at least one row."""
+    """See `Step.rows`; None if the step has none, because a runner computes at least one row."""
     rows: list[int] = []
     for lane, end in zip(lanes, begins[1:], strict=True):
         rows += range(end - num_rows(*lane), end)

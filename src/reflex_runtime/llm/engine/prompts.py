@@ -1,5 +1,5 @@
-"""`reflex trace --prompts`: prompts run on the engine of `reflex serve`, step by step; with `--sweep` at many budgets,
-and where more buys nothing."""
+"""`reflex trace --prompts`: the steps of prompts on the engine of `reflex serve`; with `--sweep` at many budgets, and
+the budget beyond which more has no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.observe.journal import Journal, plain
 from reflex_runtime.observe.trace_tables import PALETTE, ROWS, Colours, courses, ink
-from reflex_runtime.settings.declare import did_you_mean, one_line, option, validate
+from reflex_runtime.settings.declare import one_line, option, validate
 from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
-BUDGETS = 64  # of a sweep
-HIGHEST = 1 << 20  # of them
+LATEST = 999_999_999  # steps before a prompt arrives
+BUDGETS = 64  # most of a sweep
+HIGHEST = 1 << 20  # tokens of a budget
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Prompt(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What runs prompts. clock: virtual time, where steps are not measured. settings: keywords of `LLMEngine`."""
+    """The engine of the prompts. clock: virtual time of a toy; None: measured. settings: keywords of `LLMEngine`."""
 
     runner: Runner
     tokenizer: Tokenizer
@@ -93,7 +96,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> tuple[Setup, list[Prompt]]:
-    """Read the flags and load what runs. directory_of: a model by its name. ConfigError names flag, value and range."""
+    """Read the flags and load the model. directory_of: a model by its name. ConfigError names flag, value and range."""
     config = load(PromptsConfig, "trace", None, {}, vars(args))
     prompts = _prompts(args.prompts, config)
     given = {"block_size", "num_blocks"} & vars(args).keys() if config.model else {"block_size", "num_blocks"}
@@ -109,7 +112,7 @@ def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> t
 
 
 def _load(model: str, directory_of: Callable[[str], Path], **cache: Any) -> tuple[Any, Any]:
-    """Runner and tokenizer: the toy, or what a directory holds. cache: block_size, num_blocks, where asked for."""
+    """Runner and tokenizer: the toy, or those of a directory. cache: block_size, num_blocks, where given."""
     if not model:
         from reflex_runtime.llm.engine.toy import ByteTokenizer, TimedToy
 
@@ -130,7 +133,7 @@ def record(setup: Setup, prompts: Sequence[Prompt], path: Path) -> dict[str, Req
 
     clock = time.monotonic if setup.clock is None else setup.clock
 
-    def note(event: Event) -> None:  # each batch says whose its times are, where they are not the machine's
+    def note(event: Event) -> None:  # mark times that are not the machine's
         if isinstance(event, BatchScheduled) and setup.clock is not None:
             event.batch.notes["modelled"] = MODELLED
 
@@ -168,7 +171,7 @@ def drive(engine: LLMEngine, prompts: Iterable[Prompt]) -> dict[str, RequestOutp
     return outputs
 
 
-# -- the prompts and what is said of each ------------------------------------------------------------------------------
+# -- the prompts and their options -------------------------------------------------------------------------------------
 
 
 def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
@@ -181,8 +184,11 @@ def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
     if not 1 <= len(texts) <= MOST_PROMPTS:
         raise ConfigError(f"--prompts: {len(texts):,} of them; must be in [1, {MOST_PROMPTS}]")
     count = len(texts)
-    params = [SamplingParams.greedy(n, ignore_eos=True) for n in _outputs(config.max_tokens, count)]
-    each = zip(texts, params, _arrivals(config.at, count), _priorities(config.priority, count), strict=True)
+    outputs = _each("--max-tokens", config.max_tokens, count, _whole(1, LONGEST), f"a whole number in [1, {LONGEST}]")
+    arrivals = _each("--at", config.at or "0", count, _whole(0, LATEST), f"a whole number in [0, {LATEST}]")
+    priorities = _each("--priority", config.priority, count, PRIORITIES.get, f"one of {', '.join(PRIORITIES)}")
+    params = [SamplingParams.greedy(tokens, ignore_eos=True) for tokens in outputs]
+    each = zip(texts, params, arrivals, priorities, strict=True)
     return [Prompt(letters(i), *one) for i, one in enumerate(each)]
 
 
@@ -195,42 +201,18 @@ def _lines(file: str) -> list[str]:
         raise ConfigError(f"--prompts=@{one_line(file)}: not UTF-8 at byte {error.start}") from error
 
 
-def _outputs(text: str, count: int) -> list[int]:
-    numbers = _numbers(text)
-    if len(numbers) in (1, count) and all(1 <= n <= LONGEST for n in numbers):
-        return (numbers * count)[:count]
-    raise ConfigError(f"--max-tokens={one_line(text)}: must be a whole number in [1, {LONGEST}]{_or_each(count)}")
+def _each(flag: str, text: str, count: int, read: Callable[[str], T | None], what: str) -> list[T]:
+    """The values of an option that takes one for all prompts, or one for each. read: None for a wrong one."""
+    parts = [read(part.strip()) for part in text.split(",")]
+    values = [value for value in parts if value is not None]
+    if len(values) == len(parts) and len(parts) in (1, count):
+        return (values * count)[:count]
+    more = f", or {count} of them with commas, one for each prompt" if count > 1 else ""
+    raise ConfigError(f"{flag}={one_line(text)}: must be {what}{more}")
 
 
-def _arrivals(text: str, count: int) -> list[int]:
-    if not text:
-        return [0] * count
-    numbers = _numbers(text)
-    if len(numbers) == count:
-        return numbers
-    each = ",".join(str(i) for i in range(count)) if count <= 4 else "0,1,2,3,…"
-    told = f"{count} whole numbers, one for each prompt," if count > 1 else "a whole number"
-    raise ConfigError(f"--at={one_line(text)}: must be {told} in [0, 999999999], such as {each}")
-
-
-def _numbers(text: str) -> list[int]:
-    """Whole numbers with commas; none where a part is no such number."""
-    parts = [part.strip() for part in text.split(",")]
-    return [int(part) for part in parts] if all(p.isdecimal() and len(p) <= 9 for p in parts) else []
-
-
-def _priorities(text: str, count: int) -> list[Priority]:
-    names = [name.strip() for name in text.split(",")]
-    if len(names) in (1, count) and all(name in PRIORITIES for name in names):
-        return [Priority[name.upper()] for name in (names * count)[:count]]
-    stray = next((name for name in names if name not in PRIORITIES), "")
-    known = f"must be one of {', '.join(PRIORITIES)}{_or_each(count)}{did_you_mean(stray, PRIORITIES)}"
-    raise ConfigError(f"--priority={one_line(text)}: {known}")
-
-
-def _or_each(count: int) -> str:
-    """What else an option takes that has one value for all prompts."""
-    return f", or {count} of them with commas, one for each prompt" if count > 1 else ""
+def _whole(low: int, high: int) -> Callable[[str], int | None]:
+    return lambda text: int(text) if text.isdecimal() and len(text) <= 9 and low <= int(text) <= high else None
 
 
 def letters(number: int) -> str:
@@ -244,7 +226,7 @@ def letters(number: int) -> str:
 
 
 def _middle(text: str, width: int) -> str:
-    """In quotes, on one line; of what is too long both ends."""
+    """In quotes, on one line; both ends of a long text."""
     shown = plain(text, len(text) + 1)
     if len(shown) > width - 2:
         head = (width - 3) // 2
@@ -253,7 +235,7 @@ def _middle(text: str, width: int) -> str:
 
 
 def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
-    """One line a request: what was asked, what it took, what came out."""
+    """One line a request: its prompt, its tokens, its output."""
     found = {c.member.id: c for c in courses(trace.batches)}
     colours = Colours.of(trace, trace.batches)
     lines = []
@@ -286,7 +268,7 @@ class Measured(NamedTuple):
 
 
 class Mute:
-    """A runner without a model, for runs in which only the schedule matters: its answer is always token 0."""
+    """A runner without a model, where only the schedule matters: its answer is always token 0."""
 
     def __init__(self, like: Runner) -> None:
         self.vocab_size, self.block_size, self.num_blocks = like.vocab_size, like.block_size, like.num_blocks
@@ -318,8 +300,8 @@ def measured(setup: Setup, prompts: Sequence[Prompt], budget: int) -> Measured:
 
 
 def knee(runs: Sequence[Measured], floor: int) -> int | None:
-    """The smallest budget beyond which more has no effect, of runs with ascending ones; None if they end before it.
-    floor: steps without a limit."""
+    """The smallest budget of runs in ascending order beyond which more has no effect, or None. floor: steps without a
+    limit."""
     found = None
     for run in reversed(runs):
         if len(run.tokens) > floor:
@@ -335,7 +317,7 @@ def sweep(
     progress: Callable[[int, int], None],
     picture: Path | None = None,
 ) -> Iterator[RenderableType]:
-    """Run the prompts at every budget; the table, and what is said of it. picture: prefix of its files."""
+    """Run the prompts at every budget; the table, and its summary. picture: prefix of its files."""
     runs = list[Measured]()
     for budget in budgets:
         runs.append(measured(setup, prompts, budget))
@@ -358,7 +340,7 @@ def sweep(
 
 
 def budgets_of(text: str) -> list[int]:
-    """The budgets of LOW..HIGH: all, or of many `BUDGETS`, each larger than the last by the same factor."""
+    """The budgets of LOW..HIGH: all, or `BUDGETS` of many, each larger than the last by the same factor."""
     found = re.fullmatch(r"([0-9]{1,7})\.\.([0-9]{1,7})", text)
     low, high = (int(found[1]), int(found[2])) if found is not None else (0, 0)
     if not 1 <= low <= high <= HIGHEST:
@@ -369,7 +351,7 @@ def budgets_of(text: str) -> list[int]:
 
 
 def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
-    """One row per budget; of many budgets those at which steps or first tokens change. found: the knee."""
+    """One row per budget; of many only those at which steps or first tokens change. found: the knee."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     columns = ("budget", "steps", "peak\nstep", "mean\nstep", "budget\nunused", "first token in\nstep p50 / last", "")
     for i, name in enumerate(columns):

@@ -1,9 +1,8 @@
 """From rows of logits to tokens.
 
-A draw depends on the sequence's seed and on how many tokens it has sampled, on nothing else: not on the rest of the
-batch, and not on whether the step was tried before. Greedy rows are one argmax for all; the others are transformed
-together and drawn one by one. Rows that a request changes first (`Shaping`) are copied: what is reported about a
-token is the model's own.
+A draw depends on the sequence's seed and the number of its sampled tokens alone: not on the rest of the batch, nor on
+earlier tries of the step. Greedy rows are one argmax for all; the others are transformed together and drawn one by one.
+Rows that a request changes first (`Shaping`) are copied: reported log probabilities are the model's own.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from reflex_runtime.ipc.messages import ScoredToken
 from reflex_runtime.llm.engine.sequence import Sequence
 
 Logits = npt.NDArray[np.float32]
-_PART = 64  # of a row whose largest number is looked at first
-_NEVER = -9999.0  # minus infinity, which is no JSON, as the OpenAI API says it
-_COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and the likeliest has 0 / it
+_PART = 64  # numbers of a row whose largest is compared first
+_NEVER = -9999.0  # in place of minus infinity, which is no JSON, as in the OpenAI API
+_COLDEST = 1e-30  # temperature; a smaller one may be 0 in float32
 
 
 def sample(
@@ -33,10 +32,10 @@ def sample(
 ) -> list[ScoredToken | ProcessorError]:
     """The next token of each sequence from its row of logits [n, vocab_size].
 
-    rows: which row is whose; None: they are in order. best: the place of the largest number of each row of the logits,
-    where a caller that samples from them several times has looked already. Neither copies a row.
+    rows: the row of each; None: they are in order. best: the argmax of each row, for callers that sample from the same
+    logits several times. Neither copies a row.
 
-    A row without a finite best value, or of which the request's own form leaves nothing, fails that sequence alone: a
+    A row without a finite best value, or without a token that the request allows, fails that sequence alone: a
     ProcessorError takes the place of its token.
     """
     at = np.arange(len(sequences)) if rows is None else np.array(rows, np.intp)
@@ -70,7 +69,7 @@ def sample(
 
 
 def _shaped(rows: Logits, sequences: Seq[Sequence]) -> tuple[Logits, dict[int, ProcessorError]]:
-    """The rows as their sequences change them, in place, and the errors of those that could not."""
+    """The rows, changed in place by their sequences, and the errors of failed ones by place."""
     errors: dict[int, ProcessorError] = {}
     for at, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
         try:
@@ -84,7 +83,7 @@ def _shaped(rows: Logits, sequences: Seq[Sequence]) -> tuple[Logits, dict[int, P
 def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:
     heat = np.array([max(_COLDEST, s.params.temperature) for s in sequences], np.float32)
     weights = logits - logits.max(axis=1, keepdims=True)
-    with np.errstate(over="ignore"):  # to minus infinity: next to no temperature leaves nothing but the likeliest
+    with np.errstate(over="ignore"):  # to minus infinity: a tiny temperature leaves the likeliest alone
         weights /= heat[:, None]
     np.exp(weights, out=weights)
     return [_pick(row, s) for row, s in zip(weights, sequences, strict=True)]
@@ -131,7 +130,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def explain(row: npt.NDArray[np.float32], token: int, alternatives: int) -> ScoredToken:
-    """What the model says of a token by its row of logits. alternatives: the likeliest to report beside it."""
+    """A token with its log probability by a row of logits. alternatives: likeliest tokens to report beside it."""
     most = row.max()
     total = float(most) + float(np.log(np.exp(row - most).sum(dtype=np.float64)))
     ids = likeliest(row, alternatives) if alternatives else ()
@@ -140,12 +139,12 @@ def explain(row: npt.NDArray[np.float32], token: int, alternatives: int) -> Scor
 
 
 def likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:
-    """The ids of so many of the largest numbers, the largest first; of equal ones the lower id first."""
+    """The ids of the largest numbers in descending order; of equal ones the lower id first."""
     count = min(count, len(row))
     parts = len(row) // _PART
     if parts < count:
         return np.lexsort((np.arange(len(row)), -row))[:count]
     largest = row[: parts * _PART].reshape(parts, _PART).max(axis=1)
-    least = np.partition(largest, -count)[-count]  # so many numbers are no smaller
+    least = np.partition(largest, -count)[-count]  # at least `count` numbers are no smaller
     ids = np.flatnonzero(row >= least)
     return ids[np.lexsort((ids, -row[ids]))[:count]]

@@ -1,8 +1,8 @@
-"""One request's tokens: known, computed, and ready to send; and the limits that it is measured against before.
+"""One request's tokens: known, computed, and ready to send; and the limits of a request.
 
 Two counters are the whole state: `num_tokens` are known (the prompt and the sampled ones), `num_computed_tokens` have
-their keys and values in the cache. Prefill and decode are no states: a sequence wants the difference computed, and when
-all is computed it gets a new token. Preemption sets the second counter to 0; the known tokens stay.
+their keys and values in the cache. Prefill and decode are no states: a step computes some of the difference, and when
+all is computed the sequence gets a new token. Preemption sets the second counter to 0; the known tokens stay.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a request, as the model and the cache allow."""
+        """Most tokens of a request, by the model and the cache."""
         return min(self.max_model_len, self.cache_tokens + 1)  # the last token is not kept
 
     def room(self, prompt_tokens: int) -> int:
-        """Most tokens of output behind a prompt of this length; at least 1, which may still not fit."""
+        """Most output tokens for a prompt of this length; at least 1, even where that does not fit."""
         return max(1, self.longest - prompt_tokens)
 
     def check(self, ids: Seq[int], max_tokens: int) -> None:
-        """Raises TooLarge for what could never run, naming the limit; ConfigError for a prompt that is none."""
+        """Raises TooLarge, with the limit, for a request that can never run; ConfigError for an invalid prompt."""
         if not ids:
             raise ConfigError("prompt: is empty; at least one token is needed")
         told = {"prompt_tokens": len(ids), "max_tokens": max_tokens}
@@ -76,7 +76,7 @@ class Limits:
 class RequestOutput:
     """The result of a request. finish_reason: `stop`, `length`, or the code of `error`. cached_tokens: prompt tokens
     found in the prefix cache. error: why it ended without a full answer; the tokens until then are included.
-    prompt_logprobs: of the prompt's tokens from the second on, if they were asked for."""
+    prompt_logprobs: of the prompt's tokens from the second on, if requested."""
 
     request_id: str
     prompt: str | None
@@ -94,9 +94,9 @@ class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
     Between steps the scheduler's side changes it (`BlockPool`), during a step the processor (`LLMProcessor`). The
-    driver orders the two, so it needs no lock. detokenizer: says what is text. matcher: of the constraint in its
-    params. traceparent: of its request's span, "" if that is not recorded. draft: guesses of its next tokens, of which
-    a step may compute some behind its last known one; they come from `lookup`, if there is one.
+    driver orders the two, so it needs no lock. matcher: of the constraint in its params. traceparent: of its request's
+    span, "" if that is not recorded. draft: guesses of its next tokens by `lookup`; a step may compute some behind its
+    last known token.
     """
 
     __slots__ = (
@@ -114,19 +114,19 @@ class Sequence:
         matcher: Matcher | None = None,
         rates: Rates | None = None,
     ) -> None:
-        """rates: of all sequences; with them it guesses its next tokens."""
+        """rates: of the guesses of all sequences; None: no guesses."""
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
         self._longest = self.num_prompt_tokens + params.max_tokens
         self.num_computed_tokens = 0
-        self.cached_tokens: int | None = None  # found when it first ran; after a preemption it finds its own
+        self.cached_tokens: int | None = None  # found when it first ran, not after a preemption
         self.params = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
         self.shaping = shaping_of(params, self.tokens, self.eos, matcher)
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
-        self.published = 0  # blocks of `blocks` that the prefix cache knows
+        self.published = 0  # blocks of `blocks` in the prefix cache
         self.choices: list[ScoredToken] = []
         self.scores_from: int | None = None  # the first position whose successor is still to be scored; see `score`
         self.alternatives = 0
@@ -159,17 +159,17 @@ class Sequence:
         return "".join(self._pieces)
 
     def score(self, alternatives: int = 0) -> None:
-        """Report what the model says of the prompt's own tokens, each with so many of the likeliest. ConfigError for
-        more than an output may have.
+        """Report log probabilities of the prompt's own tokens, each with so many of the likeliest. ConfigError for more
+        than an output may have.
 
-        To be called before the sequence runs. It then uses no cached blocks, because they hold no logits.
+        Call it before the sequence runs, which then uses no cached blocks: they hold no logits.
         """
         if not 0 <= alternatives <= MOST_LOGPROBS:
             raise ConfigError(f"prompt_logprobs={alternatives!r}: must be in [0, {MOST_LOGPROBS}]")
         self.scores_from, self.alternatives = (0 if self.num_prompt_tokens > 1 else None), alternatives
 
     def scored(self, choices: Seq[ScoredToken]) -> None:
-        """A step has scored the next tokens of the prompt."""
+        """Add the next tokens of the prompt that a step has scored."""
         self.prompt_choices += choices
         done = len(self.prompt_choices)
         self.scores_from = done if done < self.num_prompt_tokens - 1 else None
@@ -200,14 +200,14 @@ class Sequence:
         return TokenOutput(shown, token, choice.logprob, choice.top, held, self.finish_reason)
 
     def computed(self, tokens: int) -> None:
-        """A step has computed so many of the known tokens."""
+        """Count known tokens that a step has computed."""
         self.num_computed_tokens += tokens
         if self.lookup is not None and self.num_output_tokens == 0:
             self.lookup.learn(min(self.num_computed_tokens, self.num_prompt_tokens))
 
     def guess(self) -> tuple[float, ...]:
-        """Guess the next tokens, as its `draft`; returns the chances that each is right, and all before it. What it may
-        write at most bounds the guess: its very last token is never computed."""
+        """Set `draft` to guesses; returns the chance that each and all before it are right. max_tokens bounds them: the
+        very last token is never computed."""
         if self.lookup is None:
             return ()
         self.draft, chances = self.lookup.guess(self._longest - len(self.tokens) - 1)

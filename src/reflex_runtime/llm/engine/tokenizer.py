@@ -1,8 +1,8 @@
-"""Text to token ids and back: what the engine asks of a tokenizer, the one read from a model directory, and how long
-texts are tokenised without blocking the event loop.
+"""Text to token ids and back: the interface of tokenizers, the tokenizer of a model directory, and long texts beside
+the event loop.
 
-The merges and the normalisation are the `tokenizers` library's; chat templates are Jinja programs that came with the
-model and run in a sandbox. Both libraries are imported when a directory is loaded, not before.
+The merges and the normalisation are the `tokenizers` library's; chat templates are Jinja programs of the model, run in
+a sandbox. Both libraries are imported when a directory is loaded, not before.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from reflex_runtime.run.model_files import JsonObject, read_file, read_object
 from reflex_runtime.run.processor import WALL, Panic
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-_LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits
+_LIKELY: Final = 8  # a text of more characters for each token that fits hardly ever fits
 _PIECE: Final = 4096  # characters
-_TAIL: Final = 16  # tokens of a prompt in which it may begin a thought
-_PER_CUT: Final = 64  # tokens that a cut may add, at the very most
+_TAIL: Final = 16  # tokens at the end of a prompt that may begin a thought
+_PER_CUT: Final = 64  # most tokens that a cut may add
 _HELLO: Final = {"role": "user", "content": "Hello"}
 _MARK: Final = re.compile(r"[<\[]\S{1,99}[>\]]")
 _LAST_MARK: Final = re.compile(r"([<\[][^<\[\s]{1,99}[>\]])\s*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
-TRIAL_S: Final = 5.0  # seconds for a few words, on a machine that is very busy
-MOST_GROWTH: Final = 64  # characters that a normaliser or decoder makes of one
+TRIAL_S: Final = 5.0  # seconds for a few words, on a very busy machine
+MOST_GROWTH: Final = 64  # most characters that a normaliser or decoder makes of one
 log = logging.getLogger("reflex.server")
 T = TypeVar("T")
-LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
-MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
+LONG_TEXT = 2000  # characters; longer texts are tokenised in a thread
+MESSAGE = 20  # characters that a message counts for beside its text, for the template's work
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template gets. tools: functions that the model may call, as the OpenAI API has them. more: further
-    variables that this template knows, such as `enable_thinking`."""
+    """The input of a chat template. tools: functions that the model may call, in the form of the OpenAI API. more:
+    further variables of this template, such as `enable_thinking`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -61,9 +61,9 @@ class Conversation:
 
 
 class Tokenizer(Detokenizer, Protocol):
-    """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: how
-    the model writes calls of tools; None: it knows none. reasons: whether its template marks thoughts. thought: with
-    which marks. takes_effort: whether it names `reasoning_effort`."""
+    """Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: of the model's calls, or
+    None. reasons: whether its template marks thoughts. thought: the marks. takes_effort: whether it has
+    `reasoning_effort`."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -73,9 +73,9 @@ class Tokenizer(Detokenizer, Protocol):
     takes_effort: bool = False
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """The ids of a prompt to be completed, with the token that begins a text where the model wants one.
+        """The ids of a prompt to be completed, with the model's first token of a text if it has one.
 
-        most: raise TooLarge for a text that has more tokens for certain, before all of it is tokenised.
+        most: raise TooLarge for a text that certainly has more tokens, before all of it is tokenised.
         """
 
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
@@ -83,10 +83,10 @@ class Tokenizer(Detokenizer, Protocol):
         see `encode`."""
 
     def split(self, text: str) -> list[int]:
-        """The ids of what stands in the middle of a text."""
+        """The ids of a text in the middle of another."""
 
     def vocabulary(self) -> Any:
-        """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError when that cannot be."""
+        """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError without an end token."""
         import llguidance
 
         ends = sorted(self.eos_token_ids)
@@ -127,15 +127,15 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
     @classmethod
     def load(cls, directory: Path | str, quiet: bool = False) -> HFTokenizer:
-        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong. quiet:
-        do not log why tools are refused."""
+        """Read tokenizer.json and the files beside it; ConfigError names a missing or wrong one. quiet: do not log why
+        tools are refused."""
         root = Path(directory)
         settings = _optional(root / SETTINGS_FILE)
         flag = settings.get("add_bos_token")
         if flag is not None and type(flag) is not bool:
             JsonObject(root / SETTINGS_FILE, settings).wrong("add_bos_token", "true or false")
         eos: frozenset[int] = frozenset()
-        for name in (CONFIG_FILE, GENERATION_FILE):  # the second, where it says something, stands
+        for name in (CONFIG_FILE, GENERATION_FILE):  # the second wins
             eos = token_ids(JsonObject(root / name, _optional(root / name)), "eos_token_id") or eos
         core = _read_core(root / TOKENIZER_FILE)
         tokenizer = cls(core, root / TOKENIZER_FILE, settings, ChatTemplate.read(root, settings), eos)
@@ -144,8 +144,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return tokenizer
 
     def _try_out(self) -> str:
-        """Find out how the model calls tools; returns why it calls none, or "". Raise ConfigError if its patterns or
-        template do not end with a few words, or give up on them."""
+        """Try the tokenizer and the template; returns why the model calls no tools, or "". ConfigError if they fail on
+        a few words, or take too long."""
         failed, whys = list[ConfigError](), [""]
 
         def run() -> None:
@@ -154,11 +154,11 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             except ConfigError as error:
                 failed.append(error)
                 return
-            except Exception:  # it knows none of these letters
+            except Exception:  # these letters may be unknown to it
                 pass
             if self._template is not None:
                 with suppress(SystemExit):
-                    with suppress(Exception):  # it may need a system prompt, or none, or tools
+                    with suppress(Exception):  # a template may need a system prompt, or refuse one
                         self.chat(Conversation([_HELLO]))
                     self._try_parts()
                     with suppress(Exception):
@@ -180,7 +180,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return whys[0]
 
     def _try_parts(self) -> None:
-        """Find out of which roles the template writes a content in parts as it writes their texts."""
+        """Find the roles whose content in parts the template writes like their texts."""
         parts = [{"type": "text", "text": text} for text in ("one", "two")]
         around: dict[str, tuple[list[Any], list[Any]]] = {"user": ([], []), "system": ([], [_HELLO])}
         for role, (before, after) in (around | {"assistant": ([_HELLO], [_HELLO])}).items():
@@ -193,7 +193,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 self._in_parts = known
 
     def _try_thoughts(self) -> None:
-        """Find out how the template marks a thought: what it writes before and behind one, without spaces inside."""
+        """Find the marks that the template writes before and behind a thought, without spaces inside."""
         if self.reasons:  # as most do
             return
         said = {"role": "assistant", "content": "1answer1"} | dict.fromkeys(("reasoning_content", "thinking"), "1why1")
@@ -212,13 +212,13 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         self._pieces.clear()
 
     def _try_tools(self) -> str:
-        """Set what the template says of calls; returns why it says nothing."""
+        """Set the form in which the template writes calls; returns why it has none, or ""."""
         function = {"name": TRIED.name, "description": "Try", "parameters": TRIED.parameters}
         shown = [{"type": "function", "function": function}]
         special = sorted((self.token(id) for id, hidden in self._added.items() if hidden), key=len, reverse=True)
 
         def written(calls: list[dict[str, Any]]) -> str:
-            """What stands behind the beginning of the answer, as a parser gets it."""
+            """The text behind the beginning of the answer, as a parser gets it."""
             made = [{"id": f"reflex{i:03}", "type": "function", "function": call} for i, call in enumerate(calls)]
             said = {"role": "assistant", "content": "", "tool_calls": made}
             text = self._written(Conversation([_HELLO, said], shown), begin_answer=False)
@@ -268,7 +268,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             return self._template.render(given, begin_answer)
         except ConfigError:
             raise
-        except Exception as error:  # a template is a program of the model's author: anything can come out of it
+        except Exception as error:  # a template is a program of the model's author
             raise ConfigError(f"{self._file.parent}: chat template: {type(error).__name__}: {error}") from error
 
     def vocabulary(self) -> Any:
@@ -277,7 +277,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return found
 
     def split(self, text: str) -> list[int]:
-        """Where words begin with a space there, behind a line that is dropped."""
+        """Where words begin with a space only inside of a text: behind a line, which is dropped."""
         marks = sorted((text.index(mark), mark) for mark in MARKS if mark in text and self._core.token_to_id(mark))
         if marks:
             before, mark, after = text.partition(marks[0][1])
@@ -292,7 +292,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return [id for character in text for id in self.split(character)] if len(text) > 1 else []
 
     def _check_length(self, text: str, most: int | None) -> None:
-        """Raise TooLarge when its pieces have too many tokens; a cut through a word may add some."""
+        """Raise TooLarge if its pieces have too many tokens; a cut through a word may add some."""
         if most is None or len(text) <= _LIKELY * most:
             return
         piece = max(_PIECE, _LIKELY * most)
@@ -303,7 +303,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 raise TooLarge(f"the model's context holds {most} tokens, and the prompt has more", max_model_len=most)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        # one in a batch: only that form leaves the interpreter free meanwhile, and only it skips the offsets
+        # a batch of one: only that call releases the interpreter's lock and skips the offsets
         try:
             with WALL:
                 ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
@@ -313,7 +313,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
 
 class _Vocabulary:
-    """All tokens by the bytes that they add to a text, as llguidance asks for them."""
+    """All tokens by the bytes that they add to a text, in the interface of llguidance."""
 
     bos_token_id = None
 
@@ -362,14 +362,14 @@ def _read_core(file: Path) -> Any:
 
 
 def _growth(part: Mapping[str, Any]) -> int:
-    """How many characters a normaliser or decoder may make of one by replacements, at most."""
+    """Most characters that a normaliser or decoder may make of one by replacements."""
     if part.get("type") == "Sequence":
         return prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
     return max(1, len(part.get("content", ""))) if part.get("type") == "Replace" else 1
 
 
 def _message(place: int, message: Any, in_parts: frozenset[str], arguments_as_text: bool) -> dict[str, Any]:
-    """The message with its content as one text where the template knows no parts."""
+    """The message, with its content as one text where the template takes no parts."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
         raise ConfigError(f"messages[{place}].role={role!r}: must be a text such as 'user'")
@@ -390,14 +390,14 @@ def _message(place: int, message: Any, in_parts: frozenset[str], arguments_as_te
 
 
 def _text(value: Any) -> str | None:
-    """A special token as older files ({"content": …}) and newer ones write it."""
+    """A special token of a settings file: a text, or {"content": …} in older ones."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 class Texts:
-    """Tokenises for one event loop. most: tokens that a prompt can have; one that certainly has more is refused with
-    TooLarge, before all of it is tokenised."""
+    """Tokenises for one event loop. most: tokens of a prompt; one that certainly has more is refused with TooLarge,
+    before all of it is tokenised."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
         self.tokenizer, self.most = tokenizer, most
@@ -407,26 +407,26 @@ class Texts:
     async def encode(self, texts: Seq[str]) -> list[list[int]]:
         """The tokens of each text."""
         encode = partial(self.tokenizer.encode, most=self.most)
-        length = sum(map(len, texts))  # together: many short ones are long, too
+        length = sum(map(len, texts))
         return await self.run(length, lambda texts: [encode(text) for text in texts], texts)
 
     async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+        """The tokens of a conversation in the model's own form. ConfigError if it has none."""
         length = sum(MESSAGE + len(str(part)) for message in conversation.messages for part in message.values())
         length += sum(MESSAGE + len(str(part)) for part in (*conversation.tools, *conversation.more.values()))
         return await self.run(length, partial(self.tokenizer.chat, most=self.most), conversation)
 
     def close(self) -> None:
-        """Forget the texts that are still being tokenised."""
+        """Drop the texts that are not yet tokenised."""
         self._beside.shutdown(wait=False, cancel_futures=True)
         self._forms.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
-        """What the function makes of texts of so many characters: in a thread, unless they are brief."""
+        """The function's result for texts of so many characters: in a thread, unless they are short."""
         if length <= LONG_TEXT:
             return function(argument)
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)
 
     async def compiled(self, function: Callable[[Constraint], T], constraint: Constraint) -> T:
-        """What the function makes of the form of an output, which can take seconds: in a thread for forms alone."""
+        """The function's result for the form of an output, which can take seconds: in a thread for forms alone."""
         return await asyncio.get_running_loop().run_in_executor(self._forms, function, constraint)

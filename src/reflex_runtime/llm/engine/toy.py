@@ -1,8 +1,7 @@
-"""A model without a model: bytes as tokens, deterministic, no weights, nothing to install.
+"""A toy in place of a model, for tests, docs and teaching: bytes as tokens, deterministic, no weights.
 
-Tests, docs and teaching run on it. Only its output is a toy: as in a real model, the next token depends on every token
-before it, and it reads those from its cache blocks alone. A scheduler or a block table that is wrong by one row changes
-the output.
+As in a real model, the next token depends on every token before it, which it reads from its cache blocks alone. A
+scheduler or a block table that is wrong by one row changes the output.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from reflex_runtime.llm.engine.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.runners.runner import Step
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-MODELLED = "2 ms + 0.05 ms a token"  # what a step of `TimedToy` takes
+MODELLED = "2 ms + 0.05 ms a token"  # the time of a step of `TimedToy`
 _VOWELS = frozenset(b"aeiou")
 _LETTERS = b"abcdefghiklmnoprstuvz"
 
@@ -88,7 +87,7 @@ class ToyRunner:
         return np.array(found, np.float32).reshape(-1, self.vocab_size)
 
     def _logits(self, rows: npt.NDArray[np.uint64], last: int) -> npt.NDArray[np.float32]:
-        state = np.add.reduce(rows)  # each row knows its token and its place, so their sum knows the order
+        state = np.add.reduce(rows)  # a row mixes its token and its place, so the sum depends on their order
         noise = (_mixed(self._ids, state) >> np.uint64(40)).astype(np.float32) * np.float32(6.0 / (1 << 24))
         return noise + (self._after_vowel if last in _VOWELS else self._after_consonant)
 

@@ -1,8 +1,8 @@
 """LoRA adapters of a checkpoint: read and checked, and stacked so that one step computes several of them.
 
-An adapter adds `scale · B · A · x` to what a linear layer makes of x. The matrices of all adapters stand behind one
-another: A [R, inputs] and B [outputs, R], with R the sum of their ranks. Which adapter a token has is a row of a table
-[1 + adapters, R] of zeros and ones: `B · (row * (A · x))` is then the addition of that adapter alone, row 0 is none.
+An adapter adds `scale · B · A · x` to the output of a linear layer for x. The matrices of all adapters stand behind one
+another: A [R, inputs] and B [outputs, R], with R the sum of their ranks. The adapter of a token is a row of a table
+[1 + adapters, R] of zeros and ones: `B · (row * (A · x))` is the addition of that adapter alone; row 0 adds nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 MOST_ADAPTERS: Final = 32  # of a model
 MOST_RANK: Final = 256  # of an adapter
-# The numbers of trained adapters are below 100. Every adapter is computed for every token of a step and multiplied by
-# zero where it is another's: what overflows float32 there is not a number, in the answers of others, too.
+# Trained numbers are below 100. Every adapter is computed for every token of a step and multiplied by zero for tokens
+# of others: an overflow of float32 would be NaN in their answers, too.
 MOST_NUMBER: Final = 1e6
 MOST_PATTERN: Final = 256  # characters of a pattern of layers
 MOST_REPEATS: Final = 3  # of such a pattern
@@ -37,11 +37,11 @@ MERGE: Final = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload(
 
 _LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-_REFUSED: Final = (  # what changes more than B · A does, where it is set
+_REFUSED: Final = (  # settings that change more than B · A
     "use_dora", "modules_to_save", "lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
 )  # fmt: skip
-_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")  # ways to begin that leave another base behind
+_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base model
 
 Matrix = npt.NDArray[np.float32]
 
@@ -57,7 +57,7 @@ class LoraAdapter:
 
     @classmethod
     def read(cls, name: str, directory: Path, model: ModelConfig) -> LoraAdapter:
-        """As `save_pretrained` of peft writes it. ConfigError for what is wrong with it, or does not fit the model."""
+        """Read a directory of peft's `save_pretrained`. ConfigError for a fault, or one that does not fit the model."""
         check_files(directory)
         settings = _Settings(directory / ADAPTER_CONFIG)
         file, shapes = directory / ADAPTER_WEIGHTS, model.tensors()
@@ -86,7 +86,7 @@ class AdapterStack:
     layers: by name A [R, inputs] and B [outputs, R], zero where an adapter leaves the layer alone."""
 
     def __init__(self, adapters: Sequence[LoraAdapter], copies: int = 1) -> None:
-        """copies: how often they will be loaded, by processes of their own."""
+        """copies: processes that will load them."""
         if len(adapters) > MOST_ADAPTERS:
             why = f"{len(adapters)} adapters, at most {MOST_ADAPTERS} are served of a model"
             raise ConfigError(f"lora: {why}", field="lora")
@@ -113,7 +113,7 @@ class AdapterStack:
 
 
 def _check_memory(adapters: Sequence[LoraAdapter], ranks: int, copies: int) -> None:
-    """Refuse adapters that do not fit into the free memory together. ranks: their sum."""
+    """ConfigError for adapters that do not fit into the free memory together. ranks: their sum."""
     widths = {layer: a.shape[1] + len(b) for adapter in adapters for layer, (a, b) in adapter.layers.items()}
     needed, free = 4 * copies * ranks * sum(widths.values()), free_bytes()
     if needed > free:
@@ -122,7 +122,7 @@ def _check_memory(adapters: Sequence[LoraAdapter], ranks: int, copies: int) -> N
 
 
 def not_adaptable() -> ConfigError:
-    """For a model that is no checkpoint of our own architectures."""
+    """The error for a model of another architecture than ours."""
     why = "adapters are served of checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families, and not of this model"
     return ConfigError(f"lora: {why}; {MERGE}", field="lora")
 
@@ -137,9 +137,9 @@ _Rank = Annotated[int, Meta(ge=1, le=MOST_RANK, description=_RANKS)]
 
 
 class _AdapterFile(msgspec.Struct, kw_only=True):
-    """The keys of adapter_config.json that say how the layers are scaled, or that it is another kind of adapter.
+    """The keys of adapter_config.json for the kind of adapter and the scale of its layers.
 
-    r, rank_pattern: what the tensors say again; they must agree, where the file has them.
+    r, rank_pattern: where present, they must agree with the tensors.
     """
 
     peft_type: Annotated[Literal["LORA"], Meta(description='"LORA"')]
@@ -154,7 +154,7 @@ class _AdapterFile(msgspec.Struct, kw_only=True):
 
 
 class _Settings:
-    """adapter_config.json: refuses what is not served, and knows the scale of each layer."""
+    """adapter_config.json, checked; the scale of each layer."""
 
     def __init__(self, file: Path) -> None:
         keys = JsonObject(file, read_object(file))
@@ -170,21 +170,21 @@ class _Settings:
         self._ranks = [(_pattern(keys, "rank_pattern", key), rank) for key, rank in said.rank_pattern.items()]
 
     def check_rank(self, layer: str, rank: int) -> None:
-        """ConfigError where the file says another rank of a layer than its tensors have."""
+        """ConfigError where the file has another rank of a layer than its tensors."""
         said = next((value for pattern, value in self._ranks if pattern.match(layer)), self._said.r)
         if said is not None and said != rank:
             self._keys.wrong("r", f"{rank}, the rank of {layer} in {ADAPTER_WEIGHTS}", said)
 
     def scale(self, layer: str, rank: int) -> float:
-        """What B · A is multiplied with."""
+        """The factor of B · A."""
         own = (value for pattern, value in self._alphas if pattern.match(layer))
         return next(own, self._said.lora_alpha) / (math.sqrt(rank) if self._said.use_rslora else rank)
 
 
 def _pattern(keys: JsonObject, name: str, key: str) -> re.Pattern[str]:
-    """Which layers a key of alpha_pattern means, as peft matches it: the end of a name, or a pattern of it.
+    """The layers of a key of alpha_pattern, as peft matches it: the end of a name, or a pattern of it.
 
-    One that repeats what repeats may take for ever on a name that it does not match.
+    Nested repeats are refused: they may take for ever on a name that does not match.
     """
     if len(key) > MOST_PATTERN or re.search(r"\)\s*[*+{]", key) or len(re.findall(r"[*+{]", key)) > MOST_REPEATS:
         keys.wrong(name, f"patterns of at most {MOST_PATTERN} characters and {MOST_REPEATS} repeats, none of a group")
@@ -211,7 +211,7 @@ def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[in
 
 
 def _scaled(file: Path, layer: str, a: Matrix, b: Matrix, scale: float) -> Matrix:
-    """B times the scale. ConfigError where it, or A, holds numbers so large that a step could overflow."""
+    """B times the scale. ConfigError where it, or A, has numbers so large that a step could overflow."""
     for side, largest in (("lora_A", np.abs(a).max()), (f"lora_B times the scale {scale:g}", np.abs(b).max() * scale)):
         if largest > MOST_NUMBER:
             told = f"{side} holds {largest:.3g}: must be in [-{MOST_NUMBER:g}, {MOST_NUMBER:g}]"

@@ -1,12 +1,12 @@
-"""A Hugging Face model directory: its description, and tensors that stay in their files until asked for.
+"""A Hugging Face model directory: its description, and tensors that stay in their files until they are read.
 
-`ModelConfig` is what `config.json` says: four architectures that differ in a handful of switches; everything else that
-a file may say is refused rather than ignored where it would change the answers. Other architectures are known to
-PyTorch and transformers alone; `AnyModelConfig` is what is known of them.
+`ModelConfig` is `config.json` of four architectures that differ in a handful of switches; any other value that would
+change the answers is refused. `AnyModelConfig` is the part that is known of other architectures, which PyTorch and
+transformers compute.
 
 `Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
-the key or tensor, what was found and what is expected. The safetensors format is read by `run.model_files`: numpy
-has no bfloat16, and so errors can name the tensor.
+the key or tensor, the value found and the expected one. `run.model_files` reads the safetensors format, as numpy has no
+bfloat16 and errors name the tensor.
 """
 
 from __future__ import annotations
@@ -34,23 +34,52 @@ HEAD: Final = "lm_head.weight"
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How rotary positions are stretched beyond the trained context. kind: "linear", "llama3" or "yarn".
+_Number = Annotated[float, Meta(gt=0.0, le=1e12, description="a finite number above 0")]
+_Theta = Annotated[float, Meta(gt=1.0, le=1e12, description="a finite number above 1")]
+_Positions = Annotated[int, Meta(ge=1, le=1 << 27, description=f"an integer from 1 to {1 << 27}")]
+_Heads = Annotated[int, Meta(ge=1, le=4096, description="an integer from 1 to 4096")]
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Dtype = Annotated[Literal["float32", "float16", "bfloat16"], Meta(description="one of float32, float16, bfloat16")]
+_RopeType = Annotated[
+    Literal["default", "linear", "dynamic", "llama3", "yarn"],
+    Meta(description="one of default, linear, dynamic, llama3, yarn"),
+]
+_WholeHead = Annotated[float, Meta(ge=1, le=1, description="1: rotary positions on part of a head are not supported")]
 
-    original: positions trained. low, high: llama3's frequency bounds. beta_fast, beta_slow: yarn's bounds in rotations.
-    attention: what yarn multiplies cosine and sine with.
+
+class RopeScaling(msgspec.Struct, kw_only=True, frozen=True):
+    """`rope_parameters`, or `rope_scaling` of older files: how positions are stretched beyond the trained context.
+
+    rope_type: "linear", "llama3" or "yarn". original_max_position_embeddings: positions trained. low_freq_factor,
+    high_freq_factor: llama3's bounds. beta_fast, beta_slow: yarn's bounds in rotations.
     """
 
-    kind: str
-    factor: float
-    original: int
-    low: float = 1.0
-    high: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention: float = 1.0
-    truncate: bool = True
+    factor: _Number
+    rope_type: _RopeType = "default"
+    original_max_position_embeddings: _Positions = 0
+    low_freq_factor: _Number = 1.0
+    high_freq_factor: _Number = 4.0
+    beta_fast: _Number = 32.0
+    beta_slow: _Number = 1.0
+    truncate: _Flag = True
+    attention_factor: _Number | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def attention(self) -> float:
+        """The factor of cosine and sine."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def sharpness(scale: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return sharpness(self.mscale) / sharpness(self.mscale_all_dim)
+        return sharpness(1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +88,7 @@ class ModelConfig:
 
     attention_bias: q, k and v have biases; output_bias: o has one as well. qk_norm: queries and keys are normalised
     per head. windows: per layer, how many of the last tokens (itself included) a token sees; None: all of them.
-    torch_dtype: "float32", "float16" or "bfloat16", what the weights are stored in.
+    torch_dtype: of the stored weights: "float32", "float16" or "bfloat16".
     """
 
     architecture: str
@@ -85,12 +114,12 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """The smallest window of any layer, or None when every layer sees everything."""
+        """The smallest window of any layer, or None if there is none."""
         return min((window for window in self.windows if window is not None), default=None)
 
     @property
     def attention_factor(self) -> float:
-        """What cosine and sine are multiplied with; 1 but for yarn."""
+        """The factor of cosine and sine; 1 but for yarn."""
         return self.rope_scaling.attention if self.rope_scaling is not None else 1.0
 
     def inverse_frequencies(self) -> npt.NDArray[np.float32]:
@@ -100,12 +129,13 @@ class ModelConfig:
         rope = self.rope_scaling
         if rope is None:
             return plain
-        if rope.kind == "linear":
+        if rope.rope_type == "linear":
             return (plain / np.float32(rope.factor)).astype(np.float32)
-        if rope.kind == "llama3":
+        if rope.rope_type == "llama3":
             # keep: how much of the unscaled frequency stays, 1 for waves that turn `high` times in the trained context
-            turns = rope.original * plain.astype(np.float64) / (2 * math.pi)
-            keep = np.clip((turns - rope.low) / (rope.high - rope.low), 0.0, 1.0)
+            turns = rope.original_max_position_embeddings * plain.astype(np.float64) / (2 * math.pi)
+            low, high = rope.low_freq_factor, rope.high_freq_factor
+            keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         else:
             keep = 1.0 - self._yarn_ramp(rope)
         return (plain * keep + plain / rope.factor * (1.0 - keep)).astype(np.float32)
@@ -114,7 +144,8 @@ class ModelConfig:
         """[head_dim / 2]: 0 where a pair turns beta_fast times or more in the trained context, 1 at beta_slow."""
 
         def dimension(rotations: float) -> float:
-            return self.head_dim * math.log(rope.original / (rotations * 2 * math.pi)) / (2 * math.log(self.rope_theta))
+            length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return self.head_dim * math.log(length) / (2 * math.log(self.rope_theta))
 
         first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
         if rope.truncate:
@@ -158,19 +189,6 @@ class ModelConfig:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-_Number = Annotated[float, Meta(gt=0.0, le=1e12, description="a finite number above 0")]
-_Theta = Annotated[float, Meta(gt=1.0, le=1e12, description="a finite number above 1")]
-_Positions = Annotated[int, Meta(ge=1, le=1 << 27, description=f"an integer from 1 to {1 << 27}")]
-_Heads = Annotated[int, Meta(ge=1, le=4096, description="an integer from 1 to 4096")]
-_Flag = Annotated[bool, Meta(description="true or false")]
-_Dtype = Annotated[Literal["float32", "float16", "bfloat16"], Meta(description="one of float32, float16, bfloat16")]
-_RopeType = Annotated[
-    Literal["default", "linear", "dynamic", "llama3", "yarn"],
-    Meta(description="one of default, linear, dynamic, llama3, yarn"),
-]
-_WholeHead = Annotated[float, Meta(ge=1, le=1, description="1: rotary positions on part of a head are not supported")]
-
-
 class _Rope(msgspec.Struct, kw_only=True):
     """`rope_parameters`, or `rope_scaling` of older files, which has `type` and no `rope_theta`."""
 
@@ -180,23 +198,8 @@ class _Rope(msgspec.Struct, kw_only=True):
     partial_rotary_factor: _WholeHead = 1.0
 
 
-class _Scaling(msgspec.Struct, kw_only=True):
-    """What else it says where positions are stretched."""
-
-    factor: _Number
-    original_max_position_embeddings: _Positions | None = None
-    low_freq_factor: _Number = 1.0
-    high_freq_factor: _Number = 4.0
-    beta_fast: _Number = 32.0
-    beta_slow: _Number = 1.0
-    truncate: _Flag = True
-    attention_factor: _Number | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-
 class _ConfigFile(msgspec.Struct, kw_only=True):
-    """The keys of config.json that change what a model answers."""
+    """The keys of config.json that change a model's answers."""
 
     architectures: Annotated[
         tuple[Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]],
@@ -239,7 +242,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True):
 
 
 def read_config(file: Path) -> ModelConfig:
-    """The description in a config.json; `torch_dtype` is empty where the file does not say."""
+    """The description in a config.json; `torch_dtype` is "" where the file lacks it."""
     keys = JsonObject(file, read_object(file))
     said = keys.read(_ConfigFile)
     (architecture,) = said.architectures
@@ -302,32 +305,11 @@ def _rope(keys: JsonObject, said: _ConfigFile) -> tuple[float, RopeScaling | Non
     theta, kind = rope.rope_theta or said.rope_theta, rope.rope_type or rope.type or "default"
     if kind in ("default", "dynamic"):  # dynamic only begins to differ beyond max_position_embeddings, our limit
         return theta, None
-    scaling = table.read(_Scaling)
+    scaling = table.read(RopeScaling)
     if kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         table.wrong("high_freq_factor", f"a number above low_freq_factor={scaling.low_freq_factor:g}")
-    return theta, RopeScaling(
-        kind=kind,
-        factor=scaling.factor,
-        original=scaling.original_max_position_embeddings or said.max_position_embeddings,
-        low=scaling.low_freq_factor,
-        high=scaling.high_freq_factor,
-        beta_fast=scaling.beta_fast,
-        beta_slow=scaling.beta_slow,
-        attention=_attention_factor(scaling) if kind == "yarn" else 1.0,
-        truncate=scaling.truncate,
-    )
-
-
-def _attention_factor(scaling: _Scaling) -> float:
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-
-    def sharpness(scale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * scale * math.log(scaling.factor) + 1.0
-
-    if scaling.mscale and scaling.mscale_all_dim:
-        return sharpness(scaling.mscale) / sharpness(scaling.mscale_all_dim)
-    return sharpness(1.0)
+    original = scaling.original_max_position_embeddings or said.max_position_embeddings
+    return theta, msgspec.structs.replace(scaling, rope_type=kind, original_max_position_embeddings=original)
 
 
 _Id = Annotated[int, Meta(ge=0)]
@@ -350,12 +332,12 @@ _DTYPES: Final = {  # the bundled model has 8 bits
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16",
 }  # fmt: skip
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by architecture
-_BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of every token change when one sequence grows beyond `original`
+_BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of all tokens change once a sequence is longer than `original`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPlace:
-    """Where a tensor lies: `data` is the file's bytes, mapped, from the tensor's first to its last."""
+    """A tensor in its file. data: its bytes, mapped."""
 
     file: Path
     dtype: str
@@ -363,13 +345,13 @@ class TensorPlace:
     data: npt.NDArray[np.uint8]
 
     def check_dtype(self, name: str) -> None:
-        """ConfigError for a type that is none of a weight. name: of the tensor."""
+        """ConfigError for a type that no weight has. name: of the tensor."""
         if self.dtype not in _DTYPES:
             wanted = ", ".join(_DTYPES)
             raise ConfigError(f"{self.file}: tensor {name}: dtype {self.dtype}: must be one of {wanted}")
 
     def array(self, name: str) -> npt.NDArray[np.float32]:
-        """As float32, a copy unless the file holds float32 at an aligned place. Values are exact. See `check_dtype`."""
+        """Exact values as float32; a copy unless the file holds aligned float32. See `check_dtype`."""
         self.check_dtype(name)
         if self.dtype == "F8_E4M3":
             return _float8()[self.data].reshape(self.shape)
@@ -428,8 +410,8 @@ class Checkpoint:
         return EMBEDDING if self.config.tie_word_embeddings else HEAD
 
     def raw(self, name: str) -> tuple[str, npt.NDArray[np.uint8], tuple[int, ...]]:
-        """(dtype "F32", "F16" or "BF16"; its bytes, read-only; shape). They are still in the file, except those of 8
-        bits, which are BF16 here, and kept for whom they are shared with."""
+        """(dtype "F32", "F16" or "BF16"; its bytes, read-only; shape). The bytes are the file's; 8 bits become BF16,
+        a copy that is kept, as graphs share its memory."""
         place = self._places[name]
         if place.dtype == "F8_E4M3":
             wide = (place.array(name).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
@@ -504,9 +486,9 @@ def longest(root: Path, config: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AnyModelConfig:
-    """What `ModelConfig` says of our own architectures, as far as it is known before the model is loaded.
+    """The part of `ModelConfig` that is known of any architecture before the model is loaded.
 
-    token_size: numbers that one token keeps in the cache.
+    token_size: numbers of one token in the cache.
     """
 
     vocab_size: int
@@ -516,7 +498,7 @@ class AnyModelConfig:
 
     @classmethod
     def of(cls, root: Path, config: Any) -> AnyModelConfig:
-        """The same, from the description as transformers read it."""
+        """From the description that transformers read."""
         for name in ("vocab_size", "num_hidden_layers", "num_attention_heads"):
             if type(value := getattr(config, name, None)) is not int or value < 1:
                 raise ConfigError(f"{root / CONFIG_FILE}: {name}={value!r}: must be a whole number from 1 on")
@@ -539,8 +521,8 @@ _RECURRENT: Final = {
 
 
 def require(root: Path) -> None:
-    """ConfigError, with what to install, unless the libraries are there that know other architectures than ours. What
-    they could not serve either is refused first."""
+    """ConfigError, with the packages to install, unless the libraries for other architectures are there. Models that
+    they cannot serve are refused first."""
     if (kind := read_object(root / CONFIG_FILE).get("model_type")) in _RECURRENT:
         why = "keeps other state than keys and values, which is not served"
         raise ConfigError(f"{root / CONFIG_FILE}: model_type={kind!r}: {why}")

@@ -1,10 +1,10 @@
 """A checkpoint as an OpenVINO graph: op by op, from the files, without a framework in between.
 
-The graph is an ordinary stateful decoder (input_ids, attention_mask, position_ids, beam_idx → logits), so that any
-tool that runs such files can run it. The shapes of its parts are not free: OpenVINO's paged-attention transformation,
-and the CPU plugin's fusions of RMSNorm and rotary positions, recognise subgraphs by their form, and each form below is
-one that they recognise. `VERSION` changes with the form, so that graphs cached by older code are not used. Weights are
-left in 16 bits where they are stored so, or rounded to 8 or 4 bits.
+The graph is an ordinary stateful decoder (input_ids, attention_mask, position_ids, beam_idx → logits), which other
+tools can run. The form of its parts is fixed: OpenVINO's paged-attention transformation, and the CPU plugin's fusions
+of RMSNorm and rotary positions, recognise subgraphs by their form, and each form below is one of those. `VERSION`
+changes with the form, so that graphs cached by older code are not used. Weights keep their 16 bits, or are rounded to 8
+or 4.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ROUNDING: Final = 1  # changes with how weights are rounded, as `VERSION` with t
 
 _MARK: Final = "decompression_0"
 _GROUP: Final = 64  # numbers of a row that share a scale in 4 bits, at most
-_LEAST: Final = 4096  # numbers; a smaller matrix is not worth it
+_LEAST: Final = 4096  # numbers; smaller matrices are not rounded
 
 _TYPES = {"F32": ov.Type.f32, "F16": ov.Type.f16, "BF16": ov.Type.bf16}
-_NEVER = float(np.finfo(np.float32).min)  # added to a score that must not count; minus infinity would make NaN of a row
+_NEVER = float(np.finfo(np.float32).min)  # masks a score; minus infinity would turn a masked row into NaN
 
 Node = Any  # openvino.Node; the library's stubs leave most operations untyped
 
@@ -40,7 +40,7 @@ Node = Any  # openvino.Node; the library's stubs leave most operations untyped
 def build(checkpoint: Checkpoint) -> Any:
     """The `openvino.Model` of a checkpoint. Weights keep their types and their places in the mapped files.
 
-    The checkpoint must be kept as long as the model and whatever is compiled from it: they read its memory.
+    The checkpoint must outlive the model and all that is compiled from it: they read its memory.
     Inputs are int64 [batch, tokens] (attention_mask: [batch, past + tokens]) and int32 beam_idx [batch]; the output is
     float32 logits [batch, tokens, vocab_size]; keys and values are state.
     """
@@ -154,9 +154,9 @@ class _Decoder:
 
 
 def remembered(name: str, current: Node, queries: Node, beams: Node, sinks: list[Node]) -> Node:
-    """[batch, heads, past + tokens, head_dim]: what the state holds, and `current` behind it; kept as the state.
+    """[batch, heads, past + tokens, head_dim]: the state with `current` behind it, which is the new state, in `sinks`.
 
-    queries: any node whose first dimension is the batch. The new state is added to `sinks`.
+    queries: any node whose first dimension is the batch.
     """
     shape = current.output(0).get_partial_shape()
     heads, size = shape[1].get_length(), shape[3].get_length()
@@ -179,10 +179,10 @@ def spread_heads(states: Node, heads: int, kv_heads: int, size: int) -> Node:
 
 
 def causal_mask(mask: Node, tokens: Node, window: int | None) -> Node:
-    """[batch, 1, tokens, past + tokens]: what each token sees: no padding, nothing later, nothing beyond `window`.
+    """[batch, 1, tokens, past + tokens]: each token sees no padding, no later token, none beyond `window`.
 
-    mask: [batch, past + tokens], 0 for padding. tokens: how many are new. The chain with a window, with arms that are
-    always true, is the one form whose window survives paging.
+    mask: [batch, past + tokens], 0 for padding. tokens: how many are new. Only this chain, with arms that are always
+    true, keeps its window through paging.
     """
     total = ops.gather(ops.shape_of(mask), i64(1), i64(0))
     places = ops.range(i64(0), total, i64(1), "i64")
@@ -242,8 +242,8 @@ def add_adapters(model: Any, stack: AdapterStack) -> None:
 
 # -- weights in fewer bits ---------------------------------------------------------------------------------------------
 #
-# OpenVINO keeps a weight in memory as its file has it only if the conversion behind it is marked as decompression, or
-# reads 4 or 8 bits. It computes any other conversion of a constant when it compiles, into a copy in float32.
+# OpenVINO keeps a weight in its stored type only if the conversion behind it is marked as decompression, or reads 4 or
+# 8 bits. Any other conversion of a constant is computed at compile time, into a copy in float32.
 
 
 def keep_stored(model: Any) -> None:
@@ -279,7 +279,7 @@ def compress(model: Any, bits: int) -> None:
 
 
 def _stored(node: Node) -> str:
-    """The type that a node's constant has, or nothing where it does not read one."""
+    """The type of the constant that a node reads; "" if it reads none."""
     source = node.input_value(0).get_node()
     return source.get_element_type().get_type_name() if source.get_type_name() == "Constant" else ""
 
@@ -303,7 +303,7 @@ def _matrices(model: Any) -> Iterator[tuple[Node, Any]]:
 
 
 def _feeds(result: Node) -> set[str]:
-    """Names of what the last product before a result reads."""
+    """Names of the weights of the last product before a result."""
     node = result
     while node.get_type_name() != "MatMul":
         if not node.get_input_size():
@@ -335,7 +335,7 @@ def _rounded(weights: npt.NDArray[np.float32], group: int) -> Node:
         small = np.rint(weights / scale).astype(np.int8)
         return ops.multiply(ops.convert(ops.constant(small), "f32"), ops.constant(scale))
     parts = weights.reshape(len(weights), -1, group)
-    # of each group the number that is furthest from zero is exact, and has the side that reaches to -8
+    # the number of each group that is furthest from zero is exact: it becomes -8
     widest = np.take_along_axis(parts, np.abs(parts).argmax(2)[..., None], 2)
     scale = widest / np.float32(-8)
     scale[scale == 0] = 1

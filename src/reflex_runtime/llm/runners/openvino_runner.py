@@ -1,7 +1,7 @@
-"""Steps on the CPU: a model compiled by OpenVINO with paged attention, its key-value blocks owned here.
+"""Steps on the CPU: a model compiled by OpenVINO with paged attention, and its key-value blocks.
 
-OpenVINO sees one flat batch per call and a table of blocks, and knows nothing of requests. The size of a block and what
-it stores come from the compiled model. The graph is built from a checkpoint, or is that of an export.
+OpenVINO gets one flat batch per call and a table of blocks. The compiled model has the size of a block and the type of
+its numbers. The graph is built from a checkpoint, or is that of an export.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reflex_runtime.llm.runners.runner import (
     GIB,
     Step,
     blocks_in,
-    change_by_paging,
+    check_paging,
     context_length,
     free_bytes,
     probe,
@@ -42,14 +42,12 @@ KERNELS: Final = 256  # compiled for shapes, that OpenVINO keeps; with its own 5
 class OpenVinoRunner:
     """A `Runner` on the CPU.
 
-    directory: a checkpoint, or an export to OpenVINO. dtype: what products are computed in and blocks hold, "float32"
-    or "bfloat16"; "auto" is the model's own where it is bfloat16 and the processor has such instructions, else float32.
-    num_blocks: how many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to
-    OpenVINO. max_model_len: None is the model's. cache_dir: where the converted graph is kept for the next
-    start, by default in `.reflex` beside the checkpoint; where nothing can be written, each start converts anew.
-    weights: "int8" and "int4" round the matrices, for memory and speed; answers then differ.
-    adapters: directories of LoRA adapters, by name; only for
-    checkpoints of our own architectures.
+    directory: a checkpoint, or an export to OpenVINO. dtype: of products and blocks, "float32" or "bfloat16"; "auto" is
+    the model's own where it is bfloat16 and the processor has such instructions, else float32. num_blocks: None takes
+    as many as fit kv_cache_bytes. threads: None leaves the choice to OpenVINO. max_model_len: None is the model's.
+    cache_dir: of converted graphs, see `GraphCache`. weights: "int8" and "int4" round the matrices, for memory and
+    speed; answers then differ. adapters: directories of LoRA adapters, by name; only for checkpoints of our own
+    architectures.
 
     ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
     """
@@ -77,7 +75,7 @@ class OpenVinoRunner:
         ov = _library()
         core, root = ov.Core(), Path(directory)
         made = source(core, root, weights, GraphCache(root, cache_dir))
-        self._kept = made.checkpoint  # a graph that was not read from the cache has its weights there
+        self._kept = made.checkpoint  # a graph that was built now reads its weights there
         config, model = made.config, made.model
         self.adapters = _with_adapters(model, config, adapters or {})
         dtype = _dtype(dtype, config, core)
@@ -89,7 +87,7 @@ class OpenVinoRunner:
         expected = made.expected
         if made.checkpoint is None and expected is None:
             expected = made.cache.array(
-                f"logits-{_HINTS[dtype]}", made.key, lambda: unpaged(core, model, settings, probe(config.vocab_size))
+                f"logits-{hint}", made.key, lambda: unpaged(core, model, settings, probe(config.vocab_size))
             )  # of an earlier start, or computed now, which compiles the graph once more
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
@@ -106,7 +104,8 @@ class OpenVinoRunner:
             self._request.set_tensor(port.get_any_name(), self._cache(port))
         if expected is not None:
             near = _NEAR if made.expected is None else _OF_REFERENCE
-            self._compare(expected, near[_HINTS[dtype]], root)
+            why = "; OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
+            check_paging(self, expected, near[hint], str(root / MODEL_FILE), why)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         lengths = step.past_lens + (step.begins[1:] - step.begins[:-1])
@@ -134,7 +133,7 @@ class OpenVinoRunner:
         self._request = self._kept = None
 
     def _check(self, step: Step, lengths: npt.NDArray[np.int32]) -> None:
-        """Check what the kernels do not: wrong values would make them write outside their memory."""
+        """Check values that the kernels do not check: wrong ones would make them write outside their memory."""
         if self._request is None:
             raise ProcessorError(f"{self.name}: the runner is closed")
         highest, lowest = int(step.blocks.max()), int(step.blocks.min())
@@ -147,21 +146,13 @@ class OpenVinoRunner:
         if step.rows is not None and not (step.rows.min() >= 0 and step.rows.max() < len(step.token_ids)):
             raise ProcessorError(f"{self.name}: step wants logits of a token that it does not hold")
 
-    def _compare(self, expected: npt.NDArray[np.float32], most: float, root: Path) -> None:
-        """Refuse a graph whose logits change with paged attention: OpenVINO drops what it does not recognise."""
-        off = change_by_paging(self, expected)
-        if not off <= most:
-            told = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
-            why = "OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
-            raise ConfigError(f"{root / MODEL_FILE}: {told}; {why}")
-
     def _cache(self, port: Any) -> Any:
         shape = [self.num_blocks] + [port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3)]
         return self._tensor(port.get_element_type(), shape)
 
 
 def check_bfloat16(core: Any = None) -> None:
-    """ConfigError where this processor has no instructions for bfloat16. core: OpenVINO's, where there is one."""
+    """ConfigError where this processor has no instructions for bfloat16. core: an `openvino.Core`, made if absent."""
     if not _has_bfloat16(core or _library().Core()):
         why = "this processor has no instructions for it; use float32 or auto"
         raise ConfigError(f"dtype='bfloat16': {why}", field="dtype")
@@ -219,7 +210,7 @@ def unpaged(core: Any, model: Any, settings: dict[str, Any], ids: npt.NDArray[np
 def page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> None:
     """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`.
 
-    windows: of each layer. length: tokens of the longest sequence; no window matters that is not shorter.
+    windows: of each layer. length: tokens of the longest sequence; only shorter windows matter.
     """
     import openvino as ov
     from openvino import opset15 as ops

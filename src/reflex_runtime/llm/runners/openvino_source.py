@@ -1,12 +1,11 @@
-"""From a model directory to the OpenVINO graph that is served: an export, or one made of a checkpoint and kept.
+"""From a model directory to the OpenVINO graph that is served: of an export, or made of a checkpoint and kept.
 
-An export is what `optimum-cli export openvino` writes: its graph is run as it is, whatever the architecture. What it
-takes and keeps between steps is in the graph, and the few numbers that are not are in `config.json`. A graph that
-cannot be served is a ConfigError that names the file.
+`optimum-cli export openvino` writes an export. Its graph runs unchanged, whatever the architecture: inputs and state
+are in the graph, other numbers in `config.json`. A graph that cannot be served is a ConfigError that names the file.
 
-A graph is converted once and kept beside the checkpoint, in the user's cache where that cannot be, or in a directory
-that was named. It is there whole or not at all. Its name changes with the configuration, any weight file, the form of
-the graph and the libraries that made it. One process converts at a time; others wait and then use what it left.
+A checkpoint is converted once. The graph is kept beside it, in the user's cache where that is not writable, or in
+`--cache-dir`, whole or not at all. Its name changes with the configuration, any weight file, the form of the graph and
+the libraries that made it. One process converts at a time; others wait and then use its graph.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ T = TypeVar("T")
 MODEL_FILE: Final = "openvino_model.xml"
 TRACED_FILE: Final = "traced.json"  # of our own conversions: the window of each layer
 TRACED_VERSION: Final = 1  # changes with the form of these graphs
-PROBE_FILE: Final = "probe.npy"  # of our own conversions: what the reference makes of the tokens of `probe`
+PROBE_FILE: Final = "probe.npy"  # of our own conversions: logits of the reference after the tokens of `probe`
 CACHE_DIR: Final = ".reflex"
 _BITS: Final = {"int8": 8, "int4": 4}
 _INPUTS: Final = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 _DRAFT: Final = "draft-"
 _TRACING: Final = "reflex_runtime.llm.runners.openvino_tracing"
-_PACKAGE: Final = Path(__file__).resolve().parents[2]  # it may be installed for many users, who may not write there
-_PLACES, _PIECE = 16, 4096  # of a weight file, that are compared: its time alone does not tell, where a build sets it
+_PACKAGE: Final = Path(__file__).resolve().parents[2]  # many users may share it, who may not write there
+_PLACES, _PIECE = 16, 4096  # bytes of a weight file in its key: a build may set its time to a constant
 
 
 @dataclass(frozen=True, slots=True)
 class OpenVinoExport(AnyModelConfig):
-    """The description of an export. windows: a sliding window or None for each layer; the order is not known."""
+    """The description of an export. windows: a sliding window or None for each layer, in no known order."""
 
     windows: tuple[int | None, ...]
 
@@ -128,7 +127,7 @@ def last_line(error: BaseException) -> str:
 
 
 def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Where the description does not tell which layers have a window, one of them must."""
+    """A description that does not name the layers with a window means at least one."""
     traced = root / TRACED_FILE
     if traced.is_file():
         return tuple(read_object(traced)["windows"])
@@ -142,27 +141,27 @@ def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | Non
 
 @dataclass(frozen=True, slots=True)
 class GraphCache:
-    """Where graphs made of a model directory are kept.
+    """Place of graphs made of a model directory.
 
-    directory: for all models; None is `.reflex` in the model's own, and the user's cache directory (`user_cache`) where
-    that cannot be written, or the model came with this package.
+    directory: for all models; None is `.reflex` in the model's own, or the user's cache directory (`user_cache`) where
+    that is not writable, or the model is in this package.
     """
 
     root: Path
     directory: Path | None = None
 
     def graph(self, core: Any, kind: str, key: str, build: Callable[[], Any]) -> Any:
-        """The graph of that kind and key: from the cache, else built and left there. Without a place: built."""
+        """The graph of that kind and key: from the cache, else built and kept there if that is possible."""
         import openvino
 
         def save(draft: Path, model: Any) -> None:
             openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
 
-        # the one on disk, once it is there: its memory is the file's, shared and given back
+        # read from disk even when just built: its memory is then the file's, shared and reclaimable
         return self._kept(kind, key, partial(_read, core), build, save)
 
     def export(self, kind: str, key: str, command: list[str]) -> Path:
-        """The directory that a command leaves in a new directory, which is its last argument; run unless it is kept.
+        """The kept output of a command, whose last argument is a new directory; runs it if there is none.
 
         ConfigError with the last line that the command wrote, or where nothing can be kept.
         """
@@ -176,7 +175,7 @@ class GraphCache:
         return found
 
     def array(self, kind: str, key: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-        """The numbers of that kind and key: from the cache, else computed and left there."""
+        """The numbers of that kind and key: from the cache, else computed and kept there."""
         return self._kept(kind, key, _numbers, compute, lambda draft, made: np.save(draft / PROBE_FILE, made))
 
     def _kept(
@@ -187,8 +186,8 @@ class GraphCache:
         make: Callable[[], T],
         write: Callable[[Path, T], None],
     ) -> T:
-        """What is read from the place of that kind and key; where nothing can be, it is made and written first, by one
-        process at a time. What is made where nothing can be kept."""
+        """Read the place of that kind and key; make and write it first where that fails, one process at a time. Where
+        nothing can be kept, returns what was made."""
         place = self._place(kind, key)
         if (found := read(place)) is not None:
             return found
@@ -197,7 +196,7 @@ class GraphCache:
                 return found
             started = time.perf_counter()
             log.info("%s: converting to OpenVINO, %s, once", self.root, kind)
-            shutil.rmtree(place, ignore_errors=True)  # what could not be read
+            shutil.rmtree(place, ignore_errors=True)  # it could not be read
             made = make()
             if not self._keep(place, kind, lambda draft: write(draft, made)):
                 return made
@@ -206,7 +205,7 @@ class GraphCache:
             return made if found is None else found
 
     def key(self, files: list[Path], *made_by: object) -> str:
-        """Changes with the configuration, any weight file and what makes graphs of them."""
+        """Changes with the configuration, any weight file and the converter."""
         digest = hashlib.sha256((self.root / CONFIG_FILE).read_bytes())
         for file in files:
             status = file.stat()
@@ -219,33 +218,28 @@ class GraphCache:
         return digest.hexdigest()[:16]
 
     def _place(self, kind: str, key: str) -> Path:
-        """Where the graph is, or is to be left."""
-        name, (folder, *others) = f"openvino-{kind}-{key}", self._folders()
-        if not others or _there(folder / name) or _writable(folder):
-            return folder / name
-        if not _there(others[0] / name):
-            log.info("%s: cannot be written; the converted model is kept in %s", folder, others[0])
-        return others[0] / name
-
-    def _folders(self) -> list[Path]:
-        """Where graphs of the model may be, the best one first."""
-        path = self.root.resolve()
-        own, name = self.root / CACHE_DIR, f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        if self.directory is not None:
-            return [self.directory / name]
-        users = user_cache()
-        if users is None:
-            return [own]
-        return [users / name] if path.is_relative_to(_PACKAGE) else [own, users / name]
+        """Where the graph is, or will be."""
+        path, name, folder = self.root.resolve(), f"openvino-{kind}-{key}", self.directory or user_cache()
+        own = self.root / CACHE_DIR / name
+        if folder is None:
+            return own
+        other = folder / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}" / name
+        if self.directory is not None or path.is_relative_to(_PACKAGE):
+            return other
+        if _there(own) or _writable(own.parent):
+            return own
+        if not _there(other):
+            log.info("%s: cannot be written; the converted model is kept in %s", own.parent, other.parent)
+        return other
 
     def _keep(self, place: Path, kind: str, write: Callable[[Path], None]) -> bool:
-        """Write into a draft and move it to its place; older graphs of the kind go. Whether it is there."""
+        """Write a draft, move it to its place and remove older graphs of the kind; False where that fails."""
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=place.parent))
             try:
                 write(draft)
-                draft.chmod(place.parent.stat().st_mode & 0o777)  # others may serve from it as they may look there
+                draft.chmod(place.parent.stat().st_mode & 0o777)  # who may read the folder may serve from it
                 for stale in place.parent.glob(f"openvino-{kind}-*"):
                     if stale != place:
                         shutil.rmtree(stale, ignore_errors=True)
@@ -254,7 +248,7 @@ class GraphCache:
                 shutil.rmtree(draft, ignore_errors=True)
         except (OSError, RuntimeError) as error:
             if not _there(place):
-                why = "what is made once cannot be kept, so each start makes it anew"
+                why = "the converted model cannot be kept, so each start converts again"
                 log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
                 return False
         return True
@@ -279,20 +273,20 @@ def _writable(folder: Path) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other process converts in this folder meanwhile; where nothing can be written or locked, no promise."""
+    """Hold the folder's lock, so that no other process converts there; no promise where it cannot be locked."""
     with ExitStack() as held:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((folder / ".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in folder.glob(f"{_DRAFT}*"):  # of a process that was killed while it converted
+            for left in folder.glob(f"{_DRAFT}*"):  # of a process that was killed during a conversion
                 shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def _there(place: Path) -> bool:
-    """Whether a graph is there and can be looked at."""
-    return os.path.isfile(place / MODEL_FILE)  # Path.is_file raises where it may not look
+    """Whether a graph is there and can be read."""
+    return os.path.isfile(place / MODEL_FILE)  # Path.is_file raises where access is denied
 
 
 def _numbers(place: Path) -> npt.NDArray[np.float32] | None:
@@ -304,19 +298,19 @@ def _numbers(place: Path) -> npt.NDArray[np.float32] | None:
 
 
 def _read(core: Any, place: Path) -> Any:
-    """The graph kept there, or None; one that cannot be read is removed."""
+    """The graph kept there, or None; an unreadable one is removed."""
     if not _there(place):
         return None
     try:
         return core.read_model(place / MODEL_FILE)
     except RuntimeError as error:
-        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, last_line(error))
+        log.warning("%s: cannot be read and is converted again: %s", place / MODEL_FILE, last_line(error))
         shutil.rmtree(place, ignore_errors=True)
         return None
 
 
 def _run(command: list[str]) -> None:
-    """Run the program that converts, in a process whose memory is given back; its lines go to the log."""
+    """Run the converter in a process, which returns its memory; its lines go to the log."""
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
         assert program.stdout is not None
@@ -325,7 +319,7 @@ def _run(command: list[str]) -> None:
                 log.info("%s", line.removeprefix("reflex: ").strip())
             elif line.strip():
                 last = line.strip()
-    if program.returncode < 0:  # what it wrote before says nothing of it
+    if program.returncode < 0:  # its last line is not the cause
         told = f"the conversion was ended by signal {-program.returncode}"
         why = "most often by too little memory: it holds the weights in float32"
         raise ConfigError(f"{told}, {why}; convert on a larger machine, or serve with --runner torch")
@@ -335,9 +329,9 @@ def _run(command: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GraphSource:
-    """model: the graph. checkpoint: that it was made of here, and whose files may hold its weights; None: it is an
-    export's, and its paging must be checked. expected: the logits after the tokens of `probe` by the reference, where
-    they are known. cache, key: where numbers of this very graph are kept."""
+    """model: the graph. checkpoint: its source, whose files may hold its weights; None: an export, whose paging must be
+    checked. expected: logits of the reference after the tokens of `probe`, if known. cache, key: of numbers of this
+    graph."""
 
     config: ModelConfig | OpenVinoExport
     model: Any
@@ -348,10 +342,7 @@ class GraphSource:
 
 
 def source(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSource:
-    """The graph of a directory. weights: "auto" leaves them, "int8" and "int4" round them.
-
-    ConfigError for a directory that cannot be served.
-    """
+    """The graph of a directory. weights: "auto" keeps them, "int8" and "int4" round them. Raises ConfigError."""
     if is_export(root):
         return _export(core, root, weights, cache)
     if not is_known(root):
@@ -369,7 +360,7 @@ def source(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSourc
 
 
 def traced(root: Path, cache: GraphCache) -> Path:
-    """The export made of a checkpoint by tracing it in PyTorch, in a process of its own; kept."""
+    """The kept export of a checkpoint, traced in PyTorch in a process of its own."""
     require(root)
     key = cache.key(weight_files(root), TRACED_VERSION, version("transformers"), version("torch"))
     return cache.export("traced", key, [sys.executable, "-m", _TRACING, str(root)])
@@ -400,7 +391,7 @@ def _rounded(model: Any, weights: str) -> Any:
 
 
 def _rounding(weights: str) -> int:
-    """The version of what rounds; 0: nothing does."""
+    """The version of the rounding; 0: none."""
     from reflex_runtime.llm.runners.openvino_graph import ROUNDING
 
     return 0 if weights == "auto" else ROUNDING

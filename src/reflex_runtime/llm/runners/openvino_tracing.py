@@ -2,7 +2,7 @@
 
     python -m reflex_runtime.llm.runners.openvino_tracing MODEL_DIR NEW_DIR
 
-A program of its own, because PyTorch and the traced model take memory that a server does not need afterwards. It leaves
+A program of its own, because PyTorch and the traced model take memory that a server does not need afterwards. It writes
 openvino_model.xml and .bin, a copy of config.json, `traced.json` (the window of each layer) and `probe.npy`: the logits
 of transformers for a few tokens, which the runner must reproduce with paged attention before it serves.
 """
@@ -36,14 +36,14 @@ _SITE: Final = "reflex_attention"
 
 
 class _Site(torch.nn.Module):  # type: ignore[misc]
-    """Marks the place of a layer's attention: OpenVINO's converter asks us for what stands here."""
+    """Marks the place of a layer's attention, for which OpenVINO's converter calls `_Layer`."""
 
     def forward(self, query: Any, key: Any, value: Any, mask: Any, beams: Any) -> Any:
         return query.transpose(1, 2).contiguous()
 
 
 class _Whole(torch.nn.Module):  # type: ignore[misc]
-    """The model as a graph has it: mask and beams are only there for the places of attention."""
+    """The model with the inputs of a graph: mask and beams are used by attention alone."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Whole(torch.nn.Module):  # type: ignore[misc]
 
 
 class _Layer:
-    """What stands at the place of a layer's attention in the graph."""
+    """A layer's attention in the graph."""
 
     def __init__(self, asked: Attention, sinks: list[Any]) -> None:
         self._asked, self._sinks = asked, sinks
@@ -82,7 +82,7 @@ class _Layer:
 
 
 def convert(directory: Path, target: Path) -> None:
-    """Leave the converted model in `target`, which exists. ConfigError for what cannot be converted."""
+    """Write the converted model to `target`, which exists. ConfigError for a model that cannot be converted."""
     model = load(directory, torch.float32, fixed_shapes=True)
     layers = layers_of(model)
     if any(asked.softcap for asked in layers.values()):
@@ -134,12 +134,12 @@ def _type(name: str) -> Any:
 
 
 def _shaped(heads: Any, count: int, size: int) -> Any:
-    """[batch, count, tokens, size], with the fixed sizes told: a traced graph does not always know them."""
+    """[batch, count, tokens, size], with fixed sizes, which a traced graph may lack."""
     return ops.reshape(heads, i64([0, count, -1, size]), True)
 
 
 def main() -> int:
-    """The program: argv names the directory and what to make. Returns its exit status; prints why it is 1."""
+    """The program; returns its exit status, and prints why it is 1."""
     directory, target = (Path(word) for word in sys.argv[1:])
     try:
         convert(directory, target)

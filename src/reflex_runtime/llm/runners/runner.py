@@ -1,8 +1,8 @@
-"""What runs a step: its flat batch, the protocol of runners, how many blocks fit into memory, and a test of paging.
+"""The interface of runners: the flat batch of a step, the size of the cache, and a test of paging.
 
 A step is one forward pass over several sequences, each with its own number of new tokens: prompts and single output
-tokens lie behind one another in one array, without padding, and a block table per sequence says where its keys and
-values are.
+tokens lie behind one another in one array, without padding, and a block table per sequence has the places of its keys
+and values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from reflex_runtime.core.errors import ConfigError
 
 GIB: Final = 1 << 30
-PROBE: Final = 24  # tokens that a model is compared on: within one of OpenVINO's blocks
-BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels decide their own
+PROBE: Final = 24  # tokens of the comparison: within one of OpenVINO's blocks
+BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels fix theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Step:
     token_ids, positions: [t], one sequence behind the other. past_lens: [n], tokens of each that are in the cache.
     begins: [n + 1], where each one's tokens begin. blocks: [b], the block tables; block_begins: [n + 1]. Position p of
     a sequence lies in row p % block_size of the block at p // block_size of its table, which covers this step's tokens.
-    adapters: [n], the number of each one's adapter, from 1 on, 0 for none; None: nobody has one.
+    adapters: [n], the number of each one's adapter, from 1 on, 0 for none; None: no sequence has one.
     rows: [r], ascending, the tokens of the step after which logits are wanted; None: after the last of each sequence.
     """
 
@@ -59,8 +59,8 @@ class Runner(Protocol):
     """A model and its key-value blocks.
 
     vocab_size: width of a row of logits. block_size: tokens a block holds. num_blocks: how many there are.
-    max_model_len: most tokens of one sequence, prompt and output. name: for people ("openvino bf16"). adapters: names
-    of those that a step may use; the first has the number 1.
+    max_model_len: most tokens of one sequence, prompt and output. name: for people ("openvino bf16"). adapters: their
+    names; the first has the number 1.
     """
 
     vocab_size: int
@@ -75,8 +75,8 @@ class Runner(Protocol):
 
         Keys and values of the step are then in its blocks.
 
-        Called by one thread at a time; the array may be reused by the next call. When it raises, what earlier steps
-        left in the cache is untouched.
+        Called by one thread at a time; the next call may reuse the array. When it raises, the cache of earlier steps
+        is untouched.
         """
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Runner(Protocol):
 
 
 def free_bytes(device: str = "cpu") -> int:
-    """Memory that can be had on a device: of a machine without swapping, of a GPU as its driver tells."""
+    """Free memory of a device: of a machine without swapping, of a GPU by its driver."""
     if device == "cuda":
         import torch
 
@@ -99,10 +99,7 @@ def free_bytes(device: str = "cpu") -> int:
 
 
 def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int | None = None) -> int:
-    """How many blocks a cache has: `num_blocks`, or as many as there is room for.
-
-    ConfigError, with the range, for less than one and for more than is free.
-    """
+    """Blocks of a cache: `num_blocks`, or as many as fit. ConfigError, with the range, for too few or too many."""
     if num_blocks is None:
         if not block_bytes <= kv_cache_bytes <= free:
             why = f"must be in [{block_bytes}, {free}]: from one block of this model to the memory that is free"
@@ -117,7 +114,7 @@ def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int 
 
 
 def context_length(asked: int | None, most: int) -> int:
-    """Tokens of one sequence: those asked for, or `most`, the positions of the model. ConfigError for more."""
+    """Tokens of one sequence: `asked`, or `most`, the positions of the model. ConfigError for more."""
     if asked is not None and not 1 <= asked <= most:
         why = f"must be at most {most}, what the model was made for" if asked > most else "must be >= 1"
         raise ConfigError(f"max_model_len={asked}: {why}", field="max_model_len")
@@ -125,15 +122,18 @@ def context_length(asked: int | None, most: int) -> int:
 
 
 def probe(vocab_size: int) -> npt.NDArray[np.int64]:
-    """The tokens that a model is compared on."""
+    """The tokens of the comparison."""
     return np.arange(PROBE, dtype=np.int64) * 7 % vocab_size
 
 
-def change_by_paging(runner: Runner, expected: npt.NDArray[np.float32]) -> float:
-    """How far the logits after the tokens of `probe`, computed in two steps, are from the expected: of their spread."""
+def check_paging(runner: Runner, expected: npt.NDArray[np.float32], most: float, where: str, why: str = "") -> None:
+    """ConfigError where the logits after the tokens of `probe`, computed in two steps, differ from the expected by more
+    than this share of their spread. where, why: the file, and the likely cause."""
     ids, width, zero = probe(runner.vocab_size), -(-PROBE // runner.block_size), np.zeros(1, np.int32)
     blocks, widths = np.arange(width, dtype=np.int32), np.array([0, width], np.int32)
     for past, end in ((0, PROBE // 2), (PROBE // 2, PROBE)):
         begins = np.array([0, end - past], np.int32)
         found = runner.forward(Step(ids[past:end], np.arange(past, end), zero + past, begins, blocks, widths))[0]
-    return float(np.abs(found - expected).max() / max(np.ptp(expected), 1e-9))
+    off = float(np.abs(found - expected).max() / max(np.ptp(expected), 1e-9))
+    if not off <= most:
+        raise ConfigError(f"{where}: its logits change by {off:.0%} with paged attention, so it cannot be batched{why}")

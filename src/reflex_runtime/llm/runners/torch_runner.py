@@ -1,13 +1,12 @@
 """The runner in torch over a paged cache: for GPUs, and as a readable reference.
 
-The decoder is what a model of the Llama, Mistral, Qwen2 or Qwen3 family computes, in plain torch. It sees a flat row of
-tokens that may belong to many sequences and does not know which. Sequences differ only in what a token may attend to,
-and the runner decides that: `attend` gets queries, keys and values.
+The decoder computes a model of the Llama, Mistral, Qwen2 or Qwen3 family, in plain torch, over a flat row of tokens of
+many sequences. Sequences differ only in the tokens that each token may attend to: `attend` of the runner gets queries,
+keys and values.
 
 Sequences with one new token attend together, as a padded batch over their block tables. Longer runs attend one by one,
 over exactly their own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch size and table
-width. This module is where torch is imported, so that one place says what to install; import it only where it is
-needed.
+width. This module imports torch; import it only where it is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.extras import needed_by
 from reflex_runtime.llm.runners import runner
 from reflex_runtime.llm.runners.adapters import AdapterStack, not_adaptable
@@ -42,7 +40,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Addition(NamedTuple):
-    """What adapters add to the outputs from `begin` on: a [R, in], b [outputs, R]; see `adapters`."""
+    """The part of adapters in the outputs from `begin` on: a [R, in], b [outputs, R]; see `adapters`."""
 
     begin: int
     a: Tensor
@@ -57,7 +55,7 @@ class Linear(NamedTuple):
     additions: tuple[Addition, ...] = ()
 
     def __call__(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """chosen: [t, R], which rows of the adapters' matrices each token has; None: nobody has an adapter."""
+        """chosen: [t, R], the rows of the adapters' matrices for each token; None: no token has an adapter."""
         y = functional.linear(x, self.weight, self.bias)
         for begin, a, b in self.additions if chosen is not None else ():
             y[..., begin : begin + len(b)] += functional.linear(functional.linear(x, a) * chosen, b)
@@ -66,7 +64,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights. What reads the same input is one matrix: `qkv`, and `gate_up` of the MLP."""
+    """One layer's weights. Projections of the same input are one matrix: `qkv`, and `gate_up` of the MLP."""
 
     norm: Tensor
     qkv: Linear
@@ -112,7 +110,7 @@ class Decoder:
         self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None, adapters: Tensor | None = None
     ) -> Tensor:
         """float32 logits [n, vocab_size] of the tokens at `rows`; None: of all. ids and positions are [t]; `attend` is
-        called once per layer. adapters: [t], the number of each token's adapter; None: nobody has one."""
+        called once per layer. adapters: [t], the number of each token's adapter; None: no token has one."""
         chosen = None if adapters is None or self._table is None else self._table[adapters]
         eps = self.config.rms_norm_eps
         cos, sin = self._rotations(positions)
@@ -151,7 +149,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each head's dimensions i and i + head_dim / 2 turned as a pair; x is [t, heads, head_dim]. In few kernels: on a
-    GPU their number is what a step of few tokens takes."""
+    GPU the time of a small step is that of its launches."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
@@ -188,15 +186,14 @@ class _Loader:
 # -- the runner --------------------------------------------------------------------------------------------------------
 
 
-_MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
-_Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
+_MOST_RECORDED: Final = 256  # sequences in a recorded step; the kernels of larger ones hide their launches
+_Masks = dict[int | None, Tensor]  # by sliding window; None: all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
     """Sequences with one new token each: the indices of their tokens in the step (None: all), the cache rows [d,
-    length] that each may read, padded with the unused block's, and per window a mask of those it reads, [d, 1, 1,
-    length]."""
+    length] that each may read, padded with the unused block's, and per window a mask of them, [d, 1, 1, length]."""
 
     tokens: Tensor | None
     rows: Tensor
@@ -206,7 +203,8 @@ class _Singles:
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A sequence with several new tokens: their place in the step, the cache rows of all its tokens up to the last, and
-    per window a mask of what each new token reads, [new, all]. No mask: all tokens are new, and attention is causal."""
+    per window a mask of the rows that each new token reads, [new, all]. No mask: all tokens are new, and attention is
+    causal."""
 
     begin: int
     end: int
@@ -289,26 +287,19 @@ class TorchRunner:
             sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
         block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
         self.num_blocks = runner.blocks_in(kv_cache_bytes, block, runner.free_bytes(device), num_blocks)
-        # One more block than sequences get: padding reads and writes there. It is zeroed, because a row that was never
-        # written is multiplied with a weight of zero, and NaN times zero is NaN.
+        # Padding reads and writes the last block, which no sequence gets. It is zeroed: a row that was never written is
+        # multiplied by a weight of zero, and NaN times zero is NaN.
         shape = (self.num_blocks + 1, block_size)
         self._keys = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
         self._values = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
-        # others may do what cannot be recorded, and a recorded step has no adapters
+        # other models may have operations that cannot be recorded, and a recorded step has no adapters
         recorded = device == "cuda" and cuda_graphs and checkpoint is not None and not adapters
         self._record: Record | None = recorder() if recorded else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._host = torch.empty(0, 0)
-        if checkpoint is None:
-            self._compare(decoder, root, 0.01 if dtype == "float32" else 0.15)
-
-    def _compare(self, decoder: AnyDecoder, root: Path, most: float) -> None:
-        """Refuse a model whose logits change with our attention. most: share of their spread."""
-        if self.num_blocks * self.block_size >= runner.PROBE:
-            off = runner.change_by_paging(self, decoder.expected(runner.probe(self.vocab_size).tolist()).cpu().numpy())
-            if not off <= most:
-                why = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
-                raise ConfigError(f"{root}: {why}")
+        if checkpoint is None and self.num_blocks * block_size >= runner.PROBE:
+            expected = decoder.expected(runner.probe(self.vocab_size).tolist()).cpu().numpy()
+            runner.check_paging(self, expected, 0.01 if dtype == "float32" else 0.15, str(root))
 
     def forward(self, step: runner.Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step, or after its `rows`.
@@ -467,8 +458,8 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
-    """Attention of queries [.., heads, n, d] over keys and values [.., kv_heads, m, d]; no mask: causal. cap: the bound
-    that scores are bent to, for which there is no fused kernel."""
+    """Attention of queries [.., heads, n, d] over keys and values [.., kv_heads, m, d]; no mask: causal. cap: soft
+    bound of the scores, for which there is no fused kernel."""
     if cap is None:
         gqa = q.shape[1] != k.shape[1]
         return functional.scaled_dot_product_attention(
@@ -488,7 +479,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _described(root: Path) -> AnyModelConfig:
-    """What a checkpoint of another architecture than ours says. ConfigError if a library is missing."""
+    """The description of a checkpoint of another architecture than ours. ConfigError if a library is missing."""
     require(root)
     from reflex_runtime.llm.runners.transformers_model import describe
 

@@ -1,8 +1,8 @@
 """A checkpoint of any architecture of `transformers`, with its attention replaced by a function of ours.
 
 `transformers` looks its attention up by name, so one registered function serves all architectures. It gets queries,
-keys and values of all tokens of a step; which token sees which others is decided by what is set with `attending`.
-Import it only where it is needed: it imports torch and transformers.
+keys and values of all tokens of a step; the function set with `attending` decides which tokens each one sees. Import
+this only where it is needed: it imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see `torch_runner`
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One layer's attention, as the model asks for it. window: last tokens that one sees, or None: all. scale: of the
-    scores. softcap: the bound that scores are bent to, or None."""
+    """The parameters of one layer's attention. window: last tokens that a token sees, or None: all. scale: of the
+    scores. softcap: their soft bound, or None."""
 
     layer: int
     heads: int
@@ -49,7 +49,7 @@ class Attention:
 
 
 Attending = Callable[[Any, Attention, Tensor, Tensor, Tensor], Tensor]
-"""(module, what it asks for, queries [batch, heads, tokens, head_dim], keys and values [batch, kv_heads, tokens,
+"""(module, its parameters, queries [batch, heads, tokens, head_dim], keys and values [batch, kv_heads, tokens,
 head_dim]) → [batch, tokens, heads, head_dim]."""
 
 _attending: ContextVar[Attending] = ContextVar("attending")
@@ -57,7 +57,7 @@ _attending: ContextVar[Attending] = ContextVar("attending")
 
 @contextmanager
 def attending(function: Attending) -> Iterator[None]:
-    """What attention is, while the model runs below."""
+    """Use this function as attention inside of the block."""
     token = _attending.set(function)
     try:
         yield
@@ -82,7 +82,7 @@ def _attend(
 
 
 def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Every expert on every token, and those that were not chosen weigh 0: the one form that has a fixed shape."""
+    """Every expert on every token, with weight 0 if it was not chosen: the only form with fixed shapes."""
     count = module.num_experts
     chosen = torch.zeros(hidden.shape[0], count, dtype=hidden.dtype, device=hidden.device)
     chosen = chosen.scatter(1, index, weights.to(hidden.dtype))
@@ -106,7 +106,7 @@ ExpertsInterface.register(NAME, _experts)
 
 
 def describe(directory: Path) -> AnyModelConfig:
-    """What the checkpoint says; no weight is read. ConfigError for what is no decoder."""
+    """The description of a checkpoint; no weight is read. ConfigError for one that is no decoder."""
     config = _text_config(directory)
     weight_files(directory)
     return AnyModelConfig.of(directory, config)
@@ -116,7 +116,7 @@ def _text_config(directory: Path) -> Any:
     """The configuration of the checkpoint's text model, with the library's own defaults. ConfigError if it has none."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of its own kinds, and whatever a wrong value leads to
+    except Exception as error:  # its own kinds, and any that a wrong value leads to
         raise ConfigError(f"{directory / 'config.json'}: {_told(error)}") from error
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.model_type not in known:
@@ -147,7 +147,7 @@ def load(directory: Path, dtype: Any, *, fixed_shapes: bool = False) -> Any:
 
 
 def layers_of(model: Any) -> dict[int, Attention]:
-    """The attention of each layer, found by running three tokens. ConfigError for a model that keeps other state."""
+    """The attention of each layer, found with three tokens. ConfigError for a model that keeps other state."""
     found: dict[int, Attention] = {}
 
     def seen(module: Any, asked: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def reference(model: Any, ids: list[int]) -> Tensor:
 
 
 class AnyDecoder:
-    """The forward pass over a step's tokens, as `Decoder` has it, by a model of transformers."""
+    """The forward pass over a step's tokens by a model of transformers, with the interface of `Decoder`."""
 
     def __init__(self, directory: Path, device: str, dtype: Any) -> None:
         self._model = load(directory, dtype).to(device)
@@ -218,6 +218,6 @@ class AnyDecoder:
 
 
 def _told(error: BaseException) -> str:
-    """The first line of what it says; the next one, too, where that is only announced."""
+    """The first line of its message; the next one, too, behind a colon."""
     first, second, *_ = [*filter(None, map(str.strip, str(error).splitlines())), "", ""]
     return (f"{first} {second}" if first.endswith(":") else first)[:300].strip() or type(error).__name__
