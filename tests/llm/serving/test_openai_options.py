@@ -220,7 +220,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     [
         ("--runner openvino --device cuda", "--device=cuda: needs a GPU and a PyTorch that sees it"),
         ("--runner torch --quantization int8", "--quantization=int8: only the openvino runner rounds weights"),
-        ("--block-size 8", "--block-size=8: blocks of the openvino runner have the size that its kernels want"),
+        ("--block-size 8", "--block-size=8: the kernels of the openvino runner fix the size of a block"),
         ("--kv-cache-gb 0.000008191", "--kv-cache-gb=8.191e-06: must be in [8.192e-06, 20] GB: from one block"),
         ("--runner torch --kv-cache-gb 0.000004095", "--kv-cache-gb=4.095e-06: must be in [4.096e-06, 20] GB"),
         ("--runner torch --block-size 32 --kv-cache-gb 0.000008", "--kv-cache-gb=8e-06: must be in [8.192e-06, 20] GB"),

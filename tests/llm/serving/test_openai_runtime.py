@@ -209,7 +209,7 @@ def test_l9_a_reader_that_takes_nothing_for_too_long_is_taken_for_gone() -> None
     run(main())
 
 
-def test_l9_alike_requests_wait_for_the_first_ones_prompt_and_enter_all_or_none() -> None:
+def test_l9_alike_requests_wait_for_the_first_ones_prompt_and_enter_one_by_one() -> None:
     async def main() -> None:
         async with Run(max_queue=3) as it:
             prompt = "x" * 100
@@ -220,12 +220,15 @@ def test_l9_alike_requests_wait_for_the_first_ones_prompt_and_enter_all_or_none(
             it.runner.stop()
             busy = it.submit(max_tokens=1)
             await asyncio.to_thread(it.runner.wait_inside)
+            entered: list[Any] = []
             with pytest.raises(QueueFull):
-                it.runtime.submit_alike(requests(4))
+                entered.extend(it.runtime.submit_alike(requests(4)))
+            for stream in entered:
+                stream.close()
             it.runner.go()
             assert len([o async for o in busy]) == 1
             bell = asyncio.Event()
-            streams = it.runtime.submit_alike(requests(3), bell)
+            streams = list(it.runtime.submit_alike(requests(3), bell))
             said: dict[int, list[int]] = {0: [], 1: [], 2: []}
             async for index, outputs in merged(streams, bell):
                 said[index] += [output.token_id for output in outputs]

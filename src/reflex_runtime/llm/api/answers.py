@@ -312,7 +312,7 @@ class Answer:
         self._lengths = [len(echo) for echo in reply.echoes] or [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
-        self._readers = [reply.reader() for _ in range(n)]
+        self._readers = [reply.reader() for _ in range(n)] if chat else []
 
     @property
     def id(self) -> str:

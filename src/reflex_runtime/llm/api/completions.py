@@ -292,7 +292,8 @@ async def queued(
         async with in_order(runtime.queueing, asked.n * len(groups)):
             for group in groups:
                 await slices.next(asked.n)
-                streams += runtime.submit_alike(group, bell)
+                for queued_stream in runtime.submit_alike(group, bell):
+                    streams.append(queued_stream)  # one by one: if a later one is refused all are closed
     except BaseException:
         for stream in streams:
             stream.close()

@@ -270,7 +270,8 @@ def client_of(named: Mapping[str, str | None]) -> str:
     id."""
     for name, client in named.items():
         try:
-            check_id(name, client or "")
+            if client:
+                check_id(name, client)
         except InvalidRequest as error:
             raise BadRequest(str(error), name) from None
     return next(filter(None, named.values()), "")

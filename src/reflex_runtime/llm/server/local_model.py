@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from functools import partial
@@ -58,13 +58,13 @@ PATIENCE = 120.0  # seconds that a stream is held before it is cancelled: it occ
 class GenerationStream(OutputStream):
     """The tokens of a request in this process. scores: its prompt is scored. held: also until its leader has begun."""
 
-    __slots__ = ("_followers", "_runtime", "_stalls", "_ticket", "scores")
+    __slots__ = ("_runtime", "_stalls", "_ticket", "followers", "scores")
 
     def __init__(self, runtime: LocalModel, bell: asyncio.Event | None, sequence: Sequence) -> None:
         super().__init__(bell, sequence.num_prompt_tokens)
         self._runtime = runtime
         self._ticket: Ticket | None = None  # None before it is submitted, and once it was closed
-        self._followers: tuple[GenerationStream, ...] = ()
+        self.followers: list[GenerationStream] = []  # held until this one has its first token, or has ended
         self._stalls: asyncio.TimerHandle | None = None
         self.prompt_scores, self.scores = sequence.prompt_choices, sequence.scores_from is not None
 
@@ -86,12 +86,8 @@ class GenerationStream(OutputStream):
         self._go_on()
         self.end(None if isinstance(outcome, Done) else outcome.error)
 
-    def follow(self, others: Iterable[GenerationStream]) -> None:
-        """Hold these streams until this one has its first token, or has ended."""
-        self._followers += tuple(others)
-
     def _pushed(self, n: int) -> None:
-        if self._followers:
+        if self.followers:
             self._go_on()
         if not self.held and self.unread >= self._runtime.unread and self._ticket is not None:
             self._runtime.hold(self)
@@ -107,7 +103,7 @@ class GenerationStream(OutputStream):
             self._runtime.batcher.cancel(ticket)
 
     def _go_on(self) -> None:
-        followers, self._followers = self._followers, ()
+        followers, self.followers = self.followers, []
         for stream in followers:
             self._runtime.resume(stream)
 
@@ -205,20 +201,16 @@ class LocalModel:
         self._streams[ticket] = stream
         if first is not None and waits:
             stream.held = True
-            first.follow([stream])
+            first.followers.append(stream)
         return stream
 
-    def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> list[GenerationStream]:
-        """Queue requests with the same prompt: all of them or none. Raises `Rejected`."""
-        streams: list[GenerationStream] = []
-        try:
-            for request in requests:
-                streams.append(self.submit(request, bell, streams[0] if streams else None))
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
-        return streams
+    def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> Iterator[GenerationStream]:
+        """Queue requests with the same prompt, one after the other. Raises `Rejected`; streams before it go on."""
+        first = None
+        for request in requests:
+            stream = self.submit(request, bell, first)
+            first = first or stream
+            yield stream
 
     def _computes(self, first: GenerationStream) -> bool:
         """Whether it still computes its prompt, and others save work if they wait."""

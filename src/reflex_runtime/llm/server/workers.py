@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -159,22 +159,16 @@ class Workers:
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return msgspec.structs.replace(params, model_id=self._plan.name, prompt_token_ids=ids)
 
-    def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
-        """Queue requests with the same prompt, all or none, in one process, whose cache has it then. Raises
-        `Rejected`."""
-        line = self._line()
-        handles: list[StreamHandle] = []
-        try:
-            for request in requests:
-                handles.append(handle := line.registry.register(bell=bell))
-                follows = None if handle is handles[0] else handles[0].id
-                params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
-                line.batcher.submit(params, params.priority)
-        except BaseException:
-            for handle in handles:
-                handle.close()
-            raise
-        return handles
+    def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> Iterator[StreamHandle]:
+        """Queue requests with the same prompt in one process, whose cache has it then. Raises `Rejected`; streams
+        before it go on."""
+        line, first = self._line(), None
+        for request in requests:
+            handle = line.registry.register(bell=bell)
+            params = msgspec.structs.replace(request, stream_id=handle.id, follows=first)
+            line.batcher.submit(params, params.priority)
+            first = first or handle.id
+            yield handle
 
     def _line(self) -> Line:
         """The ready process with the fewest unfinished requests."""
