@@ -114,6 +114,11 @@ FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "config",
         "Git LFS",
     ),
+    "a configuration that is a pointer": (
+        lambda root: (root / "reflex_config.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+        "config",
+        "Git LFS",
+    ),
 }
 
 

@@ -151,9 +151,9 @@ class Export(PolicySource):
         """Read and check the directory. `open` opens the graphs and checks them against it."""
         root = Path(path)
         check_directory(root)
-        table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
-        check_files(root)
-        return _load(root, table)
+        if (root / CONFIG_FILE).exists():
+            check_files(root)
+        return _load(root)
 
     def open(self, device: DeviceOptions) -> OnnxStaged | OnnxWhole:
         if not self.staged:
@@ -198,7 +198,8 @@ _AS_WRITTEN: Final = (
 )  # fmt: skip
 
 
-def _load(root: Path, table: ExportObject) -> Export:
+def _load(root: Path) -> Export:
+    table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
     table.only(CONFIG_KEYS)
     config = table.read(ExportConfig)
     images = _images(table, config)
