@@ -51,15 +51,15 @@ def test_w6_single_floats_are_what_they_are(value: float) -> None:
 def test_w6_a_list_that_breaks_off_is_refused_wherever_it_does(name: str) -> None:
     frame = msgpack.packb({"list": LISTS[name]})
     for size in range(len(frame)):
-        with pytest.raises(ClientError, match="breaks off"):
+        with pytest.raises(ClientError, match=r"incomplete input|exceeds max_"):
             unpack(frame[:size], same)
-    with pytest.raises(ClientError, match="1 bytes are left"):
+    with pytest.raises(ClientError, match="extra data"):
         unpack(frame + b"\x00", same)
 
 
 def test_w6_values_are_bounded() -> None:
     assert len(unpack(msgpack.packb([0.5] * FRAME_VALUES), same)) == FRAME_VALUES
-    with pytest.raises(ClientError, match=f"over {FRAME_VALUES} values"):
+    with pytest.raises(ClientError, match=f"{FRAME_VALUES} values"):
         unpack(msgpack.packb([1] * (FRAME_VALUES + 1)), same)
 
 

@@ -75,7 +75,7 @@ def image(**more: Any) -> bytes:
         (msgpack.packb({"type": "hello", "payload": {}, "seq": True}), r"\$\.seq"),
         (msgpack.packb({"type": "hello", "payload": [], "seq": 1}), r"\$\.payload"),
         (msgpack.packb({"type": 3, "payload": {}, "seq": 1}), r"\$\.type"),
-        (b"", "breaks off"),
+        (b"", "incomplete input"),
     ],
 )
 def test_w21_what_is_no_message_is_refused_and_says_why(frame: bytes, why: str) -> None:

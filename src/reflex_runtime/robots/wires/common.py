@@ -171,7 +171,7 @@ def unpack(data: bytes, hook: Hook) -> Any:
         nonlocal left
         left -= values
         if left < 0:
-            raise _too_many()
+            raise ClientError(f"the frame holds over {FRAME_VALUES} values: send arrays as arrays")
 
     def read_map(pairs: list[tuple[Any, Any]]) -> Any:
         count(2 * len(pairs) + 1)
@@ -186,29 +186,14 @@ def unpack(data: bytes, hook: Hook) -> Any:
             data, object_pairs_hook=read_map, list_hook=read_list, ext_hook=_refuse, strict_map_key=False,
             max_array_len=most, max_map_len=most // 2, max_str_len=MAX_TEXT, max_ext_len=0,
         )  # fmt: skip
-    except msgpack.ExtraData as error:
-        raise ClientError(f"the frame is not msgpack: {len(error.extra)} bytes are left behind the value") from None
-    except msgpack.FormatError:
-        _refuse()
-    except msgpack.StackError:
-        raise ClientError("the frame is nested too deep") from None
-    except ValueError as error:  # of what is too long, breaks off, or is not UTF-8
-        told = str(error)
-        if "exceeds max_ext_len" in told:
-            _refuse()
-        if "exceeds max_str_len" in told:
-            raise ClientError(f"the frame holds a text of over {MAX_TEXT} bytes") from None
-        if most == FRAME_VALUES and ("exceeds max_array_len" in told or "exceeds max_map_len" in told):
-            raise _too_many() from None
-        raise ClientError("the frame is not msgpack: it breaks off, or a text in it is not UTF-8") from None
-
-
-def _too_many() -> ClientError:
-    return ClientError(f"the frame holds over {FRAME_VALUES} values: send arrays as arrays")
+    except ValueError as error:  # all errors of msgpack
+        bounds = f"{FRAME_VALUES} values, texts of {MAX_TEXT} bytes, no extensions"
+        why = str(error) or type(error).__name__
+        raise ClientError(f"the frame is not msgpack within the bounds ({bounds}): {why}") from None
 
 
 def _refuse(*_: Any) -> Any:
-    raise ClientError("the frame holds a msgpack extension, and none is known here") from None
+    raise ValueError("msgpack extension")
 
 
 def _text(key: Any) -> str:
