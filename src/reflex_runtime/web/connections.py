@@ -32,14 +32,14 @@ log = logging.getLogger("reflex.server")
 
 HEAD_BYTES: Final = 64 * 1024  # of a request's head, within a slice
 UNREAD: Final = 180.0  # seconds that an answer may wait for its client to read
-RESERVE: Final = 64  # file descriptors left to models, recordings and the like
+RESERVE: Final = 64  # file descriptors for models, recordings and the like
 LEAST: Final = 16  # connections, even with very few descriptors
 BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
 AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
 SLICE: Final = 4096  # bytes that are parsed at once
 TURN_S: Final = 0.002  # seconds of parsing in one turn of the loop, and one slice more
 HEAD_S: Final = 10.0  # seconds at most for the head of a request
-LINGER_S: Final = 1.0  # for a refused peer to send on: an answer or a close code that comes before may be lost
+LINGER_S: Final = 1.0  # for a refused peer to finish sending: an earlier answer or close code may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
 _NUMBERS: Final = count(1)
@@ -77,8 +77,8 @@ class _Timer:
 
 
 class _Connection:
-    """What both protocols add to uvicorn's: a number, a timer, and parsing in slices. client: with that number in place
-    of the port, because ports are reused. unparsed: what was read and waits for its turn."""
+    """The common part of both protocols: parsing in slices, and a number in place of the client's port, because ports
+    are reused. unparsed: bytes that were read and wait for their turn."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -104,7 +104,7 @@ class _Connection:
 
     @property
     def _full(self) -> bool:
-        """Whether the application must take something first."""
+        """Whether parsing waits for the application."""
         raise NotImplementedError
 
     def _feed(self, data: bytes, at: int) -> int:
@@ -112,7 +112,7 @@ class _Connection:
         raise NotImplementedError
 
     def _pace(self) -> None:
-        """Read on, unless something waits."""
+        """Read on, unless bytes or the application wait."""
         raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         super().__init__(*arguments, **named)
         self.reflex = cast(App, self.app)
         self._task: asyncio.Task[None] | None = None
-        self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the last that came
+        self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the newest
         limits, self._phase = self.reflex.limits, ANSWERED
         self._seconds = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD}
         self._seconds |= {ANSWERED: inf, REFUSED: LINGER_S}
@@ -166,7 +166,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The caller has closed its side, which looks like leaving: what needs no waiting is answered, and no more."""
+        """The caller closed its side, which looks like leaving: only a request that need not wait is answered."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
@@ -257,7 +257,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         if self.url[:1] != b"/" and httptools.parse_url(self.url).path is None:  # http://host, without a slash
             raise ClientError("the target of the request has no path")
         if self.parser.should_upgrade() and not self._should_upgrade():
-            self._declined = True  # it comes again without the offer
+            self._declined = True  # `_decline` parses it again without the offer
             return
         super().on_headers_complete()
 
@@ -279,7 +279,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self.tasks.add(task)
 
     def _respond(self, cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
-        """Write a whole answer at once, in half of uvicorn's time for its two messages. False where they must do."""
+        """Write a whole answer at once, in half of uvicorn's time for two messages. False if those are needed."""
         if not cycle.keep_alive or CLOSE in headers:
             cycle.keep_alive, headers = False, [*[header for header in headers if header != CLOSE], CLOSE]
         headers = cycle.default_headers + headers
@@ -315,7 +315,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._take_time()
 
     def handle_websocket_upgrade(self) -> None:
-        self._broken = True  # for HTTP: the rest is the websocket's
+        self._broken = True  # for HTTP: the websocket reads the rest
         self._timer.cancel()
         super().handle_websocket_upgrade()
 
@@ -337,13 +337,13 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         elif phase == IDLE or (phase == BODY and self.cycle.response_complete):
             self.transport.close()
         elif phase == BODY and not self.cycle.response_started:
-            self._cancel(error)  # its coroutine answers, and closes behind it
+            self._cancel(error)  # its coroutine answers
             self.cycle.keep_alive = False
         else:
             self._end(error)
 
     def _cancel(self, error: ReflexError | None = None) -> None:
-        """End what is being answered, with this error, or because its caller has left."""
+        """Cancel the running request with this error; by default its caller left."""
         running = self._running
         if running is not None and not running.response_complete and self._task is not None:
             self._task.cancel(error or CallerLeft("the caller left"))
@@ -353,7 +353,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._end(cause if isinstance(cause, ClientError) else ClientError(f"this is not HTTP/1.1: {cause or error}"))
 
     def _end(self, error: ReflexError) -> None:
-        """What comes is no request: answer that, or what came before it, and close."""
+        """The input is no request: send the error, or the answers to earlier requests, and close."""
         if self.transport.is_closing() or self._broken:
             return
         self._broken = True
@@ -363,7 +363,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
             self.transport.close()
             return
         if self.pipeline and self.pipeline[0][0].more_body:
-            self.pipeline.popleft()  # the broken one itself; its turn will not come
+            self.pipeline.popleft()  # the broken one
         (self.pipeline[0][0] if self.pipeline else running).keep_alive = False
         if running.more_body:
             broke_off = ClientError(f"the body broke off: {error.message}")
@@ -382,7 +382,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         if self._broken or self.transport.is_closing() or self.flow.write_paused:
             return
         if self.unparsed:
-            phase = ANSWERED  # it waits for us
+            phase = ANSWERED  # the rest waits for its turn
         elif self._in_head:
             phase = HEAD
         elif cycle is None or (cycle.response_complete and not cycle.more_body):
@@ -393,14 +393,14 @@ class HttpConnection(_Connection, HttpToolsProtocol):
             self._enter(phase)
 
     def _enter(self, phase: str) -> None:
-        """Begin a phase, or the same one again; its time runs from now on."""
+        """Begin a phase; its time runs from now on."""
         self._phase = phase
         self._timer.start(self._seconds[phase])
 
 
 class SocketConnection(_Connection, WebSocketsSansIOProtocol):
-    """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes that have come
-    of messages that the application has not taken, see `Bodies`."""
+    """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes of messages
+    that the application has not taken, see `Bodies`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -417,9 +417,9 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.reflex.shares.closed(self.client)  # the connection of HTTP that it was opened it
+        self.reflex.shares.closed(self.client)  # opened by its HTTP connection
         self._timer.cancel()
-        self.conn.reader.discard()  # its parser is in a reference cycle, and what has come with it
+        self.conn.reader.discard()  # the parser is in a reference cycle, with these bytes
         self.frames.clear()
         self.unparsed = b""
         while self.queue.qsize() > 1:
@@ -457,7 +457,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
             self.read_paused = waits
             (self.transport.pause_reading if waits else self.transport.resume_reading)()
         if self.held and not (any(self.frames) or self.conn.reader.buffer or self.queue.qsize() or self.unparsed):
-            self.reflex.bodies.release(self)  # all that has come is whole and taken
+            self.reflex.bodies.release(self)  # all messages are whole and taken
 
     def handle_connect(self, event: Any) -> None:
         if self.conn.accept(event).status_code != 101:
@@ -471,7 +471,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_cont(self, event: Any) -> None:
-        """One buffer for all parts of a message: apart, those of one byte would have a hundred times their size."""
+        """Join the parts of a message: apart, parts of one byte would take a hundred times their size."""
         whole: Any = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
         whole += event.data
         self.frames[0] = bytes(whole) if event.fin else whole
@@ -479,8 +479,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
             self.send_receive_event_to_app()
 
     def handle_parser_exception(self) -> None:
-        """The peer broke the protocol, or its message is too large. It reads the close code only while the connection
-        is not closed under what it sends."""
+        """The peer broke the protocol, or its message is too large. A close while it sends may lose the close code."""
         if not self.close_sent:
             self.close_sent = True
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
@@ -517,7 +516,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
         await super().run_asgi()
 
     def _late(self) -> None:
-        """Nothing has come for long. A peer that waits for an answer, or for the first frame, is not idle."""
+        """Nothing came for long. A peer that waits for an answer, or for the first frame, is not idle."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         elif self._idles:

@@ -1,19 +1,17 @@
 """gRPC on a listener of its own: calls in, an answer or a status to each, on the event loop; and the Open Inference
 Protocol over it.
 
-Messages are bytes here, so that they are counted and bounded before a wire parses them. A call is counted, its key
-checked, and its bytes held among the request bodies, until it is answered; one that its caller cancels ends as a
-cancelled coroutine.
+Messages are bytes here, counted and bounded before a wire parses them. A call is counted, its key is checked, and its
+bytes count among the request bodies until it is answered. A caller that cancels cancels the coroutine.
 
-gRPC's core owns its sockets and reads with threads of its own, so its limits are set before it starts. All that HTTP
-has together is bounded here in parts:
+gRPC's core owns its sockets and reads in threads of its own, so its limits are set at the start:
 
-- A quarter of the connections that HTTP has left is the listener's. The core closes further ones as they are accepted.
-- Every method is a stream to the core: it reads WINDOW bytes of a call, and the rest when it is asked for a message. So
-  the key comes before the message. There are as many calls as windows fit in --max-bodies-mb.
-- The core allocates a whole message, and says its size when it is there: so few are read at a time, see `Reading`.
-- It tells nothing of its connections: those with a call are counted with HTTP's in --max-connections-per-address.
-- Connections without a call end after --idle-timeout-s, and those whose peer does not read, or is gone.
+- The listener has a quarter of the connections that HTTP has left. The core closes further ones at once.
+- To the core every method is a stream: it reads WINDOW bytes of a call, and the rest when a message is read. So the key
+  comes before the message. As many calls run as windows fit in --max-bodies-mb.
+- The core allocates a whole message before its size is known: few are read at a time, see `Reading`.
+- The core hides its connections: those with a call count in --max-connections-per-address.
+- Connections without a call end after --idle-timeout-s, and so do those whose peer does not read or is gone.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSl
 from reflex_runtime.web.oip import Tensor, tensor_of_bytes, tensor_of_values
 
 MOST_S: Final = 600.0  # a longer deadline counts as none
-OVER: Final = 1.0  # seconds that callers have at the end to take their answers
-WINDOW: Final = 1 << 17  # bytes of a call that are read before they are asked for
+OVER: Final = 1.0  # seconds at the end for callers to read their answers
+WINDOW: Final = 1 << 17  # bytes of a call that the core reads ahead
 STREAMS: Final = 128  # calls of one connection
 _STATUS: Final = grpc.StatusCode
 _BY_CODE: Final = {
@@ -72,8 +70,8 @@ _BY_STATUS: Final = {
 
 class GrpcCall:
     """One call. method: its name. request_id: made by the server, unique. client: its connection. started: when it
-    came; received: when all of it had, 0.0 before (`time.monotonic`). left_ms: how long its caller waits from its start
-    on, None for ever. held: bytes of it that `Bodies` counts."""
+    began; received: when all of it was read, 0.0 until then (`time.monotonic`). left_ms: from its start to its
+    deadline, None without one. held: bytes of it that `Bodies` counts."""
 
     __slots__ = ("_context", "client", "held", "left_ms", "method", "received", "request_id", "started")
 
@@ -94,7 +92,7 @@ class GrpcCall:
 
 
 def parse(kind: Any, data: bytes) -> Any:
-    """A message of a generated class; ClientError if the bytes are none."""
+    """The message of this class in the bytes, else ClientError."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -115,7 +113,7 @@ StreamMethod = Callable[[GrpcCall, AsyncIterator[bytes]], Awaitable[bytes]]
 
 
 def check_free(address: str) -> None:
-    """OSError where an address is taken or may not be used. gRPC would log that in a line of its own."""
+    """OSError for an address that is taken or not allowed, which gRPC would log in a line of its own."""
     host, _, port = address.rpartition(":")
     for family, kind, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as tried:
@@ -128,7 +126,7 @@ def check_free(address: str) -> None:
 
 
 def _add_port(server: Any, address: str, settings: ServerConfig) -> Any:
-    """The port; with the TLS of HTTP."""
+    """Bind the address, with the TLS of HTTP. Returns the port."""
     if not settings.ssl_certfile:
         return server.add_insecure_port(address)
     certificates = Path(settings.ssl_certfile).read_bytes()
@@ -137,7 +135,7 @@ def _add_port(server: Any, address: str, settings: ServerConfig) -> Any:
 
 
 class GrpcListener:
-    """A gRPC server on an address. Nothing is answered before `serve`."""
+    """A gRPC server on an address, which answers from `serve` on."""
 
     def __init__(self, app: App, flag: str, address: str, settings: ServerConfig) -> None:
         """flag: the option that gave the address."""
@@ -198,8 +196,8 @@ class GrpcListener:
         return await self._answer(name, lambda call: method(call, self._parts(call, context)), context)
 
     async def _parts(self, call: GrpcCall, context: Any) -> AsyncIterator[bytes]:
-        """The parts of a message, within its size and its time. Not by gRPC's own iterator: one that is not read to its
-        end lives until the next collection, and its last message with it."""
+        """The messages of a call, within their size and time. gRPC's own iterator, if not read to its end, would keep
+        its last message until the next collection."""
         until = asyncio.get_running_loop().time() + self._body_timeout_s
         while True:
             try:
@@ -226,7 +224,7 @@ class GrpcListener:
             except Exception as failure:
                 error, request_id = known(failure, call.request_id), call.request_id
                 self._failed(call, error)
-            # Its frames hold the message, and so would an abort: an exception that gRPC keeps with the call.
+            # Its frames hold the message. (gRPC would keep the exception of an abort with the call.)
             error.__traceback__ = error.__context__ = None
             context.set_code(_BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL))
             context.set_details(error.message)
@@ -244,7 +242,7 @@ class GrpcListener:
 
     @contextmanager
     def _counted(self, peer: str) -> Iterator[None]:
-        """From its first call to the end of its last one a connection counts among those of its address."""
+        """Count a connection among those of its address, from its first call to the end of its last one."""
         shares, client = self._app.shares, (unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"), 0)
         if not self._calls[peer]:
             shares.opened(client)
@@ -273,7 +271,7 @@ _CONTENTS: Final = {  # field of the values of a datatype
 
 
 def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
-    """(model, version, request); ClientError names what is wrong."""
+    """(model, version, request), else ClientError."""
     fields, raw = _split(data)
     sent = parse(messages.ModelInferRequest, fields)
     if raw and len(raw) != len(sent.inputs):
@@ -296,10 +294,8 @@ def encode(model: str, sent_id: str, told: oip.OipAnswer) -> bytes:
 
 
 def _split(data: bytes) -> tuple[bytes, list[memoryview]]:
-    """The fields of a request that are parsed, and its raw tensors as views.
-
-    What is parsed is bounded before: two bytes can be a tensor without any field, and take a hundred.
-    """
+    """The fields to parse of a request, and its raw tensors as views. Bounded here, because two bytes can be a tensor
+    without fields, which takes a hundred."""
     view, at, size = memoryview(data), 0, 0
     parsed: list[memoryview] = []
     raw: list[memoryview] = []
@@ -309,7 +305,7 @@ def _split(data: bytes) -> tuple[bytes, list[memoryview]]:
             tag, at = _varint(data, at)
             if tag & 7 == 0:
                 _, at = _varint(data, at)
-            else:  # groups are none of this protocol
+            else:  # the protocol has no groups
                 length, at = _varint(data, at) if tag & 7 == 2 else ({1: 8, 5: 4}[tag & 7], at)
                 at += length
             if at > len(data):

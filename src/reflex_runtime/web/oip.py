@@ -1,8 +1,8 @@
 """The Open Inference Protocol, version 2 (KServe, Triton), over HTTP; `grpc_listener` serves the same over gRPC.
 
-A body becomes an `InferRequest`; what its tensors mean is each product's `OipModel`. The binary tensor extension: the
-header `Inference-Header-Content-Length` says how long the JSON is. Behind it are the tensors that have a
-`binary_data_size`, in their order, little-endian. Answers are written in the same way when asked.
+A body becomes an `InferRequest`; each product's `OipModel` gives its tensors a meaning. The binary tensor extension:
+the header `Inference-Header-Content-Length` is the length of the JSON, and behind it follow the tensors with a
+`binary_data_size`, in order, little-endian. Answers have the same form where the request wants it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Values = NDArray[Any] | list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input or output. values: an array of `shape`, or of BYTES each element in C order."""
+    """One input or output. values: an array of `shape`; for BYTES the elements in C order."""
 
     name: str
     datatype: str
@@ -138,7 +138,7 @@ def _texts(name: str, size: int, data: memoryview) -> list[bytes]:
 
 
 def tensor_out(name: str, rows: Sequence[Any]) -> Tensor:
-    """An output of one value for each row: arrays, numbers, texts or bytes. ValueError for what is no tensor."""
+    """An output of one value a row: arrays, numbers, texts or bytes. ValueError if they make no tensor."""
     if all(isinstance(row, str | bytes) for row in rows):
         return Tensor(name, "BYTES", (len(rows), 1), [row.encode() if isinstance(row, str) else row for row in rows])
     array = np.stack([np.asarray(row) for row in rows])
@@ -148,7 +148,7 @@ def tensor_out(name: str, rows: Sequence[Any]) -> Tensor:
 
 
 def datatype_of(dtype: Any) -> str:
-    """What the protocol calls a type of numpy; ValueError for one that it does not have."""
+    """The protocol's name of a type of numpy; ValueError where it has none."""
     letter = np.dtype(dtype).newbyteorder("<").str
     found = next((name for name, known in _DTYPES.items() if np.dtype(known).str == letter), None)
     if found is None:
@@ -157,7 +157,7 @@ def datatype_of(dtype: Any) -> str:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Its values, little-endian in C order; elements of BYTES with a length prefix."""
+    """The values of a tensor, little-endian in C order; elements of BYTES with a length prefix."""
     if isinstance(tensor.values, list):
         return b"".join(len(text).to_bytes(4, "little") + text for text in tensor.values)
     return np.ascontiguousarray(tensor.values, _DTYPES[tensor.datatype]).tobytes()
@@ -165,7 +165,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OipAnswer:
-    """The outputs of all rows. parameters: of the answer."""
+    """The outputs of all rows, and the answer's parameters."""
 
     outputs: Sequence[Tensor]
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class OipAnswer:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A decoded request. outputs: their names; empty means all. id: the caller's, or an empty text. binary: the
+    """A decoded request. outputs: names of the wanted ones, empty for all. id: the caller's, or "". binary: the
     answer's tensors are raw bytes."""
 
     inputs: Sequence[Tensor]
@@ -219,7 +219,7 @@ _json = msgspec.json.Decoder(InferBody)
 
 
 def decode(body: bytes, head: int | None = None) -> InferRequest:
-    """Decode a body; 400 or 422 names what is wrong. head: bytes of JSON, if raw tensors follow it."""
+    """Decode a body; 400 or 422 for a wrong one. head: bytes of JSON, if raw tensors follow it."""
     if head is not None and head > len(body):
         raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
     said = _parse(body if head is None else body[:head])
@@ -303,11 +303,11 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
 
 
 FORM: Final = _refuse
-"""Our form of errors, but `error` is the message, because clients of this protocol show it; `code` is the code."""
+"""Our form of errors with the message in `error`, which clients of this protocol show, and the code in `code`."""
 
 
 class OipCall(HasHeaders, Protocol):
-    """A request for inference: an `HttpRequest` or a `GrpcCall`. left_ms: how long its caller waits, None for ever."""
+    """A request for inference: an `HttpRequest` or a `GrpcCall`. left_ms: until its deadline, None without one."""
 
     client: Any
     request_id: str
@@ -321,7 +321,7 @@ Described = tuple[str, str, Sequence[int]]
 
 
 class OipModel(Protocol):
-    """One model. names: by which it is found; it answers with the first. inputs, outputs: -1 is any size."""
+    """One model. names: to find it by; answers have the first. inputs, outputs: -1 is any size."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -333,7 +333,7 @@ class OipModel(Protocol):
     def outputs(self) -> Sequence[Described]: ...
 
     async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
-        """An error of what it has admitted is counted, and raised as `Reported`."""
+        """The answer. Errors of admitted requests are counted, and raised as `Reported`."""
 
     def refused(self, call: OipCall, error: ReflexError) -> None:
         """Count a request that was not admitted."""
@@ -378,7 +378,7 @@ def metadata_of(model: OipModel) -> dict[str, Any]:
 
 
 def check_names(sent: InferRequest, expected: Sequence[str], optional: Collection[str], outputs: Sequence[str]) -> None:
-    """422 for a tensor that is missing, unknown or given twice, and for an output that there is not."""
+    """422 for a tensor that is missing, unknown or given twice, and for an unknown output."""
     given = [tensor.name for tensor in sent.inputs]
     all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(expected)}"
     for name in given:
@@ -395,7 +395,7 @@ def check_names(sent: InferRequest, expected: Sequence[str], optional: Collectio
 
 
 def rows_of(given: Sequence[Tensor], most: int) -> int:
-    """The number of rows: the first dimension, which all inputs share."""
+    """The number of rows, which is the first dimension of all inputs."""
     for tensor in given:
         if not tensor.shape or not 0 < tensor.shape[0] <= most or tensor.shape[0] != given[0].shape[0]:
             why = f"has shape {list(tensor.shape)}; its first number must be 1 to {most}, the same in all inputs"
@@ -406,8 +406,8 @@ def rows_of(given: Sequence[Tensor], most: int) -> int:
 def limits_in(
     parameters: Mapping[str, Any], own: Sequence[str], more: Collection[str], most_ms: float | None
 ) -> dict[str, Any]:
-    """The parameters of these names (`own`), with `deadline_ms`; `priority` by its name. more: further ones that there
-    are; 422 for others."""
+    """The parameters of the names in `own`, with `deadline_ms`; `priority` by its name. more: further known ones; 422
+    for others."""
     known = {*own, *more, "timeout", "binary_data_output"}
     for name in parameters.keys() - known:
         raise invalid_input(name, f"no such parameter; there are {', '.join(sorted(known))}")
@@ -423,10 +423,10 @@ def limits_in(
 
 
 def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:
-    """The routes of the protocol. most: bytes that a body may have. prefix: of the paths."""
+    """The routes of the protocol. most: bytes of a body. prefix: of the paths."""
 
     def model_of(request: HttpRequest) -> OipModel:
-        """The model that the path names; names may contain slashes."""
+        """The model in the path; names may contain slashes."""
         name = request.path.removeprefix(prefix)[len(MODELS) :]
         if name.endswith(("/infer", "/ready")):
             name = name.rpartition("/")[0]
@@ -490,11 +490,11 @@ async def _read(request: HttpRequest) -> InferRequest:
 
 
 def operations(models: Sequence[str], codes: Sequence[str], body: Mapping[str, Any]) -> dict[str, Operation]:
-    """These paths in OpenAPI. models: their names. codes: of errors of an inference. body: its schema."""
+    """These paths in OpenAPI. models: their names. codes, body: errors and the body's schema of an inference."""
     raw = content({}, BINARY.decode())
     ready = Operation("OIP: 200 when requests are answered, else 503", unready=True)
     found = {
-        ROOT: Operation("the server, as the Open Inference Protocol asks for it"),
+        ROOT: Operation("OIP: name and version of the server"),
         "/v2/health/live": Operation("OIP: 200"),
         "/v2/health/ready": ready,
     }

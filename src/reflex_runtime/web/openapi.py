@@ -34,12 +34,12 @@ def within(low: int, high: int) -> dict[str, Any]:
 
 
 def ref(kind: type) -> dict[str, Any]:
-    """The schema of this class, which stands under its name."""
+    """A reference to the schema of this class."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 def schemas_of(*kinds: type) -> dict[str, dict[str, Any]]:
-    """The schemas of these structs and of what they refer to, by name. `Whole` is what it means: an integer."""
+    """The schemas of these structs and of those that they refer to, by name. `Whole` is an integer."""
     _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in found.values():
         for field in schema["properties"].values():
@@ -75,10 +75,9 @@ PLAIN_ERROR: Final = {"Error": schemas_of(PlainError)["PlainError"]}
 
 
 class Operation(NamedTuple):
-    """A path in the document. answer: its content, with 200, and where it is `unready`, with 503. codes: of
-    errors, beside those of every request. request: the content of its body, which may be left out if `optional`;
-    example: of it. parameters, query: the schemas of those in the path, and in the query. error: the schema of
-    errors."""
+    """A path in the document. answer: the content with 200, and with 503 if `unready`. codes: of errors, beside those
+    of every request. request: the content of its body, which is `optional` or not; example: of it. parameters, query:
+    the schemas of those in the path and in the query. error: the schema of errors."""
 
     summary: str
     answer: Mapping[str, Any] = OBJECT
@@ -114,11 +113,9 @@ def described(
     keys: Keys,
     always: Sequence[str] = ("401", "403", "405", "408"),
 ) -> bytes:
-    """The document of these routes; KeyError where one has no description, but for the files of /dashboard and for
-    websockets, which OpenAPI does not have.
-
-    operations: by path. errors: what each status means. keys: which routes need one. always:
-    statuses of every request.
+    """The document of these routes. KeyError for one without a description, except for files of /dashboard and
+    websockets, which OpenAPI does not have. operations: by path. errors: the meaning of each status. always: statuses
+    of every request.
     """
     paths: dict[str, Any] = {}
     for route in routes:

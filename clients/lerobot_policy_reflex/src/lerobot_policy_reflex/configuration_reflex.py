@@ -13,14 +13,14 @@ PRIORITIES = ("urgent", "default", "background")
 @PreTrainedConfig.register_subclass("reflex")
 @dataclass
 class ReflexConfig(PreTrainedConfig):
-    """Where the server is and how it is asked. A key is read from the environment, REFLEX_API_KEY: LeRobot prints and
-    saves its configuration.
+    """The address of the server and the options of requests. The key is in the environment, REFLEX_API_KEY, because
+    LeRobot prints and saves its configuration.
 
     url: http://, https://, ws:// or wss://. robot_id: this robot's name; with several environments `ID/0`, `ID/1` ….
-    deadline_ms: how long after it was sent an answer is of use; None for no limit. priority: urgent, default or
-    background. n_action_steps: how many actions of a chunk are executed; None for all. names: LeRobot's name of an
-    observation → the server's, for those that differ. timeout_s: for an answer. connect_timeout_s: until the server's
-    policy is ready. retries: of requests that the server refused without having run them.
+    deadline_ms: time in which an answer is useful; None for no limit. priority: urgent, default or background.
+    n_action_steps: executed actions of a chunk; None for all. names: LeRobot's name of an observation → the server's,
+    where they differ. timeout_s: for an answer. connect_timeout_s: until the server's policy is ready. retries: of
+    requests that were refused without a run.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -33,7 +33,7 @@ class ReflexConfig(PreTrainedConfig):
     connect_timeout_s: float = 60.0
     retries: int = 2
 
-    device: str | None = "cpu"  # where the observations are put: they are sent, not computed with
+    device: str | None = "cpu"  # of the observations, which are only sent
     push_to_hub: bool = False
 
     def __post_init__(self) -> None:
@@ -59,12 +59,12 @@ class ReflexConfig(PreTrainedConfig):
 
     @property
     def action_delta_indices(self) -> None:
-        """Nothing is trained."""
+        """None: there is no training."""
         return
 
     @property
     def reward_delta_indices(self) -> None:
-        """Nothing is trained."""
+        """None: there is no training."""
         return
 
     def get_optimizer_preset(self) -> Any:
@@ -72,7 +72,7 @@ class ReflexConfig(PreTrainedConfig):
         raise ValueError("--policy.type=reflex cannot be trained: it has no weights, a server computes its actions")
 
     def get_scheduler_preset(self) -> None:
-        """None: nothing is trained."""
+        """None: there is no training."""
         return
 
     def validate_features(self) -> None:

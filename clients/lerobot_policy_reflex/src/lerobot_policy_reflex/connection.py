@@ -1,7 +1,7 @@
 """One websocket to `reflex serve`, in openpi's protocol: msgpack, arrays as bytes, no pickle.
 
-The server speaks first: its metadata says what an observation must hold and what an action is. An answer is a binary
-frame, an error a text frame, after which the websocket goes on. docs/wires.md of Reflex has every field.
+The server sends first: metadata with the fields of an observation and the form of an action. An answer is a binary
+frame, an error a text frame, after which the websocket stays open. docs/wires.md of Reflex has every field.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts, doublin
 
 
 class ReflexError(RuntimeError):
-    """The server gave no actions, said in one line. code: of Reflex's docs/errors.md, or `unreachable`, `timed_out`,
-    `bad_answer`. retry_safe: the policy did not run the request."""
+    """The server gave no actions; the message has one line. code: of Reflex's docs/errors.md, or `unreachable`,
+    `timed_out`, `bad_answer`. retry_safe: the policy did not run the request."""
 
     def __init__(self, code: str, message: str, request_id: str = "", retry_safe: bool = False) -> None:
         told = f"{code}: {' '.join(message.split())}"
@@ -40,10 +40,10 @@ class ReflexError(RuntimeError):
 
 
 class Connection:
-    """A websocket, opened again where it was lost. Not for several threads.
+    """A websocket that is opened again after a loss. Not for several threads.
 
-    said: what the URL says for all requests of this robot: robot_id, deadline_ms, priority. metadata: the server's,
-    from the last time that the websocket was opened.
+    said: fields of the URL for all requests of this robot: robot_id, deadline_ms, priority. metadata: the server's, of
+    the last time that the websocket was opened.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Connection:
         self._url, self._key = _websocket_url(url, said), key
         self._timeout, self._connect_timeout, self._retries = timeout, connect_timeout, retries
         self._socket: ClientConnection | None = None
-        self._stack = ExitStack()  # leaves the websocket
+        self._stack = ExitStack()  # closes the websocket
 
     def open(self) -> None:
-        """Connect, and wait until the server's policy is ready. ReflexError where that fails."""
+        """Connect, and wait until the server's policy is ready. ReflexError if that fails."""
         self.close()
         end = time.monotonic() + self._connect_timeout
         try:
@@ -85,9 +85,8 @@ class Connection:
             self._stack.close()
 
     def ask(self, observations: Sequence[Observation]) -> list[Actions]:
-        """The actions for each observation. Several are as many requests, in as few frames as the server allows; the
-        error of one is raised. What the server refused without having run it is asked again, at most `retries` times.
-        """
+        """The actions for each observation: a request each, in as few frames as the server allows; raises the error of
+        one. A request that was refused without a run is sent again, at most `retries` times."""
         found: dict[int, Actions] = {}
         for attempt in range(self._retries + 1):
             rows = [row for row in range(len(observations)) if row not in found]
@@ -130,7 +129,7 @@ class Connection:
         )
 
     def _answer(self, frame: bytes) -> Any:
-        """Send a frame and wait for the next one. A websocket that was lost since the last frame is opened again."""
+        """Send a frame and wait for the answer. A websocket that was lost since the last frame is opened again."""
         lost = self._socket is not None
         if self._socket is None:
             self.open()
@@ -141,7 +140,7 @@ class Connection:
                 came = self._socket.recv(self._timeout)
                 return came if isinstance(came, str) else _decoded(came)
             except TimeoutError:
-                self.close()  # else the late answer would be taken for the next one
+                self.close()  # else the late answer would count as the next one
                 raise ReflexError("timed_out", f"{self._url}: no answer within {self._timeout:g} s") from None
             except (ConnectionClosed, OSError) as error:
                 code = error.rcvd.code if isinstance(error, ConnectionClosed) and error.rcvd else None
@@ -177,11 +176,11 @@ def _websocket_url(url: str, said: Mapping[str, Any]) -> str:
 
 
 def _announced(frame: bytes | str, url: str) -> dict[str, Any]:
-    """What the server says of its policy when the websocket is open."""
+    """The metadata in the server's first frame."""
     metadata = _decoded(frame) if isinstance(frame, bytes) else None
     told = metadata.get("reflex") if isinstance(metadata, dict) else None
     if not isinstance(told, dict) or not isinstance(told.get("images"), dict):
-        message = f"{url}: does not say what it expects: is it `reflex serve`, and not of RoboArena's dialect?"
+        message = f"{url}: sends no metadata of a policy: is it `reflex serve`, and not of RoboArena's dialect?"
         raise ReflexError("bad_answer", message)
     return told
 
@@ -191,7 +190,7 @@ def _again(error: ReflexError) -> bool:
 
 
 def _refused(text: str) -> ReflexError:
-    """The error that the server tells as JSON, or as text."""
+    """The server's error, in JSON or as text."""
     try:
         body = json.loads(text)
         code, message, request_id = str(body["error"]), str(body["message"]), str(body.get("request_id") or "")

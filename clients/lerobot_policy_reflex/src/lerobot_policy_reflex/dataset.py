@@ -1,12 +1,12 @@
-"""What robots did behind `reflex serve --record DIR --record-images full`, as a LeRobotDataset to train on.
+"""Makes a LeRobotDataset of the recordings of `reflex serve --record DIR --record-images full`.
 
     python -m lerobot_policy_reflex.dataset ./recordings --root ./fleet
 
-A recording has one observation for each request, and a chunk of actions as the answer. Two ways to make frames of that:
+A recording has an observation and a chunk of actions for each request. Two ways to make frames of it:
 
-`requests`  one frame a request, with everything that was recorded: the observation, the first action, the whole chunk.
-`steps`     one frame a control step: the actions that were executed of each chunk. The observation of a frame is that
-            of its request; `observed` says in which frames it is of that moment.
+`requests`  one frame a request, with all that was recorded: the observation, the first action, the whole chunk.
+`steps`     one frame a control step: the executed actions of each chunk. The observation of a frame is that of its
+            request; `observed` marks the frames of that moment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shape = tuple[int, tuple[tuple[str, int, int], ...], int]  # state; cameras with
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """The lines of a journal. One that a crash cut off ends at its last whole line."""
+    """The lines of a journal; after a crash, up to the last whole line."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         try:
             for line in file:
@@ -47,7 +47,7 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 @dataclass
 class Episode:
-    """A robot's answered requests: places in the scratch file, by time; how it ended, if that was reported."""
+    """A robot's answered requests: (time, place in the scratch file, shape); and the reported outcome."""
 
     key: Key
     turns: int = 0
@@ -56,10 +56,10 @@ class Episode:
 
 
 class Recordings:
-    """All episodes of journals, through the file `scratch`: only one request at a time is in memory.
+    """All episodes of journals, kept in the file `scratch`: memory holds one request at a time.
 
-    episode: keep the one with this id. policy: of several that were served, the one to read. left_out: requests by the
-    reason why they are no frame. shape: the most frequent; frames of others are left out.
+    episode: id of the only one to keep. policy: the one to read, where several were served. left_out: requests that
+    make no frame, by the reason. shape: the most frequent; frames of others are left out.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Recordings:
             known.success = ends.get(known.key[:2]) if robots[known.key[:2]] == 1 else None
 
     def _add(self, found: dict[Key, Episode], session: str, line: Line) -> str:
-        """Keep a request as a frame; why it is none, else nothing."""
+        """Keep a request as a frame. Returns the reason if it makes none, else ""."""
         asked, answer = line["request"], line["response"]
         if not answer or answer["actions"] is None:
             return str(line["outcome"])
@@ -149,10 +149,10 @@ def pixels(text: str) -> np.ndarray[Any, Any]:
 
 
 def executed_between(frame: Line, after: Line | None, rate: float) -> tuple[int, bool]:
-    """How many actions of a chunk were executed, and whether the robot said so.
+    """The number of executed actions of a chunk, and whether the robot reported it.
 
-    The next request says it, or it is the time from the answer to that request at the control rate. Of an episode's
-    last chunk, and of one after which an answer was left out, only the first action is known to have begun.
+    It is in the next request, or follows from the time between the answer and that request at the control rate. Of the
+    last chunk of an episode, and of one before a left-out answer, only the first action is known to have begun.
     """
     if after is None or after["turn"] != frame["turn"] + 1:
         return 1, False
@@ -163,8 +163,8 @@ def executed_between(frame: Line, after: Line | None, rate: float) -> tuple[int,
 
 
 def write_dataset(found: Recordings, root: Path, kind: str = "requests", fps: int | None = None) -> LeRobotDataset:
-    """Write the episodes to `root`, a new directory. fps: None takes the control rate (`steps`), or the median rate at
-    which the robots asked (`requests`). `meta/reflex.json` has each episode's ids and how it ended."""
+    """Write the episodes to `root`, a new directory. fps: by default the control rate (`steps`), or the median rate of
+    requests (`requests`). `meta/reflex.json` has each episode's ids and outcome."""
     control: float | None = found.about.get("control_rate_hz")
     if kind == "steps" and not (fps or control):
         raise SystemExit("--frames=steps: the recording does not have the control rate; give it with --fps")
@@ -177,7 +177,7 @@ def write_dataset(found: Recordings, root: Path, kind: str = "requests", fps: in
         robot_type=found.about.get("embodiment") or "unknown",
         use_videos=bool(found.shape[1]),
     )
-    root.chmod(0o700)  # it has what the cameras saw
+    root.chmod(0o700)  # it has pictures of cameras
     written = []
     for episode in found.episodes:
         added = 0
@@ -229,7 +229,7 @@ def _features(found: Recordings, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def camera(name: str) -> str:
-    """LeRobot's name of a camera: it is a folder, too, so only letters, digits and `_.-` remain."""
+    """LeRobot's name of a camera. It is also a folder, so only letters, digits and `_.-` remain."""
     return f"observation.images.{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:100] or 'image'}"
 
 
@@ -243,7 +243,7 @@ def _rows(found: Recordings, kind: str, frame: Line, executed: int, told: bool) 
         yield from (row | {"action": actions[n], "observed": np.array([n == 0])} for n in range(executed))
         return
     missing = found.longest - len(actions)
-    chunk = np.concatenate([actions, np.repeat(actions[-1:], missing, axis=0)])  # as LeRobot pads: the last one again
+    chunk = np.concatenate([actions, np.repeat(actions[-1:], missing, axis=0)])  # LeRobot pads with the last action
     row |= {"chunk": chunk.reshape(-1), "chunk_is_pad": np.arange(found.longest) >= len(actions)}
     yield row | {"action": actions[0], "executed": np.array([executed if told else -1])}
 
@@ -256,7 +256,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lerobot_policy_reflex.dataset", description=__doc__.split("\n")[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE|DIR", help="recordings, or directories of them")
     parser.add_argument("--root", type=Path, required=True, metavar="DIR", help="where to write; must not exist")
-    parser.add_argument("--frames", choices=("requests", "steps"), default="requests", help="what is a frame")
+    parser.add_argument("--frames", choices=("requests", "steps"), default="requests", help="one frame for each")
     parser.add_argument("--fps", type=int, metavar="N", help="frames a second instead of the recorded rate")
     parser.add_argument("--episode", metavar="ID", help="only the episode with this id")
     parser.add_argument("--policy", metavar="NAME", help="the policy to read, where several were served")

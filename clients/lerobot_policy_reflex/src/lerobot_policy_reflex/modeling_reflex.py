@@ -23,18 +23,17 @@ _IMAGE: Final = "observation.image"  # also that of cameras: observation.images.
 
 
 class ReflexPolicy(PreTrainedPolicy):
-    """Asks `reflex serve` for chunks of actions, and gives them out one by one.
+    """Gets chunks of actions from `reflex serve`, and returns them one by one.
 
-    A batch of B rows is B requests: each row is a robot with an episode of its own. `reset` begins new episodes. What
-    goes wrong is a `ReflexError`, which says in one line what to do.
+    A batch of B rows is B requests: each row is a robot with an episode of its own. `reset` begins new episodes. Errors
+    are `ReflexError`s, with the remedy in one line.
     """
 
     config_class = ReflexConfig
     name = "reflex"
 
     def __init__(self, config: ReflexConfig, **kwargs: Any) -> None:
-        """Connects, and waits until the server's policy is ready. kwargs: of LeRobot's factories; nothing of them is
-        needed."""
+        """Connect, and wait until the server's policy is ready. kwargs: of LeRobot's factories, not needed."""
         super().__init__(config)
         said = {"robot_id": config.robot_id, "deadline_ms": config.deadline_ms, "priority": config.priority}
         self._connection = Connection(
@@ -54,7 +53,7 @@ class ReflexPolicy(PreTrainedPolicy):
 
     @classmethod
     def from_pretrained(cls, *args: Any, config: ReflexConfig | None = None, **kwargs: Any) -> ReflexPolicy:
-        """A policy for `config`; there are no weights to load. Some of LeRobot's programs make every policy so."""
+        """A policy for `config`, without weights to load. Some of LeRobot's programs make every policy by this."""
         if config is None:
             raise ValueError("--policy.path: a policy of type reflex has no files; use --policy.type=reflex")
         policy = cls(config)
@@ -62,13 +61,13 @@ class ReflexPolicy(PreTrainedPolicy):
         return policy
 
     def reset(self) -> None:
-        """Begin a new episode; actions that are left of the last one are dropped."""
+        """Begin a new episode, and drop the actions that are left of the last one."""
         self._action_queue.clear()
         self._taken, self._chunks = None, 0
         self._episode = f"{self.config.robot_id or 'lerobot'}-{uuid.uuid4().hex[:12]}"
 
     def select_action(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
-        """The next action, float32 [B, dim]; asks the server where no action of the last chunk is left."""
+        """The next action, float32 [B, dim]; of a new chunk when the last one has no more."""
         if not self._action_queue:
             chunk = self._chunk(batch, self._taken)
             self._action_queue.extend(chunk.transpose(0, 1)[: self.config.n_action_steps])
@@ -81,7 +80,7 @@ class ReflexPolicy(PreTrainedPolicy):
         return self._chunk(batch, None)
 
     def close(self) -> None:
-        """Leave the server. The next observation connects again."""
+        """Disconnect. The next observation connects again."""
         self._connection.close()
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Any] | None]:
@@ -95,7 +94,7 @@ class ReflexPolicy(PreTrainedPolicy):
         raise AssertionError("unreachable")
 
     def _chunk(self, batch: Mapping[str, Any], executed: int | None) -> Tensor:
-        """executed: how many actions of the last chunk were carried out, where that is known."""
+        """executed: number of executed actions of the last chunk, if known."""
         rows = observations(batch, self._connection.metadata, self.config.names)
         self._chunks += 1
         for place, row in enumerate(rows):
@@ -122,8 +121,8 @@ class ReflexPolicy(PreTrainedPolicy):
 def observations(
     batch: Mapping[str, Any], expected: Mapping[str, Any], names: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The rows of a batch under the names that the server expects. names: those of LeRobot that are called otherwise
-    there. ReflexError for what is missing."""
+    """The rows of a batch by the server's names. names: LeRobot's names → the server's, where they differ. ReflexError
+    for a missing part."""
     found: dict[str, list[Any]] = {}
     for name in expected["images"]:
         found[name] = _pictures(name, batch[_found(name, batch, expected, names)])
@@ -183,7 +182,7 @@ def _pictures(name: str, value: Any) -> list[NDArray[np.uint8]]:
 
 
 def _state(batch: Mapping[str, Any], expected: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The state in the parts that the server expects: of one name all, of several what their sizes say."""
+    """The state in the server's parts: whole for one name, split by the sizes for several."""
     wanted = expected["state"]
     source = next((name for name, told in names.items() if told in wanted["names"] and name in batch), _STATE)
     if source not in batch:
