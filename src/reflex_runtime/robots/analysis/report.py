@@ -166,14 +166,11 @@ class RolloutReport:
         for cells, slot in zip(rows, self.slots.values(), strict=True):
             cells |= {f"  {_plain(slug)}": f"{slot.errors[slug]:,}" for slug in errors}
         names = list(rows[0]) if rows else []
-        first = max(map(len, ["success", *names]))
-        width = (WIDTH - first) // max(1, len(rows)) - 2
-        lines = []
-        for name in names:
-            told = [_plain(row[name]) for row in rows]
-            short = [text if len(text) <= width else text[: width - 1] + "…" for text in told]
-            lines.append("  ".join([f"{name:<{first}}", *(f"{text:<{width}}" for text in short)]).rstrip())
-        return "\n".join(lines)
+        width = (WIDTH - max(map(len, names), default=0)) // max(1, len(rows)) - 2
+        texts = [[_plain(text) for text in row.values()] for row in rows]
+        short = [[text if len(text) <= width else text[: width - 1] + "…" for text in column] for column in texts]
+        columns = [[text.ljust(max(map(len, column))) for text in column] for column in [names, *short]]
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
     def _cells(self, slot: SlotReport) -> dict[str, str]:
         """A slot's column, by the names of the rows."""
