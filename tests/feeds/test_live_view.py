@@ -15,6 +15,7 @@ from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, SourceError
 from reflex_runtime.feeds.runtime.runtime import Runtime
 from reflex_runtime.run.coordinator import BatchConfig
+from reflex_runtime.web.access import Keys
 
 
 def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_well() -> None:
@@ -50,11 +51,28 @@ def snapshot(stream: Any, found: Callable[[dict[str, Any]], Any]) -> dict[str, A
             return told
 
 
+def test_h7_the_document_describes_every_path_and_who_may_ask() -> None:
+    runtime = Runtime()
+    coordinator = runtime.coordinator(Detector(), BatchConfig())
+    pictures = FeedPictures(lambda: runtime.names)
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), keys=Keys("k")), api_key="k")
+    with page.server:
+        document = json.loads(page.ask("/openapi.json")[2])
+        pages = page.server._pages()  # those that are served
+        own = {path for path in pages.routes if not path.startswith("/dashboard/")}
+        own |= {"/feeds/{name}.jpg", "/feeds/{name}.mjpeg"}
+        assert own - {"/openapi.json", "/docs"} <= document["paths"].keys()
+        for path, methods in document["paths"].items():
+            assert methods.keys() - {"parameters"} == {"get"}
+            status = page.ask(path.replace("{name}", "x"))[0]
+            assert (status == 401) == ("security" in methods["get"]), (path, status)
+
+
 def test_i18_nothing_can_be_changed_over_http() -> None:
     runtime = Runtime()
     coordinator = runtime.coordinator(Detector(), BatchConfig())
     pictures = FeedPictures(lambda: runtime.names)
-    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry()), api_key="k")
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry(), keys=Keys("k")), api_key="k")
     with page.server:
         asked = (("POST", "/feeds"), ("DELETE", "/feeds/door"), ("PATCH", "/feeds/door"), ("POST", "/admin/load"))
         for method, path in asked:

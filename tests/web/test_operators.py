@@ -53,7 +53,7 @@ def page_of_feeds() -> FeedPages:
     """The pages of a runtime without feeds."""
     runtime = Runtime()
     coordinator = runtime.coordinator(Detector(), BatchConfig())
-    return FeedPages(runtime, coordinator, FeedPictures(lambda: ()), CollectorRegistry())
+    return FeedPages(runtime, coordinator, FeedPictures(lambda: ()), CollectorRegistry(), BOTH)
 
 
 async def routes_of(tmp_path: Path) -> tuple[Iterable[Route], ...]:
@@ -64,7 +64,7 @@ async def routes_of(tmp_path: Path) -> tuple[Iterable[Route], ...]:
     return (
         policies.routes.values(),
         [*model.app.routes.values(), model._one],
-        [*feeds.routes.values(), *feeds._pictures._one.values()],
+        [*feeds.routes.values(), *feeds._pictures.every],
     )
 
 

@@ -1,4 +1,4 @@
-"""The port of `reflex feeds`: /dashboard, /feeds, their pictures, /metrics, /health and /status.
+"""The port of `reflex feeds`: /dashboard, /feeds, their pictures, /metrics, /health, /status and /docs.
 
 The server runs on its own thread with its own event loop, so that callers do not delay feeds.
 """
@@ -29,9 +29,20 @@ from reflex_runtime.run.coordinator import BatchCoordinator
 from reflex_runtime.run.process import loop_factory
 from reflex_runtime.settings import FeedsConfig, ServerConfig
 from reflex_runtime.version import __version__
+from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.fields import encode
+from reflex_runtime.web.openapi import (
+    HTML,
+    PAGES,
+    PLAIN_ERROR,
+    TEXT,
+    Operation,
+    content,
+    described,
+    document_routes,
+)
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Host, ReflexServer, ServerLife, uvicorn_config
 from reflex_runtime.web.supervisor import bind, url_of
@@ -46,7 +57,7 @@ WELL: Final = frozenset({"running", "ended", "stopped"})  # states of a feed tha
 class FeedPages:
     """The pages of one coordinator and its feeds.
 
-    registry: its series are /metrics. find: the route of a path that is not in `routes`.
+    registry: its series are /metrics. keys: of the server. find: the route of a path that is not in `routes`.
     """
 
     def __init__(
@@ -55,6 +66,7 @@ class FeedPages:
         coordinator: BatchCoordinator,
         pictures: FeedPictures,
         registry: CollectorRegistry,
+        keys: Keys = NO_KEYS,
     ) -> None:
         live, facts = partial(_FeedsLive, coordinator), partial(_server, runtime, coordinator)
         self._watchers = Watchers(live, coordinator.add_sink, coordinator.remove_sink, facts)
@@ -66,7 +78,10 @@ class FeedPages:
 
         routes = monitor_routes(registry, lambda: health_of(runtime.snapshot(), coordinator.lost))
         routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status, operators=True)]
-        self.routes = {route.path: route for route in routes} | pictures.routes
+        documents = document_routes(lambda request: document)
+        every = [*documents, *routes, *pictures.every]
+        document = described("Reflex feeds", every, _OPERATIONS, PLAIN_ERROR, _ERRORS, keys)
+        self.routes = {route.path: route for route in (*routes, *documents)} | pictures.routes
         self.find = pictures.find
 
     def close(self) -> None:
@@ -183,7 +198,31 @@ def _feed(feed: FeedSnapshot) -> dict[str, Any]:
     }
 
 
-# -- the server -------------------------------------------------------------------------------------------------------
+# -- /openapi.json and /docs -------------------------------------------------------------------------------------------
+
+_ERRORS: Final = {
+    "401": "the key is missing or wrong",
+    "403": "without a key: a host name that is not this server's, or a page of another site",
+    "404": "no such feed",
+    "405": "only GET is taken",
+    "408": "the request did not come in time",
+    "422": "too many feeds are asked for",
+    "429": "too many watch",
+}
+_SEVERAL: Final = "multipart/x-mixed-replace"
+_NAME: Final = {"name": {"type": "string"}}
+_OPERATIONS: Final = PAGES | {
+    "/feeds": Operation("The page of all feeds", HTML),
+    "/feeds/{name}.jpg": Operation("The next frame, small", content({}, "image/jpeg"), ("404",), parameters=_NAME),
+    "/feeds/{name}.mjpeg": Operation("Frames until you leave", content({}, _SEVERAL), ("404", "429"), parameters=_NAME),
+    "/feeds.mjpeg": Operation(
+        "The same of several feeds: ?feed=A&feed=B", content({}, _SEVERAL), ("404", "422", "429")
+    ),
+    "/status": Operation("Every figure"),
+    "/health": Operation("Whether every feed is well: 503 if not", unready=True),
+    "/metrics": Operation("Prometheus series", TEXT),
+}
+
 
 log = logging.getLogger("reflex.feeds.status")
 

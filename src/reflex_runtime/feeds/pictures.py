@@ -109,6 +109,11 @@ class FeedPictures:
         found = (route for suffix, route in self._one.items() if path.startswith("/feeds/") and path.endswith(suffix))
         return next(found, None)
 
+    @property
+    def every(self) -> list[Route]:
+        """All routes."""
+        return [*self._one.values(), *self.routes.values()]
+
     def close(self) -> None:
         """End every answer."""
         self._over.set()

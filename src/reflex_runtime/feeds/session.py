@@ -137,10 +137,11 @@ class FeedsSession:
 
     def _serve(self, pictures: FeedPictures, registry: CollectorRegistry, closing: ExitStack) -> None:
         from reflex_runtime.feeds.pages import FeedPages, FeedSeries, status_server
-        from reflex_runtime.web.access import warn_if_open
+        from reflex_runtime.web.access import Keys, warn_if_open
 
         FeedSeries(self._runtime.snapshot, registry)
-        pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry)
+        keys = Keys(self._config.api_key, self._config.admin_key)
+        pages = partial(FeedPages, self._runtime, self._coordinator, pictures, registry, keys)
         url = closing.enter_context(status_server(self._config, pages))
         warn_if_open(self._config)
         logging.info("%s/dashboard, /feeds, /metrics and /health", url)
