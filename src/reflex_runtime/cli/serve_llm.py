@@ -131,35 +131,26 @@ def _serve(
     parent: Parent | None,
 ) -> int:
     """Run the server, with or without a supervisor."""
+    from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm.app import serving
+    from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.local_model import open_model
-    from reflex_runtime.llm.server.workers import one_bound
+    from reflex_runtime.llm.server.workers import WorkersConfig, one_bound, open_workers
 
     plan = plan_of(config, directory)
     if config.workers:
         config, batcher = one_bound(config, batcher)  # as they are shown
         plan = replace(plan, config=config)
-        open = _in_workers(plan, batcher)
+        command = [sys.executable, "-m", "reflex_runtime", "worker"]
+        workers = WorkersConfig(
+            spawn=lambda number: spawned(command, env=gpu_of(config, number)), options=settings_of, batcher=batcher
+        )
+        open: Open = partial(open_workers, workers, HFTokenizer.load(plan.directory, quiet=True))
     else:
         open = partial(open_model, load_model)
     _announce(plan, batcher)
     warn = not config.workers  # runtime processes have ended
     return run_server(config, serving(plan, open), sockets, told_apart(str(directory)), _ready, parent, warn)
-
-
-def _in_workers(plan: ModelPlan, batcher: GenerateBatcherConfig) -> Open:
-    """Opens the model in runtime processes."""
-    from reflex_runtime.ipc.spawn import spawned
-    from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.server.workers import WorkersConfig, open_workers
-
-    command = [sys.executable, "-m", "reflex_runtime", "worker"]
-    workers = WorkersConfig(
-        spawn=lambda number: spawned(command, env=gpu_of(plan.config, number)),
-        options=settings_of,
-        batcher=batcher,
-    )
-    return partial(open_workers, workers, HFTokenizer.load(plan.directory, quiet=True))
 
 
 def _traces(config: LLMServeConfig) -> list[str]:

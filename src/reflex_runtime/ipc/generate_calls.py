@@ -146,8 +146,6 @@ class BatchDispatched:
 
 
 class _PartitionStats:
-    __slots__ = ("batches", "fallbacks", "last", "mix", "pending", "requests", "waits")
-
     def __init__(self) -> None:
         self.pending: dict[str, int] = dict.fromkeys(PRIORITIES, 0)
         self.mix: dict[str, int] = dict.fromkeys(PRIORITIES, 0)

@@ -37,7 +37,6 @@ DIALECTS: Final = (
     ModelApi(responses.PATH, responses.response, ResponseAnswer),
     ModelApi(messages.PATH, messages.message, MessageAnswer, FORM),
 )
-_OTHERS: Final = ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches")
 
 
 class ModelServer:
@@ -78,7 +77,6 @@ class ModelServer:
             error_form(lambda error, _: error_body(error)),
             find=lambda path: card if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
-            missing=_missing,
             cors=config.cors,
         )
 
@@ -120,11 +118,6 @@ class ModelServer:
         """Callers without the key do not get the model's name."""
         app = self.app
         return document([*app.routes.values(), self._one], self.state.names, app.keys, app.knows(request))
-
-
-def _missing(path: str) -> str:
-    """The message of a 404."""
-    return f"{path[:200]}: {'is not served here' if path.rstrip('/') in _OTHERS else 'no such path'}"
 
 
 def serving(plan: ModelPlan, open: Open) -> Make:
