@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from bench.report import Row, row, say
-from reflex_runtime.core.batch import Done, More, Outcome, RequestProgressed, RequestSettled
+from reflex_runtime.core.batch import Batch, Done, More, Outcome, RequestProgressed, RequestSettled
 from reflex_runtime.core.cost import CostModel, TokenCost
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.group import GroupConfig, UnitPool
-from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.token_budget import TimedTokens
@@ -39,6 +39,34 @@ class Arrival(NamedTuple):
     outputs: int
     client: str
     priority: Priority = Priority.DEFAULT
+
+
+class Endless:
+    """Memory that is never short."""
+
+    def fits(self, request: Request) -> bool:
+        return True
+
+    def begin(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        return True
+
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        return more
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        return True
+
+    def commit(self, batch: Batch) -> None:
+        return
+
+    def rollback(self, batch: Batch) -> None:
+        return
+
+    def release(self, ticket: Ticket) -> None:
+        return
 
 
 def gaps(scale: float) -> list[Row]:
@@ -91,7 +119,7 @@ def play(
     """When each token of each answer came, and when the last step ended. todo: in order of time. until: no step begins
     after that."""
     flush = FlushPolicy.every_step(budget, SEQUENCES)
-    scheduler = Scheduler([GroupConfig(flush=flush, cost=cost, resources=UnitPool(1e9), capacity=len(todo))])
+    scheduler = Scheduler([GroupConfig(flush=flush, cost=cost, resources=Endless(), capacity=len(todo))])
     total = {each.name: each.prompt + each.outputs - 1 for each in todo}
     tokens: dict[str, list[float]] = {name: [] for name in total}
     waiting, now = list(reversed(todo)), 0.0

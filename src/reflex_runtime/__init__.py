@@ -55,7 +55,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.flush import Planner as Planner
     from reflex_runtime.core.group import GroupConfig as GroupConfig
     from reflex_runtime.core.group import Resources as Resources
-    from reflex_runtime.core.group import UnitPool as UnitPool
     from reflex_runtime.core.request import Priority as Priority
     from reflex_runtime.core.request import Request as Request
     from reflex_runtime.core.request import Ticket as Ticket
@@ -93,7 +92,7 @@ _NAMES = {
         "InFlightCapReached NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
         "ResultCountMismatch Shed Superseded TooLarge TooLate WaitTimeout"
     ),
-    "core.group": "GroupConfig Resources UnitPool",
+    "core.group": "GroupConfig Resources",
     "core.request": "Priority Request Ticket TicketState",
     "core.scheduler": "Scheduler",
     "core.token_budget": "TimedTokens",

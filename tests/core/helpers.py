@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome, RequestSettled
 from reflex_runtime.core.cost import CostModel, TimeCost
-from reflex_runtime.core.group import GroupConfig, UnitPool
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+
+
+class UnitPool:
+    """A pool of `capacity` units: a ticket holds one for each unit it was granted, until it leaves."""
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self._held: dict[Ticket, float] = {}
+        self.used = 0.0
+
+    def fits(self, request: Request) -> bool:
+        return request.wants <= self.capacity
+
+    def begin(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        if self.used + units > self.capacity:
+            return False
+        self._held[ticket] = self._held.get(ticket, 0.0) + units
+        self.used += units
+        return True
+
+    def extend(self, ticket: Ticket, units: float, more: float) -> float:
+        more = min(more, self.capacity - self.used)
+        return more if more > 0.0 and self.reserve(ticket, more) else 0.0
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        return self.used - sum(self._held.get(t, 0.0) for t in released) + units <= self.capacity
+
+    def commit(self, batch: Batch) -> None:
+        return
+
+    def rollback(self, batch: Batch) -> None:
+        for ticket, units in batch.grants.items():
+            if ticket in self._held:
+                self._held[ticket] -= units
+                self.used -= units
+
+    def release(self, ticket: Ticket) -> None:
+        self.used -= self._held.pop(ticket, 0.0)
 
 
 def scheduler_of(max_batches: int = 1, **config: Any) -> Scheduler:

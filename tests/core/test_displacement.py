@@ -13,12 +13,12 @@ from reflex_runtime.core.batch import Batch, More, RequestPreempted
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.forming import Filling
-from reflex_runtime.core.group import Resources, UnitPool
+from reflex_runtime.core.group import Resources
 from reflex_runtime.core.request import Priority, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 from thinned import thinned
 
-from .helpers import Cached, Generation, ask, finish, ids, scheduler_of, take, trained
+from .helpers import Cached, Generation, UnitPool, ask, finish, ids, scheduler_of, take, trained
 from .histories import SCENARIOS, Play
 
 URGENT, DEFAULT, BACKGROUND = Priority

@@ -12,14 +12,13 @@ import pytest
 from reflex_runtime.core.batch import Apart, Batch, Done, More, Outcome, RequestPreempted, RequestProgressed
 from reflex_runtime.core.cost import Tally, TokenCost, TokenTally
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.token_budget import ExtraUnits, TimedTokens
 from thinned import thinned
 
-from .helpers import ask, finish, scheduler_of, take
+from .helpers import UnitPool, ask, finish, scheduler_of, take
 
 Takes = Callable[[float, float, float], float]  # of rows, prompt tokens, extra units
 GUESSES = 8

@@ -12,11 +12,11 @@ from reflex_runtime.core.batch import More
 from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.errors import ConfigError, QueueFull
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.group import GroupConfig, UnitPool
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 
-from .helpers import Cached, ask, finish, scheduler_of, take
+from .helpers import Cached, UnitPool, ask, finish, scheduler_of, take
 
 
 def engine(limit: float = 10.0, budget: int = 64, **config: Any) -> Scheduler:

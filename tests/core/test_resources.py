@@ -11,11 +11,10 @@ from reflex_runtime.core.batch import Batch, Done, Failed, More, RequestPreempte
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError, TooLarge
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 
-from .helpers import Cached, Generation, ask, finish, ids, outcome_of, scheduler_of, take
+from .helpers import Cached, Generation, UnitPool, ask, finish, ids, outcome_of, scheduler_of, take
 
 
 def engine(pool: Any, budget: int = 64, seqs: int = 16, **config: Any) -> Scheduler:
@@ -232,11 +231,6 @@ def test_what_does_not_fit_the_memory_changes_nothing() -> None:
 def test_memory_needs_a_policy_that_neither_holds_nor_sheds(flush: FlushPolicy) -> None:
     with pytest.raises(ConfigError, match=r"GroupConfig\.resources"):
         scheduler_of(flush=flush, resources=UnitPool(4))
-
-
-def test_a_pool_without_units_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"UnitPool\.capacity"):
-        UnitPool(0)
 
 
 def test_a_preempted_background_ticket_still_ages() -> None:

@@ -44,12 +44,6 @@ def possible_waits(age: float, thinks: Sequence[float], longest: float) -> list[
     return [(max(0.0, p[-1] - age), len(p) / len(left), sum(x - age for x in p) / len(left)) for p in parts]
 
 
-def ends_of(age: float, thinks: Sequence[float], longest: float, fixed: float) -> list[float]:
-    """Where a hold for this client may end: for one that usually comes within a, only within a quarter of it."""
-    gathered = bool(thinks) and sorted(thinks)[len(thinks) // 2] <= fixed
-    return [h for h, _, _ in possible_waits(age, thinks, longest) if not gathered or h <= fixed / 4]
-
-
 def even_places(waits: Sequence[tuple[float, float, float]], n: int, places: int) -> int:
     """Places for an even part of the callers, if those that wait and these together are too many for one batch."""
     callers, batches = n + sum(p for _, p, _ in waits), 1
@@ -104,7 +98,7 @@ def test_b6_the_hold_is_the_best_of_all() -> None:
         longest, places = random.choice([0.001, 0.005, 0.02]), random.choice([1, 2, MANY])
         found = hold(returns, now, longest, n, fixed, places=places)
         waits = [w for age, thinks in ages for w in possible_waits(age, thinks, longest)]
-        ends = [h for age, thinks in ages for h in ends_of(age, thinks, longest, fixed)]
+        ends = [h for h, _, _ in waits]
         places = even_places(gathered_waits(ages, longest, fixed), n, places)
         best = max((gain(h, waits, n, fixed, places) for h in ends), default=0.0)
         if found == 0.0:
@@ -140,7 +134,7 @@ def test_b6_the_hold_for_many_is_as_good_as_by_their_distributions() -> None:
             continue
         found = hold(returns, now, longest, n, fixed, places=places)
         waits = [w for age, thinks in ages for w in possible_waits(age, thinks, longest)]
-        ends = [h for age, thinks in ages for h in ends_of(age, thinks, longest, fixed)]
+        ends = [h for h, _, _ in waits]
         best = max([0.0, *ends], key=lambda h: gain(h, waits, n, fixed, places) if h else 0.0)
         exact = [w for age, thinks in ages for w in single_waits(age, thinks)]
         theirs = gain(best + JUST_LATE, exact, n, fixed, places) if best else 0.0

@@ -13,13 +13,12 @@ from reflex_runtime.core.batch import Batch, RequestPreempted, RequestProgressed
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.forming import BESIDE
-from reflex_runtime.core.group import UnitPool
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.core.token_budget import ALONE, COLD, LONGEST, SHARE, TimedTokens
 
-from .helpers import Cached, Generation, scheduler_of, take
+from .helpers import Cached, Generation, UnitPool, scheduler_of, take
 
 Takes = Callable[[float, float, float], float]
 

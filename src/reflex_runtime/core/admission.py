@@ -1,9 +1,9 @@
 """Whether a request may enter, and stay.
 
-Expiry. Tickets leave without running, at most `AT_ONCE` in one call of the scheduler. Thousands of deadlines may pass
-in the same moment. Settling them at once would keep the driver's lock for a tenth of a second. So a call settles some,
-and the next one is due at once (`Leaving.behind`). A batch is formed only when no ticket is left that must not be in
-it; tickets that are shed do not keep a batch waiting.
+Tickets that leave without running do so at most `AT_ONCE` in one call of the scheduler. Thousands of deadlines may pass
+in one moment, and to settle all of them would keep the driver's lock for a tenth of a second. So a call settles some,
+and the next one is due at once (`Leaving.behind`). A batch is formed when no ticket is left that must not be in it;
+tickets that are shed do not delay a batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def admit(
 
 
 def in_time(group: Group, ticket: Ticket, now: float) -> None:
-    """Raise when the estimate says that its deadline cannot be met."""
+    """Raise if its deadline cannot be met, by the estimate."""
     needed = group.cost.remaining(ticket)
     if now + needed > ticket.deadline and group.evidence.refuses(ticket, now):
         left = ticket.deadline - now
@@ -107,16 +107,16 @@ def _full(group: Group, wait: float, **details: float) -> QueueFull:
 
 
 AT_ONCE: Final = 16  # tickets settled in one call: about a third of a millisecond
-LOOKED_AT: Final = 4 * AT_ONCE  # tickets looked at for those that are too late; some may not be shed
+LOOKED_AT: Final = 4 * AT_ONCE  # tickets looked at for late ones; some may not be shed
 
 Leaves = tuple[Ticket, ReflexError]
 
 
 class Leaving:
-    """What must leave, by reason.
+    """Tickets that must leave, by reason.
 
     unready: tickets that are prepared, by deadline. behind: whether the last call may have left some. holds_up: whether
-    one of them must not be in a batch.
+    one of those must not be in a batch.
     """
 
     def __init__(self, groups: Mapping[str, Group]) -> None:
@@ -145,7 +145,7 @@ class Leaving:
         self.behind = True
 
     def due(self, now: float, drained: bool, forming: bool) -> Iterator[Leaves]:
-        """Those that leave now: each is ended before the next is asked for.
+        """Those that leave now, to be ended one by one.
 
         drained: whether all leave that do not run. forming: whether a batch is to be formed.
         """

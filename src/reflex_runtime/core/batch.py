@@ -1,11 +1,10 @@
-"""A batch is a map from ticket to granted units; its outcomes are Done, More, Failed or Apart.
+"""A batch, its outcomes, the isolation of bad requests, and the events that report all of it.
 
-Isolation finds the requests that make a call fail, without failing the other requests of the batch. A call that failed
-as a whole is repeated in two halves. A half that fails is split again, until each bad request has failed alone. Every
-such part is a batch of its own: its members are answered as soon as it succeeds, other groups take their turns in
-between, and no batch is long. Larger parts go first, so that most members wait for two more calls. Of two halves the
-smaller one goes first: it is more likely to succeed, and then the other is split without a call. For one bad request
-among n this takes at most 2·⌈log₂ n⌉ more calls, for g of them 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
+Isolation. A call that failed as a whole is repeated in two halves, and a half that fails is split again, until each bad
+request has failed alone. Every part is a batch of its own: its members are answered as soon as it succeeds, and other
+groups take their turns in between. Larger parts go first, so that most members wait for two more calls. Of two halves
+the smaller one goes first: it is more likely to succeed, and then the other is split without a call. One bad request
+among n takes at most 2·⌈log₂ n⌉ more calls, g of them 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from reflex_runtime.core.request import RESIDENT, Request, Ticket
 
 OFFENDERS = 4096  # clients remembered per group
 MEMORY = 32.0  # requests over which the share of bad ones is averaged
-FORGOTTEN = 2.0**-10  # a smaller share counts as none
+NO_SHARE = 2.0**-10  # a smaller share of bad ones counts as none
 
 
 class Origin:
@@ -36,9 +35,9 @@ class Origin:
 
 
 class Part:
-    """Members of a failed call that run together again, with the units they were granted.
+    """Members of a failed call that run together again, with their granted units.
 
-    fails: whether it is known to fail, because the other half of the failed call succeeded.
+    fails: whether it must fail, because the other half of the failed call succeeded.
     """
 
     __slots__ = ("fails", "grants", "origin", "other")
@@ -68,10 +67,7 @@ class Suspects:
         self._parts.extend(halves)
 
     def next(self) -> Part | None:
-        """The part to run now, without members that ended meanwhile or are held; None if there is none.
-
-        One that is known to fail is split without a call.
-        """
+        """The part to run now, without members that ended meanwhile or are held; None if there is none."""
         while self._parts:
             part = self._parts[0]
             if part.grants and not all(t.state is RESIDENT and not t.held for t in part.grants):
@@ -88,14 +84,14 @@ class Suspects:
         """The part `next` returned runs now."""
         self._parts.remove(part)
         if part.other is not None:
-            part.other.other = None  # the other half tells nothing about this one, and they are no reference cycle
+            part.other.other = None  # the other half proves nothing about this one; no reference cycle either
 
     def clear(self) -> None:
         """The partition has no tickets any more."""
         self._parts.clear()
 
     def succeeded(self, part: Part) -> None:
-        """A part succeeded, so the bad requests are in the other half."""
+        """The part succeeded, so the bad requests are in the other half."""
         if part.other is not None:
             part.other.fails = True
 
@@ -108,7 +104,7 @@ class Offenders:
     """
 
     def __init__(self) -> None:
-        self._failed: OrderedDict[Hashable, int] = OrderedDict()  # client → requests answered before its last failure
+        self._failed: OrderedDict[Hashable, int] = OrderedDict()  # client → answers of the group before its failure
         self._answered = 0
         self.share = 0.0  # share of bad requests among those that shared batches
 
@@ -124,7 +120,7 @@ class Offenders:
         return max(1.0, log(2.0) / self.share // 1.0) if self.share else inf
 
     def others_answered(self, client: Hashable) -> bool:
-        """Whether the group answered any request since this known offender last failed."""
+        """Whether the group answered a request since this offender last failed."""
         return client in self._failed and self._failed[client] < self._answered
 
     def failed(self, client: Hashable) -> None:
@@ -137,14 +133,14 @@ class Offenders:
             self._failed.popitem(last=False)
 
     def answered(self, tickets: Sequence[Ticket]) -> None:
-        """These were answered: their clients may share batches again."""
+        """These were answered; their clients share batches again."""
         self._answered += len(tickets)
         if not self._failed and not self.share:
             return
         for ticket in tickets:
             if self._failed.pop(ticket.request.client, None) is None and self.share:
                 self.share -= self.share / MEMORY
-                if self.share < FORGOTTEN:
+                if self.share < NO_SHARE:
                     self.share = 0.0
 
 
@@ -152,7 +148,7 @@ class Offenders:
 
 
 class FlushReason(StrEnum):
-    """The three reasons of the original document: of the metrics and the journal, for tools that know them."""
+    """The three documented reasons, in metrics and journals."""
 
     BUDGET_REACHED = "budget_reached"
     TIMEOUT = "timeout"
@@ -160,7 +156,7 @@ class FlushReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a batch left, in the words that people see. `reason` is a function of it."""
+    """Why a batch left, in the words that people see."""
 
     FULL = "full"
     SIZE = "size_reached"
@@ -176,7 +172,7 @@ class Cause(StrEnum):
 
     @property
     def reason(self) -> FlushReason:
-        """The documented reason this cause counts as."""
+        """The documented reason of this cause."""
         return _REASONS.get(self, FlushReason.TIMEOUT)
 
     @property
@@ -227,7 +223,7 @@ class Failed(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """The call failed as a whole with `error`, and the bad member is not known: they run again in smaller batches.
+    """The call failed as a whole with `error`: its members run again in smaller batches.
 
     All outcomes of a batch are Apart, or none. A batch of one is never Apart: its member is the bad one.
     """
@@ -242,18 +238,17 @@ Outcome = Done | More | Failed | Apart
 class Batch:
     """Tickets that run together and the units granted to each.
 
-    expected: predicted seconds of this one call, 0.0 when unknown.
-    cost: predicted cost in the unit of the group's cost model (seconds of device time until
-        its last member ends, tokens, requests).
-    admitted: the tickets in it that run for the first time (the admission group; empty for a pure step).
+    expected: predicted seconds of this call, 0.0 when unknown.
+    cost: predicted, in the unit of the group's cost model (seconds until its last member ends, tokens, requests).
+    admitted: the tickets that enter with it; empty for a pure step.
     left: residents gone since the group's last batch (preempted, cancelled, expired): the processor drops their state
-    first.
-    short_of: what kept the rest of its partition's queue out: "budget" (including the time that deadlines allow),
+        first.
+    short_of: what kept out the rest of its partition's queue: "budget" (including the time that deadlines allow),
         "places", "room", "memory", "share" or "stage"; "" if none waited, or only held ones.
-    cached: units of its new tickets that were found already computed.
-    extra: units granted beyond what was wanted; a part of `grants`.
+    cached: units of its new tickets that were already computed.
+    extra: units granted beyond those wanted; a part of `grants`.
     part: the part of a failed call that it repeats, or None.
-    notes: free for drivers and processors, written into the trace.
+    notes: free for drivers and processors; they are in the trace.
     """
 
     id: int
@@ -317,7 +312,7 @@ class RequestProgressed(NamedTuple):
 
 
 class RequestAbandoned(NamedTuple):
-    """A caller stopped waiting (its WaitTimeout); the ticket keeps its place until it is answered or formed."""
+    """A caller stopped waiting (WaitTimeout); the ticket keeps its place until it is answered or a batch is formed."""
 
     at: float
     ticket: Ticket
@@ -331,10 +326,10 @@ class RequestSettled(NamedTuple):
 
 
 class BatchScheduled(NamedTuple):
-    """A batch was formed and handed to the device.
+    """A batch was formed for the device.
 
-    idle_polls: times since the batch before at which the scheduler formed no batch although tickets were unsettled,
-    or settled tickets without forming one.
+    idle_polls: times since the batch before at which no batch was formed although tickets were unsettled, or tickets
+        were settled without one.
     """
 
     at: float
@@ -346,8 +341,8 @@ class BatchScheduled(NamedTuple):
 class BatchFinished(NamedTuple):
     """A batch came back.
 
-    crashed: whether it counts as a crash of the processor: none of its items succeeded, nor any of the batch that it is
-        the last part of. A request that fails while others are answered is a bad request, not a crash.
+    crashed: whether it counts as a crash of the processor: no item succeeded, neither here nor in the other parts of a
+        failed call. A request that fails while others are answered is a bad request, not a crash.
     apart: whether the call failed as a whole and its members run again in smaller batches.
     """
 
@@ -368,20 +363,20 @@ class SchedulerPaused(NamedTuple):
 
 
 class DeviceLost(NamedTuple):
-    """The device was given up and nothing more runs (added to the stream by drivers, not by the core)."""
+    """The device was given up and nothing more runs. Drivers add it to the stream."""
 
     at: float
     error: ReflexError
 
 
 class RequestAnswered(NamedTuple):
-    """A server answered a request (added to the stream by servers, not by the core).
+    """A server answered a request. Servers add it to the stream.
 
     outcome: ok, cancelled, rejected, expired, shed, superseded, drained, failed, client_error. latency: seconds.
-    detail: free for the server's sinks (what was asked and answered, for the recorder).
-    served_in: seconds from the request's last byte to the answer; None where no caller waits for it (a shadow's).
-    wire: the protocol that the request came on; "" for a shadow's. error: why it has no answer, where a server knows.
-    span: what its server keeps of its trace; None without one.
+    detail: free for the server's sinks (body and answer, for the recorder).
+    served_in: seconds from the request's last byte to the answer; None for a shadow, for which no caller waits.
+    wire: the request's protocol; "" for a shadow. error: why it has no answer, if known.
+    span: the server's part of its trace, or None.
     """
 
     at: float

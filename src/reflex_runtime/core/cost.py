@@ -1,35 +1,31 @@
-"""Cost models: the cost of a request, and how much of it fits into a batch.
+"""How much a request costs, and how many requests fit into a batch.
 
-A `CostModel` answers for one group. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and
-adds those it takes; the tally keeps the running total, so nothing is ever summed again. Four models, one protocol:
+Each group has a `CostModel`. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and adds
+those that fit; the tally keeps the running total, so nothing is summed again. Four models:
 
-    UnitCost    every request costs 1: a batch size. It learns how long batches take, to know when a hold pays
+    UnitCost    every request costs 1: a batch size. It learns how long batches take, for holds
     TokenCost   a request takes as many of the units it wants as are left: a token budget
     TimedTokens the same within a promised time between two tokens (`token_budget.py`)
     TimeCost    learned device seconds, for one-shot work and for work in stages and steps
 
-`TimeCost` serves by default. Until enough was measured the documented rolling median stands; then the affine fit of
-each (shape, stage) takes over. Two tallies, because one-shot batches are the hot path: `_OneShotTally` adds a slope,
+`TimeCost` is the default. Until enough was measured the documented rolling median stands; then the affine fit of each
+(shape, stage). One-shot batches are the hot path and have a tally of their own: `_OneShotTally` adds a slope,
 `_StagedTally` keeps the horizon.
 
 `Backlog` keeps the predicted seconds of waiting tickets: by priority, for the wait, and by client, for fair shares.
 
-Evidence. An estimate may refuse requests only while finished batches renew it. Refused requests do not run, so nothing
-is measured, and a wrong estimate that refuses every request would never be corrected. Therefore an estimate refuses
-only while a batch of its shape runs and for `RENEW` seconds after. Then one request, the probe, is admitted against the
-estimate; others are refused until it has settled. If the probe is answered in time, the estimate is wrong: the next
-request is admitted at once, until the cost model has learned. If the probe is late, the refusal is renewed. So an idle
-device is tried at once, and one that is too slow once a second. Brings a fifth of the answers on time around a slow
-spell of two seconds, and all of them after a longer one.
-
-A class of requests may be refused while other classes of its shape run and renew the shape's estimates. It is probed
-too, but then probes take device time from others: at most `SHARE` of it.
+Evidence. A refused request does not run, so nothing is measured, and a wrong estimate that refuses every request would
+never be corrected. So an estimate refuses only while a batch of its shape runs and for `RENEW` seconds after. Then one
+request, the probe, is admitted against the estimate; others are refused until it has settled. If the probe is answered
+in time, the estimate is wrong: the next request is admitted at once, until the cost model has learned. If the probe is
+late, the refusal is renewed. So an idle device is tried at once, and one that is too slow once a second. This brings a
+fifth of the answers on time around a slow spell of two seconds, and all of them after a longer one. A class that is
+refused while other classes of its shape run is probed, too, with at most `SHARE` of the device.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -37,7 +33,7 @@ from typing import Any
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import BACKGROUND, WAITING, Priority, Ticket
-from reflex_runtime.core.statistics import DEFAULT_COST, AffineFit
+from reflex_runtime.core.statistics import DEFAULT_COST, AffineFit, RecentValues
 
 WARM_SAMPLES = 3  # measurements before a prediction counts
 
@@ -55,7 +51,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Measured prediction of the device time, 0.0 while the model knows none."""
+        """Predicted device time; 0.0 until measured."""
         return 0.0
 
     @property
@@ -69,8 +65,8 @@ class Tally:
         return 0.0
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
-        """These residents want one unit and are surely added: what is granted before leaves room for them. Called once,
-        before `offer`, in groups with resources."""
+        """These residents want one unit and are surely added: earlier grants leave room for them. Called once, before
+        `offer`, in groups with resources."""
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         """Units the ticket could be granted; 0.0 when it does not fit.
@@ -91,12 +87,12 @@ class Tally:
         return units
 
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        """How many units beyond those it wants each of these members may get (`Ticket.extra`)."""
+        """The units beyond those it wants that each of these members may get (`Ticket.extra`)."""
         return [0] * len(tickets)
 
 
 class CostModel:
-    """What requests of one group cost. All seconds; see the module docstring. Here: each costs 1, and time is unknown.
+    """The costs of one group's requests. Here: each costs 1, and time is unknown.
 
     unit: of costs. linear: whether a batch of equal requests takes fixed + marginal · n seconds.
     """
@@ -131,17 +127,16 @@ class CostModel:
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
         """The ticket's part of the device seconds of a full batch of its kind, all its steps together.
 
-        budget, most: limits of a batch's cost and size. 0.0 if not learned yet, or if the model knows no times.
+        budget, most: limits of a batch's cost and size. 0.0 until learned, and for models without times.
         """
         return 0.0
 
     def shared(self, rows: int) -> float:
-        """The most members of a step that clients share, if those of all but one of them are so many; inf while it is
-        not known how much longer others make it."""
+        """Most members of a step that clients share, if all but one of them have `rows`; inf until learned."""
         return inf
 
     def marginal(self, ticket: Ticket, units: float) -> float:
-        """The cost that this grant adds to a batch: the part of the charge known before the batch is complete."""
+        """The cost that this grant adds to a batch."""
         return 1.0
 
     def fixed(self, ticket: Ticket) -> float:
@@ -149,8 +144,7 @@ class CostModel:
         return 0.0
 
     def told_apart(self, ticket: Ticket) -> bool:
-        """Whether batches of two or more sizes were measured, so that fixed and marginal seconds are known
-        separately."""
+        """Whether fixed and marginal seconds are known separately: batches of two or more sizes were measured."""
         return True
 
     def observe(self, batch: Batch, elapsed: float) -> None:
@@ -230,7 +224,7 @@ class TokenTally(Tally):
         self._threshold = threshold
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        units = ticket.wants  # compared one by one: every resident asks at every step
+        units = ticket.wants  # compared one by one: this runs for every resident at every step
         if units > self._threshold:
             units = self._threshold
         if units > budget - self.cost:
@@ -328,7 +322,7 @@ class Backlog:
         return found
 
     def exceeds_share(self, client: Hashable, seconds: float, most: float, leaving: Iterable[Ticket] = ()) -> bool:
-        """Whether the client, with so many seconds more, had more than its even share of `most` waiting."""
+        """Whether the client, with so many seconds more, would have more than its even share of `most` waiting."""
         own = self._by_client.get(client)
         clients = len(self._by_client) + (own is None)
         waiting = 0.0 if own is None else own[0]
@@ -354,7 +348,7 @@ class Evidence:
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
     def refuses(self, ticket: Ticket, now: float) -> bool:
-        """Whether to refuse the ticket because an estimate says that it cannot meet its deadline."""
+        """Whether an estimate may refuse the ticket, which would miss its deadline by it."""
         shape, key = ticket.request.shape, _key(ticket)
         probe = self.pending.get(key)
         if probe is not None:
@@ -421,43 +415,38 @@ def _limit(ticket: Ticket) -> float:
 NEARLY_FREE = 1.25  # contract B4: further members may exceed the budget up to this multiple of the dearest one
 
 
-class RollingMedian:
+class RollingMedian(RecentValues):
     """The documented estimate of one (shape, class): 50 ms until 3 measurements, then the median of the last 100."""
 
-    __slots__ = ("_ordered", "_values", "samples")
+    __slots__ = ("samples",)
 
     WINDOW, WARM = 100, 3
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque()
-        self._ordered: list[float] = []
+        super().__init__(self.WINDOW)
         self.samples = 0
 
     @property
     def value(self) -> float:
         """The estimate, in seconds."""
-        ordered, middle = self._ordered, len(self._ordered) // 2
+        ordered, middle = self.ordered, len(self.ordered) // 2
         if self.samples < self.WARM:
             return DEFAULT_COST
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def observe(self, seconds: float) -> None:
         """Add wall ÷ size of one batch. Samples that are not finite or not above zero are ignored."""
-        if not (0.0 < seconds < inf):
-            return
-        if len(self._values) == self.WINDOW:
-            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
-        self._values.append(seconds)
-        insort(self._ordered, seconds)
-        self.samples += 1
+        if 0.0 < seconds < inf:
+            self.add(seconds)
+            self.samples += 1
 
 
 class _KindCost:
-    """What requests of one shape, stage and class cost by what is known now.
+    """The present costs of requests of one shape, stage and class.
 
-    estimate, fixed, marginal: see `CostModel`; marginal is None until it was measured, and only then the estimate is
-    needed. fit, slope, measured: what a tally of one-shot work begins with.
-    line: once it was asked for. remaining: by the units wanted. shares: by those, budget and size.
+    estimate, fixed, marginal: see `CostModel`; marginal is None until measured, and the estimate stands for it.
+    fit, slope, measured: the start of a tally of one-shot work. line, remaining (by units wanted), shares (by those,
+    budget and size): kept results.
     """
 
     __slots__ = ("estimate", "fit", "fixed", "line", "marginal", "measured", "remaining", "shares", "slope")
@@ -515,7 +504,7 @@ class TimeCost(CostModel):
     def linear(self) -> bool:
         return len(self.stages) == 1 and not self.sizes
 
-    # -- what the scheduler asks -------------------------------------------------------------------------------------
+    # -- costs -------------------------------------------------------------------------------------------------------
 
     def tally(self) -> _OneShotTally | _StagedTally:
         return _OneShotTally(self) if len(self.stages) == 1 else _StagedTally(self)
@@ -588,7 +577,7 @@ class TimeCost(CostModel):
     def told_apart(self, ticket: Ticket) -> bool:
         return not self.affine or self.kind(ticket).fit is not None
 
-    # -- what it learns from -----------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, elapsed: float) -> None:
         if not (0.0 < elapsed < inf):
@@ -680,7 +669,7 @@ class _OneShotTally(Tally):
         self._fit: AffineFit | None = None
         self._fixed = 0.0
         self._n = 0
-        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
+        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class
         self.measured = False
 
     @property

@@ -1,4 +1,4 @@
-"""Every error with which a request can end; the class alone says whether a retry is safe.
+"""Every error with which a request can end. Its class alone decides whether a retry is safe.
 
     ReflexError
     ├── Rejected            never entered the queue: a retry is safe
@@ -10,8 +10,7 @@
     ├── WaitTimeout         the caller stopped waiting; the request may still run
     └── ConfigError         a setting is wrong: names field, value and range
 
-Each class carries what a server puts on the wire (`code`, `http_status`, `retry_safe`, JSON-safe `details`), so no
-server keeps a table of its own.
+Each class has its wire form (`code`, `http_status`, `retry_safe`, JSON-safe `details`), so no server keeps a table.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ JSON = str | int | float | bool | None
 class ReflexError(Exception):
     """Base of all errors of the runtime.
 
-    `details` holds JSON-safe values that belong in an answer; `retry_after` is a hint in seconds or None. `place` is
-    where in the user's code it was raised, for logs alone; "" where that is not known.
+    details: JSON-safe values for the answer. retry_after: a hint in seconds, or None.
+    place: where in the user's code it was raised, for logs alone; "" if unknown.
     """
 
     code: ClassVar[str] = "internal"
@@ -42,7 +41,7 @@ class ReflexError(Exception):
         self.details: Mapping[str, JSON] = details
 
     def logged(self) -> str:
-        """What a log says of it."""
+        """Its text in a log."""
         return f"{self} ({self.place})" if self.place else str(self)
 
     def __reduce__(self) -> Any:  # keyword details survive pickling between processes
@@ -72,7 +71,7 @@ class InFlightCapReached(Rejected):
 
 
 class TooLate(Rejected):
-    """The estimate says the deadline cannot be met."""
+    """Its deadline cannot be met, by the estimate."""
 
     code, http_status = "deadline_unreachable", 503
 
@@ -152,11 +151,11 @@ class ProcessorHung(ProcessorError):
 
 
 class GpuLost(ProcessorError):
-    """The GPU answers this process no more; another process may find it in order."""
+    """The GPU does not answer this process; it may answer another one."""
 
 
 class CutShort(ProcessorError):
-    """It was still running when the time for the shutdown was over."""
+    """It was still running when the shutdown's time was over."""
 
     code, http_status, outcome = "shutting_down", 503, "drained"
 

@@ -1,7 +1,7 @@
-"""How long batches may wait, and how large they may be.
+"""How large batches may be, and how long they may wait.
 
-A `FlushPolicy` is a frozen value, not behaviour: a hold per tier and two ceilings express every documented rule.
-`holding` uses it to decide when a batch leaves.
+A `FlushPolicy` is a frozen value: a hold per tier and two ceilings express every documented rule. `holding` decides by
+it when a batch leaves.
 
 Deadlines at risk: the set of tickets with the largest expected value is sent. Goodput depends on which tickets are left
 out, not on when a batch is sent. For every slack threshold s among the candidates at risk, and two safety factors,
@@ -36,7 +36,7 @@ TIMES_FIXED = 16.0  # and how many times its fixed part, if that is more: 1/16 o
 
 @dataclass(frozen=True, slots=True)
 class FlushPolicy:
-    """How long, and how large.
+    """The limits of a group's batches.
 
     max_batch_cost: ceiling in the cost model's unit.
     max_batch_size: most tickets in a batch, residents included.
@@ -44,9 +44,9 @@ class FlushPolicy:
         device; 0 sends at once.
     until: time at which such a hold ends in any case; for controllers.
     times_fixed: a batch may also take this many times the fixed part of its kind, if that is longer than max_batch_cost
-        and others need not wait for it. 0 switches it off. It needs a `Planner`, see there.
-    returns: longest hold, in seconds, for clients whose next request is due, if it pays (`holding.py`); counted
-        from max(oldest arrival, device free), and never longer than max_batch_cost. 0 switches it off.
+        and delays nobody else. 0 switches it off. It needs a `Planner`.
+    returns: longest hold, in seconds, for clients whose next request is due, if it pays (`holding.py`); counted from
+        max(oldest arrival, device free), and never longer than max_batch_cost. 0 switches it off.
     shed: refuse waiting requests whose deadline cannot be met any more, and choose the set of largest expected value
         when deadlines are at risk.
     """
@@ -112,7 +112,7 @@ class Filled:
 
     places: how many may enter.
     apart: whether its member runs alone because the client's last request failed alone.
-    short_of: the limit that ended the fill; if it saw the whole queue, the limit that kept out the first one skipped.
+    short_of: the limit that ended the fill; else the one that kept out the first ticket that was skipped.
     """
 
     grants: dict[Ticket, float]
@@ -197,8 +197,8 @@ class Controller(Protocol):
         """A ticket was admitted."""
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        """The policy to use now for this partition. affine: asks for (fixed, marginal) seconds of the work at hand and
-        their spread."""
+        """The policy to use now for this partition. affine: returns (fixed, marginal) seconds of its work, and their
+        spread."""
 
 
 class Planner:
@@ -207,13 +207,13 @@ class Planner:
     On a device that cannot be interrupted, priorities have little effect without a limit on the batch length. Neither
     has a fair order, if half of a modest client's requests are too old at the next batch. For a batch time T the device
     serves (T − a)/(b·T) requests a second, and requests with time limit D keep the share of their arrivals that still
-    has T left; tiers are served in order, and within one each client's fair share counts fully and what it asks beyond
-    that a quarter. The effective budget is the largest T within 0.2 % of the best value. If all requests are of one
-    kind and no client takes from another, it changes nothing.
+    has T left; tiers are served in order, and within one each client counts up to its fair share. The effective budget
+    is the largest T within 0.2 % of the best value. If all requests are of one kind and no client takes from another,
+    it changes nothing.
 
     A model whose fixed part a is large gets longer batches where the policy allows it (`FlushPolicy.times_fixed`): with
     batches of k · a the device spends 1 ÷ k of its time on fixed parts. While requests of several priorities come, or
-    one client asks for more than its share, others would wait for longer batches and gain nothing. Then k is SHARED.
+    one client exceeds its share, others would wait for longer batches and gain nothing. Then k is SHARED.
     It is for tiers and limits in overload (without it urgent requests on time fall by 53 %), one greedy client beside
     modest ones (Jain by 15 %), and a large fixed part near saturation (the mean at 95 % nearly doubles).
     """
@@ -287,8 +287,8 @@ class Planner:
         return longest
 
     def _find_greedy(self, budget: float, a: float, b: float) -> float:
-        """Mark the demands in which a client asks for more than its share, while another asks for less. Returns a
-        client's fair rate, per weight."""
+        """Mark the demands in which a client exceeds its share while another does not. Returns a client's fair rate,
+        per weight."""
         demands = self._demand.values()
         fair = (1.0 - a / budget) / b / sum(d.weights[-1] for d in demands)
         modest = min(d.ratios[0] for d in demands) <= fair
@@ -318,7 +318,6 @@ _kind = itemgetter(slice(2))  # of a key: the tier and time limit
 _FORGOTTEN = 0.02  # arrivals: four seconds after a single one
 _GREEDY = 1.5  # times the fair share
 _SURE = 3.0  # standard deviations; a smaller difference may be chance, and planning for it costs goodput
-_SURPLUS = 0.25  # value of serving a client beyond its fair share
 
 
 def _rough(limit: float) -> float:
@@ -329,8 +328,8 @@ def _rough(limit: float) -> float:
 class _Demand:
     """The clients of one tier and time limit, ascending by rate over weight, with running sums.
 
-    seen: seconds over which the rates were measured. greedy: whether some of them ask for more than their share while
-    another client asks for less.
+    seen: seconds over which the rates were measured. greedy: whether some of them exceed their share while another
+    client does not.
     """
 
     __slots__ = ("greedy", "rates", "ratios", "seen", "weights")
@@ -353,15 +352,12 @@ class _Demand:
         chance = 0.5 * (_SURE + sqrt(2.0 * log(len(self.ratios))))
         return most > _GREEDY * fair and sqrt(most * self.seen) > sqrt(fair * self.seen) + chance
 
-    def split(self, share: float, fair: float) -> tuple[float, float]:
-        """(requests a second within fair shares, those beyond) if `share` of the demand can be on time."""
-        if share <= 0.0:
-            return 0.0, 0.0
-        if not self.greedy:
-            return share * self.rates[-1], 0.0
+    def due(self, share: float, fair: float) -> float:
+        """Requests a second within fair shares, if `share` of the demand can be on time."""
+        if share <= 0.0 or not self.greedy:
+            return max(0.0, share) * self.rates[-1]
         modest = bisect_right(self.ratios, fair / share)
-        within = share * self.rates[modest] + fair * (self.weights[-1] - self.weights[modest])
-        return within, max(0.0, share * self.rates[-1] - within)
+        return share * self.rates[modest] + fair * (self.weights[-1] - self.weights[modest])
 
 
 def _planned_value(
@@ -370,16 +366,12 @@ def _planned_value(
     """Value a second of batches that take t seconds. fair: requests a second that are a client's due, per weight."""
     spare, total = (t - a) / (b * t), 0.0
     for tier, value in TIER_WEIGHT.items():
-        within = beyond = 0.0
+        due = 0.0
         for (kind, limit), demand in demands.items():
             if kind is tier:
                 # A request that just misses a batch waits for two: both may take longer than predicted.
-                share = 1.0 if limit == inf else max(0.0, min(1.0, limit / t - 1.0 - 1.5 * sigma))
-                due, more = demand.split(share, fair)
-                within += due
-                beyond += more
-        served = min(within, spare)
-        surplus = min(beyond, spare - served)
-        spare -= served + surplus
-        total += value * (served + _SURPLUS * surplus)
+                due += demand.due(1.0 if limit == inf else min(1.0, limit / t - 1.0 - 1.5 * sigma), fair)
+        served = min(due, spare)
+        spare -= served
+        total += value * served
     return total

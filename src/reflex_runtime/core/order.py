@@ -7,8 +7,8 @@ Clients that come once are equals.
 Shares. Clients share a device fairly, and so do partitions, groups and tenants. Each member has a counter: the device
 time or cost it was charged, over its weight. The smallest counter is next. A member that becomes active starts at the
 smallest active counter, so idle time earns no credit. If the device was idle, it starts at the largest counter of those
-that left, so using an idle device costs nothing. Counters grow, so a stale entry of a heap is too small, surfaces early
-and is put right when it does: most charges touch no heap.
+that left, so using an idle device costs nothing. Counters grow, so a stale entry of a heap is too small, and is
+corrected when it comes to the front: most charges touch no heap.
 
 Turns. Of a group's partitions, the next turn is for
 
@@ -20,8 +20,8 @@ A deadline is at risk if another partition's batch could make it late. A partiti
 above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
 its share explains. (Of six it brings 2 %; it is a promise.)
 
-All orders are heaps that change only with a partition's own tickets: `touched` has the partition, and the next question
-updates the heaps. A turn costs O(log partitions), however many wait.
+All orders are heaps that change only with a partition's own tickets: it is put into `touched`, and the next decision
+updates the heaps. A turn costs O(log partitions), however many tickets wait.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Place = tuple[float, int]
 K = TypeVar("K", float, Place, tuple[float, float, int])
 
 FEW = 8  # dead entries that may stay however few live
-SORTED = 256  # entries that are sorted; of more only as many as are asked for come off the heap in order
-AT_ONCE = 256  # partitions that one question looks at; with more of them every arrival does its part
+SORTED = 256  # entries that are sorted at once; of more they come off the heap one by one
+AT_ONCE = 256  # touched partitions; beyond them every arrival sorts them in
 
 
 class LazyHeap(Generic[T, K]):
@@ -281,7 +281,7 @@ class ClientQueue:
 class Tier:
     """One tier of a partition: its waiting tickets, and its queues by their place.
 
-    The place of a queue grows without notice when its client is charged, so that in the heap may be too small.
+    The place of a queue grows when its client is charged, so that in the heap may be too small.
     """
 
     __slots__ = ("queues", "tickets")
@@ -291,7 +291,7 @@ class Tier:
         self.queues: LazyHeap[ClientQueue, Place] = LazyHeap()
 
     def by_place(self) -> Iterator[tuple[Place, ClientQueue]]:
-        """The queues, by places of which only the first is certain; others may be too small."""
+        """The queues by place. Only the first place is exact; others may be too small."""
         queues = self.queues
         while (top := queues.first()) is not None and (place := top[1].place) != top[0]:
             queues.push(place, top[1])
@@ -303,15 +303,15 @@ def in_order(
 ) -> Iterator[Ticket]:
     """A partition's waiting tickets in serving order, while a batch is filled. The partition does not change meanwhile.
 
-    charge: of the ticket that came last, if it is granted: its client moves back at once, so that a single fill is
-    fair. passed_over: clients whose later tickets must not overtake; it may grow meanwhile.
-    Only the needed part of a tier's heap is read, so a walk over k tickets costs O(k log k) however many wait.
+    charge: of the latest ticket, if it is granted: its client moves back at once, so that a single fill is fair.
+    passed_over: clients whose later tickets must not overtake; it may grow meanwhile. A walk over k tickets costs
+    O(k log k), however many wait.
     """
     charged: dict[ClientShare, float] = {}
     for tier in partition.tiers:
         queues = tier.by_place()
         first = next(queues, None)  # of the queues that were not looked into
-        # What may come next of the others, as a heap: its place, the ticket, its queue, and what of that follows it.
+        # The next tickets of the others, as a heap: place, ticket, its queue, and the tickets that follow in that.
         ahead: list[tuple[Place, Ticket, ClientQueue, Iterator[Ticket]]] = []
         while ahead or first is not None:
             if first is not None and (not ahead or first[0] < ahead[0][0]):
@@ -355,9 +355,9 @@ class Partition(ShareHolder):
         self.paused_until = -inf
         self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1
-        self.hold_for = 0  # clients that are to come before it is decided again
+        self.hold_for = 0  # clients that come before it is decided again
         self.hold_came = False  # whether some of them have
-        self.hold_since: float | None = None  # when the device was free for what is held; None otherwise
+        self.hold_since: float | None = None  # when the device was free for a held batch; None without one
 
     @property
     def waiting(self) -> int:
@@ -456,7 +456,7 @@ class Turns:
         self._pauses: LazyHeap[Partition, float] = LazyHeap()
 
     def came(self, partition: Partition) -> None:
-        """A ticket has come. Many new partitions are sorted as they come, and not by the next question all at once."""
+        """A ticket has come. Many new partitions are sorted in as they come, not all by the next decision."""
         self.touched[partition] = None
         if len(self.touched) > AT_ONCE:
             self._refresh()

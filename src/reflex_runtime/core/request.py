@@ -1,4 +1,4 @@
-"""What a caller asks for (`Request`, immutable) and the scheduler's record of it (`Ticket`).
+"""A caller's request (`Request`, read-only) and the scheduler's record of it (`Ticket`).
 
 Life of a ticket; `TRANSITIONS` is the table of all allowed changes of state:
 
@@ -63,30 +63,27 @@ TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 def _read_only(cls: type[T]) -> type[T]:
-    """A frozen dataclass for the type checker, an ordinary one at run time.
-
-    A request is made for every call; frozen, its thirteen fields took 1.4 of 1.7 us.
-    """
+    """A frozen dataclass for the type checker, an ordinary one at run time: made in 0.3 us, not in 1.7."""
     return dataclass(slots=True, eq=False)(cls)
 
 
 @_read_only
 class Request:
-    """What a caller asks for. Read-only.
+    """One piece of work for one caller. Read-only.
 
     payload: opaque to the scheduler.
     id: for people and traces; need not be unique.
-    group: the slot or workload it belongs to.
+    group: its slot or workload.
     partition: requests of different partitions never share a batch.
     client: what has a fair share and an in-flight cap: a robot, a feed, a key.
-    time_limit: seconds from arrival within which it is worth answering, or None.
+    time_limit: seconds from arrival after which an answer is useless, or None.
     shape: the executable it runs on (input shapes); costs are learned per shape.
     cost_class: separates requests of one shape with different costs (cache hit or miss, steps).
     stage: its first stage ("" for one-shot work; "prefix", "denoise" …).
     weight: its client's share relative to others, > 0.
-    wants: units of work it asks for: steps to run, tokens to compute; 1 for one-shot work.
+    wants: its units of work: steps to run, tokens to compute; 1 for one-shot work.
     streams: True when answers flow while it is resident; its deadline is then for the first one.
-    max_gap: seconds, most, between two answers of its stream; None: as its group says. Kept by `TimedTokens`.
+    max_gap: most seconds between two answers of its stream; None: its group's. `TimedTokens` keeps it.
     """
 
     payload: Any = None
@@ -120,7 +117,7 @@ class Request:
 class AdmittedBatch(NamedTuple):
     """The batch that tickets entered with, in short; a ticket keeps it after its batch is gone.
 
-    id: of the batch. size: number of tickets that entered. reason, cause: why it left. cost: its predicted cost.
+    size: number of tickets that entered. reason, cause: why it left. cost: predicted.
     """
 
     id: int
@@ -134,15 +131,15 @@ class Ticket:
     """The scheduler's record of one request. Only `core/` writes to it, apart from `waiter`.
 
     seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
-    ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew, and
+    ready_at: when it could first run, inf until it is prepared; `prepared` sets `seq` and `arrived` anew, and
     `admitted` stays.
-    tier: the tier it is served in; differs from the request's priority once aged.
+    tier: the tier it is served in: its priority, until it ages.
     stage, wants: a resident's next stage, and the units left.
     granted, cached, recomputed: units granted in all, found already computed, and granted again after preemption;
     computed: units whose result the processor holds now; lost: those it held when it was last preempted, -1 before.
     extra: chances that units beyond `wants` would be of use; unused: units whose result was thrown away.
     batches: number of its batches; `admission`: its first batch, None before.
-    seconds: device seconds that it counts for in the `Backlog` while it waits, 0.0 otherwise.
+    seconds: its device seconds in the `Backlog` while it waits, 0.0 otherwise.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
     queue: its present or last queue among its client's tickets; it belongs to `order`.
     waiter: free for the driver (a future).
@@ -206,7 +203,7 @@ class Ticket:
 
     @property
     def progressed(self) -> bool:
-        """Whether it holds more than it lost when it was last preempted; without progress it is not preempted again."""
+        """Whether it holds more than it lost at its last preemption; until then it is not preempted again."""
         return self.computed > self.lost
 
     def __repr__(self) -> str:

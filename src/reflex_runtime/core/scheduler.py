@@ -1,22 +1,19 @@
-"""The scheduler: inputs, questions, and the order in which the parts are asked.
+"""The scheduler of one device: its inputs, which batch is next (`next_batch`), and when to call again (`wake_at`).
 
-What may not live here: a clock, a thread, a loop, I/O, randomness, or any rule about whether (`admission`), when
-(`holding`), how much (`cost`) and who (`order`); `forming` composes those into one batch. Inputs carry `now`, seconds
-on one monotonic clock that never goes back. Two questions are answered: which batch next (`next_batch`), and when to
-ask again (`wake_at`).
-
-A driver does, under one lock:
+It has no clock, thread, loop, I/O or randomness, and no rule of its own: whether is in `admission`, when in `holding`,
+how much in `cost`, who in `order`, and `forming` makes one batch of them. Inputs carry `now`, seconds on one monotonic
+clock that never goes back. A driver does, under one lock:
 
     batch = scheduler.next_batch(now)                        schedule
     outcomes = processor.run(batch)                          run       (outside the lock)
     scheduler.complete(batch, outcomes, elapsed, now)        complete
 
-and hands what `take_events` returns to its sinks and waiters.
+and passes the events of `take_events` to its sinks and waiters.
 
-Theory of operation. `next_batch` decides in this order; the first step that yields a batch ends it:
+`next_batch` decides in this order; the first step that yields a batch ends it:
 
- 1. Time. Tickets past their deadline settle as `Expired`, some at a time (`Leaving`), pauses that are over end. Running
-    tickets do not expire; they are checked when their batch returns. With `max_batches` running nothing is decided.
+ 1. Tickets past their deadline settle as `Expired`, some at a time (`Leaving`), and pauses that are over end. Running
+    tickets are checked when their batch returns. With `max_batches` running nothing is decided.
  2. Tenants, then the groups of one, take turns by device time over weight, the least served first (`_turns`).
  3. Partitions of a group take turns: urgent work, deadlines at risk near the least share, then the least served
     (`Turns.in_order`). Requests of different partitions never share a batch.
@@ -27,14 +24,14 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
     instead, of equals those first that could not wait, and tickets that can no longer meet theirs are shed
     (`Former._select_for_deadlines`).
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
-    for the due clients would cost more than it saves (`ThinkTimes`). `wake_at` says until when.
+    for the due clients would cost more than it saves (`ThinkTimes`).
  8. New requests enter a running batch with stages only if they gain more than the residents lose
     (`Former._enters`).
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, clients are charged (`_form`, `_take`, `_begin`).
 
-`complete` then teaches the cost model the batch's time, and settles, keeps or requeues its members (`_ended`,
-`_apart`). Every way out of the system ends in `_settle` or `_end_unready`, so that a ticket settles exactly once.
+`complete` teaches the cost model the batch's time, and settles, keeps or requeues its members (`_ended`, `_apart`).
+Every way out of the system ends in `_settle` or `_end_unready`, so that a ticket settles exactly once.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ _event = tuple.__new__  # for each token and request: a NamedTuple's own constru
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether it is the processor's or a request's, and not overload, a deadline or a cancellation."""
+    """Whether the processor or a request failed; not overload, a deadline or a cancellation."""
     return not isinstance(error, Dropped)
 
 
@@ -142,10 +139,10 @@ class Scheduler:
     # -- inputs ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float, ready: bool = True, held: bool = False) -> Ticket:
-        """Admit a request, or raise the `Rejected` that says why not.
+        """Admit a request, or raise a `Rejected`.
 
-        ready: False if something must be done before it can run (decode a picture). It has its place, counts for its
-        client's cap, and its deadline runs; no batch takes it before `prepared`. held: as after `hold`.
+        ready: False if it must be prepared (a picture is decoded): it has its place, counts for its client's cap, and
+        its deadline runs, but no batch takes it before `prepared`. held: as after `hold`.
         """
         self._input(now)
         group = self._groups.get(request.group)
@@ -184,11 +181,10 @@ class Scheduler:
         return ticket
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
-        """A ticket that was not ready now is, or never will be. No effect on one that has settled meanwhile.
+        """A ticket is ready, or never will be. No effect on one that has settled meanwhile.
 
-        made: the request as it turned out (payload, shape, class, stage, what it wants; group, client and priority as
-        admitted), or the error it ends with. From now on it waits, and this is its arrival. Its deadline stays; one
-        that cannot be met as it turned out ends it.
+        made: the prepared request (payload, shape, class, stage and wants; group, client and priority as admitted), or
+        the error it ends with. The ticket now arrives and waits. Its deadline stays; if it cannot be met, it ends.
         """
         self._input(now)
         if ticket.state is not PREPARING:
@@ -198,7 +194,7 @@ class Scheduler:
             return
         group = self._groups[ticket.request.group]
         self._end_preparing(group, ticket)
-        if ticket.deadline < inf:  # the rest of it: from now on the ticket counts as one that has just arrived
+        if ticket.deadline < inf:  # the rest of it: the ticket counts as one that has just arrived
             made = replace(made, time_limit=max(0.0, ticket.deadline - now))
         ticket.request, ticket.stage, ticket.wants = made, made.stage, made.wants
         try:
@@ -242,7 +238,7 @@ class Scheduler:
         ticket.held = False
 
     def set_room(self, group: str, n: int | None, now: float) -> None:
-        """From now on at most n new requests of the group may enter; None removes the limit."""
+        """At most n new requests of the group may enter from now on; None removes the limit."""
         self._input(now)
         self._take_back()
         self._groups[group].room = n
@@ -302,10 +298,10 @@ class Scheduler:
             started, self._started = self._started, None
             self._begin_ahead(started)
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- the next batch ----------------------------------------------------------------------------------------------
 
     def next_batch(self, now: float) -> Batch | None:
-        """The batch to run now, or None; then `wake_at` says when to ask again."""
+        """The batch to run now, or None; then `wake_at` is when to call again."""
         self._now = max(self._now, now)
         stood, settled = self._holding.current, self.settled
         if not self._apply_due(len(self._in_flight) < self._max_batches):
@@ -342,9 +338,9 @@ class Scheduler:
         return self._ahead.batch
 
     def start_ahead(self, now: float) -> Batch | None:
-        """The batch formed ahead, to run at once: what ran before has ended, and may be completed while it runs.
+        """The batch formed ahead, to run at once: the one before has ended, and may be completed while this one runs.
 
-        None if there is none any more, or if that took so long that a member would miss its deadline.
+        None if it was taken back, or if a member would now miss its deadline.
         """
         self._now = max(self._now, now)
         if self._ahead.late(self._now):
@@ -444,8 +440,8 @@ class Scheduler:
         self._holding.inputs += 1
 
     def _apply_due(self, forming: bool = False) -> bool:
-        """Settle some of what must leave, end pauses. forming: a batch may be formed. Returns whether it may still: no
-        ticket is left that must not be in it."""
+        """Settle some of the tickets that must leave, and end pauses. forming: whether a batch may be formed. Returns
+        whether it still may: no ticket is left that must not be in it."""
         if self._ahead.expires <= self._now:
             self._take_back()
         self._settle_leaving(forming)
@@ -545,10 +541,10 @@ class Scheduler:
             group = self._groups[batch.group]
             put_back(group, group.active[batch.partition], batch)
 
-    # -- small things --------------------------------------------------------------------------------------------------
+    # -- a ticket enters -----------------------------------------------------------------------------------------------
 
     def _enter(self, group: Group, ticket: Ticket, now: float) -> None:
-        """From now on the ticket may run."""
+        """The ticket may run from now on."""
         self._holding.entered(group, ticket, now)
         group.enter(ticket, now)
         if self._ahead.batch is not None and self._ahead.gives_way(ticket, group):
@@ -559,7 +555,7 @@ class Scheduler:
     def _ended(
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
     ) -> Iterator[tuple[Ticket, Done | Failed]]:
-        """Move the tickets of a batch to their next state; those that end, to be settled. share: seconds of each."""
+        """Move the tickets of a batch to their next state. Yields those that end. share: seconds of each."""
         evidence, took = group.evidence, 0.0
         done: list[Ticket] = []
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
@@ -590,7 +586,7 @@ class Scheduler:
             group.offenders.answered(done)
 
     def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
-        """Queue the members of a call that failed as a whole again, in halves; those that leave now, to be settled."""
+        """Queue the members of a call that failed as a whole again, in halves. Yields those that leave now."""
         part = batch.part
         origin = Origin() if part is None else part.origin
         origin.pending -= part is not None
@@ -603,7 +599,7 @@ class Scheduler:
                 yield ticket, Failed(error)
 
     def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
-        """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
+        """Keep a ticket as a resident until its next step. Returns the error if it leaves instead."""
         value, wants, stage, earlier, unused, extra = more  # at once: this runs for every token
         if not 0.0 < wants < inf:
             return ProcessorError(f"More.wants={wants!r}: must be finite and > 0")
@@ -623,12 +619,12 @@ class Scheduler:
         return self._reside(partition, ticket)
 
     def _publish(self, ticket: Ticket, earlier: tuple[Any, ...]) -> None:
-        """Publish what came before the last answer of a step."""
+        """Publish the answers of a step before its last one."""
         for value in earlier:
             self._events.append(_event(RequestProgressed, (self._now, ticket, value)))
 
     def _reside(self, partition: Partition, ticket: Ticket) -> ReflexError | None:
-        """Make a ticket that ran wait for its next call. Returns the error if it leaves at this boundary instead."""
+        """Let a ticket wait for its next call. Returns the error if it leaves at this boundary instead."""
         self._move(ticket, RESIDENT)
         partition.residents.pop(ticket, None)  # the one that stepped last is at the end
         partition.residents[ticket] = None
@@ -666,7 +662,7 @@ class Scheduler:
         self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
 
     def _end_preparing(self, group: Group, ticket: Ticket) -> None:
-        """It is prepared, or never will be."""
+        """The ticket is ready, or never will be."""
         group.end_preparing(ticket)
         self._holding.think_times[group.name].prepared(ticket, self._now)
         self._leaving.unready.discard(ticket)
@@ -709,6 +705,6 @@ class Scheduler:
 
     @staticmethod
     def _move(ticket: Ticket, state: TicketState) -> None:
-        """The one way from state to state that checks it against the table; hot paths that need no check assign."""
+        """Change the state as the table allows. Hot paths assign it."""
         assert state in TRANSITIONS[ticket.state], (ticket, state)
         ticket.state = state

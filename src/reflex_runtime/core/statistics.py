@@ -1,20 +1,20 @@
 """Estimates: percentiles, arrival rates, and the robust fit of how long a batch takes.
 
-There is one definition of a percentile: guards, reports and the simulator agree on what p99 is.
+Guards, reports and the simulator share one definition of a percentile.
 
 The time of a batch is a robust affine fit per executable. (Time ÷ size would confuse size with cost.)
 
     T(batch) = a + Σ_k b_k · n_k        a ≥ 0 (fixed), b_k ≥ b_min (marginal, per cost class k)
 
-Exponentially decayed least squares with relative errors, Huber weights, a ridge towards a slowly moving anchor (so that
-directions that the load does not vary cannot drift) and a two-sided CUSUM that forgets the past when the device
-changes: on a device that stays three times as slow it brings 31 % of the answers on time. Plain Python: at most five
-unknowns.
+Exponentially decayed least squares with relative errors, Huber weights, and a ridge towards a slowly moving anchor, so
+that directions that the load does not vary cannot drift. A two-sided CUSUM drops the past when the device changes: on a
+device that stays three times as slow it brings 31 % of the answers on time. Plain Python: at most five unknowns.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from math import ceil, exp, inf, log
@@ -24,11 +24,28 @@ _ROUNDING = 1e-9  # 0.07 · 100 is a little more than 7 in binary: still the sev
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Nearest rank: the smallest value that at least `share` of the values do not exceed, a value that occurred.
+    """Nearest rank: the smallest value that at least `share` of the values do not exceed.
 
     ordered: ascending, at least one; IndexError without any. share: in (0, 1], 0.99 for p99.
     """
     return ordered[max(1, ceil(share * len(ordered) - _ROUNDING)) - 1]
+
+
+class RecentValues:
+    """The latest values, at most `most` of them, and the same in ascending order."""
+
+    __slots__ = ("_latest", "_most", "ordered")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._latest: list[float] = []  # a deque would take half a kilobyte for each client
+        self.ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        if len(self._latest) == self._most:
+            del self.ordered[bisect_left(self.ordered, self._latest.pop(0))]
+        self._latest.append(value)
+        insort(self.ordered, value)
 
 
 # -- arrival rates -----------------------------------------------------------------------------------------------------
@@ -73,10 +90,10 @@ DEFAULT_COST = 0.050  # seconds per request before anything was measured
 
 _FORGET, _RIDGE, _HUBER = 0.98, 0.02, 2.0
 _CUSUM_SLACK, _CUSUM_ALARM = 0.75, 6.0
-_CLAMP_UP, _CLAMP_DOWN = 2.5, 4.0  # deviations that one batch counts as at most: it takes four in a row, and two
+_CLAMP_UP, _CLAMP_DOWN = 2.5, 4.0  # most deviations of one batch: an alarm takes four slow ones, or two fast ones
 _CUT = 0.92  # mean of the squares of normal deviations when those beyond two are cut to two
 _KEPT = 0.02  # of what was measured before a change
-_SHARE = 0.2  # of a batch's time per member: a slope below it is held no tighter, or one that shrank could not grow
+_SHARE = 0.2  # of a batch's time per member: the ridge of a smaller slope is no tighter, or it could not grow again
 _SIGMA_START, _SIGMA_MIN, _SIGMA_MAX = 0.15, 0.01, 0.5
 _WARM_SAMPLES, _WARM_SIZES = 3, 2
 
@@ -84,7 +101,7 @@ Counts = Mapping[Hashable, float]
 
 
 def solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Solve a small symmetric positive definite system by Gaussian elimination, which needs no pivots then."""
+    """Solve a small symmetric positive definite system by Gaussian elimination, without pivots."""
     n = len(vector)
     if n == 2:  # nearly always, and after every batch
         (a, b), (c, d) = matrix
@@ -109,8 +126,8 @@ def solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
 class AffineFit:
     """The learned T of one (shape, stage).
 
-    fixed, slope(class): seconds. sigma: relative spread of the residuals. ready: False until three samples of two
-    batch sizes, when the caller's simpler estimate stands. alarms: how often the drift test fired.
+    fixed, slope(class): seconds. sigma: relative spread of the residuals. ready: False until three samples of two batch
+    sizes; until then the caller's simpler estimate stands. alarms: how often the drift test fired.
     """
 
     def __init__(self) -> None:
@@ -143,7 +160,7 @@ class AffineFit:
         return tuple(self._index)
 
     def slope(self, cost_class: Hashable) -> float | None:
-        """Seconds one more member of the class costs; None when the class was never measured."""
+        """Seconds of one more member of the class; None if it was never measured."""
         i = self._index.get(cost_class)
         if i is None:
             # Past MAX_CLASSES the last one stands for all further classes.
@@ -151,7 +168,7 @@ class AffineFit:
         return None if i is None else self._theta[i]
 
     def predict(self, counts: Counts) -> float:
-        """Seconds a batch with these members per class takes; classes never measured count at the default."""
+        """Seconds of a batch with these members per class; classes never measured count at the default."""
         total = self._theta[0]
         for cost_class, n in counts.items():
             slope = self.slope(cost_class)
@@ -172,8 +189,8 @@ class AffineFit:
                 seen[i] += 1
                 if seen[i] < fewest:
                     fewest = seen[i]
-        # The first batches of a class are predicted from a guess, so they do not count for drift. They are weighted
-        # by their own time, so that one slow start counts less than the batches after it.
+        # The first batches of a class are predicted from a guess: they are no drift, and are weighted by their own
+        # time, so that one slow start counts less than the batches after it.
         if fewest <= _WARM_SAMPLES:
             self._learn(x, seconds, 1.0 / seconds**2, self._time(x))
         elif not self._drifted(counts, x, seconds):
@@ -205,8 +222,7 @@ class AffineFit:
     def _drifted(self, counts: Counts, x: list[float], seconds: float) -> bool:
         """The drift test. When it fires, the fit is scaled to the batches since the change, and learns them anew.
 
-        A slower device needs four batches in a row, because one batch in ten may stall. For a faster one two are
-        enough, because no batch is faster than the device.
+        A slower device takes four batches in a row, because one batch in ten may stall. A faster one takes two.
         """
         z = math.log(seconds / self._time(x)) / self.sigma
         self._recent.append((counts, seconds))
@@ -227,9 +243,9 @@ class AffineFit:
     def _forget(self, factor: float, only: list[float] | None) -> None:
         """Scale the fit by a factor and keep its shape, as if one batch had been measured.
 
-        only: the members of all batches since the change, if they were the same: then nothing tells what grew, and the
-        fixed part takes it. So a hold for further members pays, or teaches what they cost. Scaled, members would seem
-        dear, and eight callers stay in two groups of four for good.
+        only: the members of all batches since the change, if they were the same. Then fixed and marginal cannot be told
+        apart, and the fixed part takes the change: a hold for further members pays, or teaches their cost. Scaled,
+        members would seem dear, and eight callers stay in two groups of four for good.
         """
         self.alarms += 1
         fixed = self._theta[0] + (factor - 1.0) * self._time(only) if only is not None else -1.0

@@ -1,21 +1,21 @@
-"""Token budgets by time: how long steps take is learned, and prompts get the time that running sequences leave them.
+"""Token budgets by time: step times are learned, and prompts get the time that running sequences leave them.
 
     T(step) = a + b · rows + c · prompt tokens + d · pairs
 
-rows: sequences that get their next token. pairs: of a new token and one before it, as attention computes them. The time
-of a step is the gap between two tokens of every sequence that runs, so its prompt tokens are chosen by that time; a
-number of tokens that suits a small model on a GPU makes gaps of ten seconds with a large one on a CPU.
+rows: sequences that get their next token. pairs: of a new token and an earlier one, as attention computes them. The
+time of a step is the gap between two tokens of every running sequence, so its prompt tokens are chosen by that time. A
+fixed number of tokens that suits a small model on a GPU makes gaps of ten seconds with a large one on a CPU.
 
-Speculation: a resident could use more units than it wants, each with a chance that it is of use. A generated sequence
-may guess its next tokens. A step that computes the guesses, too, takes longer, and those that turn out right are tokens
-that need no step of their own. How much longer is learned for each size of step, because an extra row is nearly free
-beside one sequence and has its full price beside many:
+Speculation: a resident may use more units than it wants, each with a chance to be of use. A generated sequence guesses
+its next tokens. A step that computes the guesses, too, takes longer, and right ones are tokens without a step of their
+own. The extra time is learned for each size of step, because an extra row is nearly free beside one sequence and has
+its full price beside many:
 
     T(step) = fixed + row · rows + unit · extra units
 
-Extra units are granted last, of what the others leave, and only where they raise the rate of useful units, with MARGIN
-to spare: (rows + Σ chances) / T. A CPU chooses its kernels anew for a step of another size than the one before, which
-takes up to a fifth of a step of one sequence. The price of a unit has its part of that.
+Extra units are granted last, of the rest, and only where they raise the rate of useful units, (rows + Σ chances) / T,
+with MARGIN to spare. A CPU chooses its kernels anew when the size of a step changes, which takes up to a fifth of a
+step of one sequence. It is a part of the price of a unit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from reflex_runtime.core.request import URGENT, WAITING, Ticket
 from reflex_runtime.core.statistics import AffineFit, Counts
 
 WARM = 3  # steps of a size, without extra units and with them, before they count
-MARGIN = 1.25  # times the price that units must bring: what is learned is not exact, and ignores changes of size
-HOPE = 0.2  # the chance that is enough to find out what a unit costs
-PLAIN, SELDOM = 16, 128  # steps with extra units, one behind the other, before one without; doubled each time
-PROBE, RAREST = 64, 4096  # steps without extra units until the price is looked at again; doubled each time in vain
-OPTIMISM = 0.5  # of the learned price is assumed for that
+MARGIN = 1.25  # times the price that units must bring: learned prices are not exact, and ignore changes of size
+HOPE = 0.2  # the chance that is enough to measure a unit's price
+PLAIN, SELDOM = 16, 128  # steps with extra units in a row, before one without; doubled each time
+PROBE, RAREST = 64, 4096  # steps without extra units until the price is tried again; doubled each time in vain
+OPTIMISM = 0.5  # of the learned price is assumed then
 
 _ROWS, _UNITS = 16.0, 16.0  # the fit wants numbers of similar size
 
@@ -44,11 +44,11 @@ Chances = Sequence[float]
 
 
 class _Steps:
-    """What steps of about one size take; see the module docstring.
+    """The times of steps of about one size.
 
-    plain, extended: how many were measured without and with extra units. since: steps since the last extended one;
-    until: as many must be over before the price is looked at again. together: extended ones, none plain between; most:
-    of those, or the fit could not tell units from rows.
+    plain, extended: steps measured without and with extra units. since: steps since the last extended one; until: so
+    many must pass before the price is tried again. together: extended ones in a row; most: of those, or the fit could
+    not tell units from rows.
     """
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class ExtraUnits:
         self._steps: dict[int, _Steps] = {}  # by the power of two that is above the number of rows
 
     def seconds(self, rows: int, units: float) -> float:
-        """Learned seconds that so many extra units take in such a step; 0.0 before it is known."""
+        """Learned seconds of so many extra units in such a step; 0.0 before that."""
         steps = self._steps.get(rows.bit_length())
         return 0.0 if steps is None else (steps.price or 0.0) * units
 
     def observe(self, rows: int, tokens: float, units: float, elapsed: float) -> None:
-        """A step took so long: so many rows that got their next token, tokens of prompts, and extra units. A time that
-        is not finite or not above zero, as a coarse clock shows, is ignored."""
+        """Learn from a step of so many rows, prompt tokens and extra units. A time that is not finite or not above
+        zero, as from a coarse clock, is ignored."""
         if rows and not tokens and 0.0 < elapsed < inf:
             self._steps.setdefault(rows.bit_length(), _Steps()).observe(rows, units, elapsed)
 
@@ -154,15 +154,14 @@ _RUNNING, _TOKENS, _PAIRS = 16.0, 64.0, 2.0**20
 class TimedTokens(TokenCost):
     """Grants as many tokens of prompts as keep the gap between two tokens of the sequences that run.
 
-    gap: seconds, most; None is `BUDGET`, or `TIMES_FIXED` times the fixed part of a step where that is more, at most
-    `LONGEST`. A gap that is given is a promise, so no further sequence
-    enters while one more row would break it; unless a single row already does. Urgent ones enter beside others, and
-    break it for them, but not for each other.
-    A request may say a gap of its own (`Request.max_gap`). Prompts then get what the shortest gap of the sequences that
-    run leaves, but at least as much time as those take, and it keeps nobody out: one caller must not stop all others.
-    For the same reason a long one makes no step longer than `LONGEST`: who comes meanwhile waits for its end.
+    gap: most seconds; None is `BUDGET`, or `TIMES_FIXED` times the fixed part of a step where that is more, at most
+    `LONGEST`. A gap that is given is a promise: no further sequence enters while one more row would break it, unless a
+    single row already does. Urgent ones enter beside others, and break it for them, but not for each other.
+    A request may have a gap of its own (`Request.max_gap`). Prompts then get the time that the shortest gap of the
+    running sequences leaves, but at least as much as those take, and it keeps nobody out: one caller must not stop all
+    others. For the same reason a long one makes no step longer than `LONGEST`.
     A step without running sequences may take `ALONE` times as long. inf bounds nothing.
-    See `TokenCost` for threshold.
+    threshold: see `TokenCost`.
     Units beyond those that sequences want are granted where they pay (`ExtraUnits`), within the gap: at most
     `most_extra` in a step.
     """

@@ -76,6 +76,11 @@ class Wake(Views):
         if min(len(self.absent(w)) + len(preparing), places) * fixed <= n * 0.0001:  # not worth ending a hold
             return 0.0, 0.0
         waits, idle = self.due_within(w, partition, longest, fixed), self.now - since
+        callers, most = n + sum(share for _, share, _, gathers, _ in waits if gathers), n + places
+        if callers > most:  # too many for one batch: an even part of them
+            places = ceil(callers / ceil(callers / most)) - n
+        if places <= 0:
+            return 0.0, 0.0
         met = sum(ticket.arrived < since for ticket, _ in members)
         as_one = idle + self.all_back([(wait, share) for wait, share, _, gathers, _ in waits if gathers], met)
         for_this, for_all = (0.0, 0.0, 0.0), (n / (self.now - since + seconds), 0.0, 0.0)  # worth, hold, expected
@@ -85,8 +90,6 @@ class Wake(Views):
             until = min(wait + LATE, longest)
             delayed = n + sum(prepared for *_, prepared in waits[i + 1 :])
             gain = fixed * min(back, places) - sums - delayed * (wait if waits[i][4] else until)
-            if gathers and wait > fixed / 4:
-                gain = -inf
             if gain > for_this[0] + NEARLY:
                 for_this = (gain, until, back)
             rate = n + min(places, sum(share for _, share, _, gathers, _ in some if gathers))
