@@ -95,8 +95,8 @@ def _serve(
         show_settings(config, ", ".join(served.name for served in functions))
         warn_if_open(config)
         for served in functions:
-            if served.told:
-                logging.info("%s", served.told)
+            if served.note:
+                logging.info("%s", served.note)
     names = [served.name for served in functions]
     return run_server(config, serving(config, functions), sockets, ", ".join(names), partial(_ready, names), parent)
 

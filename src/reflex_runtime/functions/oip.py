@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError, ReflexError
-from reflex_runtime.functions.server import Asked, Predict, Prediction, converted
+from reflex_runtime.functions.server import Predict, Prediction, PredictOptions, options_of
 from reflex_runtime.functions.values import Values, encode_text, is_picture
 from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported
@@ -73,7 +73,7 @@ class FunctionAsModel:
         self._predict, self.names = predict, [predict.served.name]
         self._items, self._by_field = ports_of(predict.served.items, "item")
         self._results, self._result_fields = ports_of(predict.served.results, "result")
-        self.inputs, self.outputs = _told(self._items), _told(self._results)
+        self.inputs, self.outputs = _described(self._items), _described(self._results)
 
     @property
     def ready(self) -> bool:
@@ -95,9 +95,9 @@ class FunctionAsModel:
             raise NotFound(f"{served.name} streams its results: ask POST /predict/{served.name}")
         check_names(sent, list(self._items), (), list(self._results))
         rows, given = rows_of(sent.inputs, MOST_ROWS), {tensor.name: tensor for tensor in sent.inputs}
-        limits = converted(limits_in(sent.parameters, ("priority", "client"), (), call.left_ms))
+        options = options_of(limits_in(sent.parameters, ("priority", "client"), (), call.left_ms))
         items = [self._item(given, row) for row in range(rows)]
-        results = await together(self._row(call, row, rows, item, limits) for row, item in enumerate(items))
+        results = await together(self._row(call, row, rows, item, options) for row, item in enumerate(items))
         try:
             return OipAnswer(self._tensors(results))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -112,11 +112,11 @@ class FunctionAsModel:
         ((name, port),) = self._items.items()
         return values.decode(found[name], JSON) if port.hint is None else values.convert(found[name])
 
-    async def _row(self, call: OipCall, row: int, rows: int, item: Any, limits: Asked) -> Any:
+    async def _row(self, call: OipCall, row: int, rows: int, item: Any, options: PredictOptions) -> Any:
         prediction = self._prediction(call, row, rows)
         try:
             with prediction:
-                return await self._predict.value(prediction, item, limits)
+                return await self._predict.value(prediction, item, options)
         except ReflexError as error:
             raise Reported(error, prediction.request_id) from None
 
@@ -129,7 +129,7 @@ class FunctionAsModel:
         return [tensor_out("result", results)]
 
 
-def _told(ports: Mapping[str, TensorField]) -> list[Described]:
+def _described(ports: Mapping[str, TensorField]) -> list[Described]:
     return [(name, port.datatype, port.shape) for name, port in ports.items()]
 
 

@@ -125,7 +125,7 @@ class FunctionSeries:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
+class PredictOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a request, in the query or in a header X-Reflex-NAME."""
 
     deadline_ms: float | None = None
@@ -134,32 +134,33 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     request_id: str | None = None
 
 
-_HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name in Asked.__struct_fields__}
+_DEFAULTS: Final = PredictOptions()
+_HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name in PredictOptions.__struct_fields__}
 
 
-def asked_in(request: HttpRequest) -> Asked | None:
-    """The options in query and headers; None without any. 422 names the field."""
-    said = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
+def options_in(request: HttpRequest) -> PredictOptions:
+    """The options in query and headers. 422 names the field."""
+    texts = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
     if request.query_string:
         query = request.query
         if not query:
             raise invalid("query", "query: must be NAME=VALUE, joined by &")
-        said |= query
-    return converted(said) if said else None
+        texts |= query
+    return options_of(texts) if texts else _DEFAULTS
 
 
-def converted(said: Mapping[str, Any]) -> Asked:
-    """Options from their texts; 422 names the field."""
+def options_of(texts: Mapping[str, Any]) -> PredictOptions:
+    """Options from their texts. 422 names the field."""
     try:
-        asked = msgspec.convert(said, Asked, strict=False)
+        options = msgspec.convert(texts, PredictOptions, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid_field(error, Asked) from None
-    if asked.deadline_ms is not None and not 0.0 < asked.deadline_ms <= 600_000.0:
+        raise invalid_field(error, PredictOptions) from None
+    if options.deadline_ms is not None and not 0.0 < options.deadline_ms <= 600_000.0:
         raise invalid("deadline_ms", "deadline_ms: must be over 0 and at most 600000")
     for name in ("client", "request_id"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(options, name)) is not None:
             check_id(name, value)
-    return asked
+    return options
 
 
 class Prediction(RequestScope):
@@ -200,20 +201,20 @@ class Predict:
         """POST /predict."""
         prediction = self._of(request)
         with prediction:
-            asked = asked_in(request)
-            if asked is not None and asked.request_id:
-                request.request_id = prediction.request_id = asked.request_id
+            options = options_in(request)
+            if options.request_id:
+                request.request_id = prediction.request_id = options.request_id
             item = await self._read(request)
             prediction.received = request.received
             if self.served.streams:
-                return await self._stream(request, prediction, item, asked)
-            value = await self.value(prediction, item, asked)
+                return await self._stream(request, prediction, item, options)
+            value = await self.value(prediction, item, options)
             body, kind = encode(value, request.wants_msgpack, self.served.name)
-            return HttpResponse(200, body, kind, _told(prediction.ticket))
+            return HttpResponse(200, body, kind, _batch_headers(prediction.ticket))
 
-    async def value(self, prediction: Prediction, item: Any, asked: Asked | None) -> Any:
+    async def value(self, prediction: Prediction, item: Any, options: PredictOptions) -> Any:
         """The result of one item. A caller that leaves cancels it."""
-        ticket = self._submit(prediction, item, asked, None)
+        ticket = self._submit(prediction, item, options, None)
         try:
             return await (waiter := ticket.waiter)
         except asyncio.CancelledError:
@@ -241,17 +242,17 @@ class Predict:
         return item
 
     def _submit(
-        self, prediction: Prediction, item: Any, asked: Asked | None, settled: Callable[[Ticket], None] | None
+        self, prediction: Prediction, item: Any, options: PredictOptions, settled: Callable[[Ticket], None] | None
     ) -> Ticket:
         served, server = self.served, self.server
-        limit = prediction.time_limit(None if asked is None else asked.deadline_ms, server.config.deadline_ms)
+        limit = prediction.time_limit(options.deadline_ms, server.config.deadline_ms)
         made = Request(
             item,
             id=prediction.request_id,
             group=served.name,
             partition=tuple(array.shape for array in item.values()) if served.shaped else "",
-            client=prediction.client if asked is None or asked.client is None else asked.client,
-            priority=PRIORITIES["default" if asked is None else asked.priority],
+            client=prediction.client if options.client is None else options.client,
+            priority=PRIORITIES[options.priority],
             time_limit=limit,
             streams=served.streams,
         )
@@ -263,17 +264,17 @@ class Predict:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, request: HttpRequest, prediction: Prediction, item: Any, asked: Asked | None
+        self, request: HttpRequest, prediction: Prediction, item: Any, options: PredictOptions
     ) -> HttpResponse | None:
         """Answer with server-sent events, a part each; or with a list, if the caller accepts JSON only."""
         server, parts = self.server, Parts(self.server)
-        ticket = parts.ticket = self._submit(prediction, item, asked, parts)
+        ticket = parts.ticket = self._submit(prediction, item, options, parts)
         head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
         failed, name = partial(_failed, prediction.request_id), self.served.name
         try:
             if request.headers.get(b"accept", b"").startswith(JSON):
                 whole = [part async for part in parts]
-                return HttpResponse(200, encode_text(whole, name), JSON, _told(ticket))
+                return HttpResponse(200, encode_text(whole, name), JSON, _batch_headers(ticket))
             count = 0
             async for part in parts:
                 if not count:  # what fails before the first part has a status of its own
@@ -346,7 +347,7 @@ def _failed(request_id: str, error: ReflexError) -> bytes:
     return b"event: error\ndata: " + PLAIN(error, request_id, False).body + b"\n\n"
 
 
-def _told(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:
+def _batch_headers(ticket: Ticket | None) -> list[tuple[bytes, bytes]]:
     """Headers with the batch's size and the time in the queue."""
     if ticket is None or (admission := ticket.admission) is None or (started := ticket.started) is None:
         return []

@@ -36,7 +36,7 @@ class ServedFunction:
     """One function of a server.
 
     name: in paths, metrics and journals. items, results: the types of one item and of one result; where it `streams`,
-    of one part. example: an item, JSON-safe. told: a line for the log.
+    of one part. example: an item, JSON-safe. note: a line for the log.
     shaped: whether only items of equal shapes may share a batch.
     """
 
@@ -48,7 +48,7 @@ class ServedFunction:
     streams: bool = False
     example: Any = None
     weight: float = 1.0
-    told: str = ""
+    note: str = ""
     shaped: bool = False
     description: str = ""
 
@@ -183,6 +183,6 @@ def read_onnx(source: str, name: str, config: FunctionsConfig) -> ServedFunction
     rows = "in one call" if session.dynamic_batch else f"one by one: {why}"
     return ServedFunction(
         name, source, graph, items, results, example=example_of(items),
-        told=f"{path.name}: items of a batch run {rows}",
+        note=f"{path.name}: items of a batch run {rows}",
         shaped=any(None in port.dims[skipped:] for port in session.inputs.values()),
     )  # fmt: skip

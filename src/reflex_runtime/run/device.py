@@ -321,7 +321,7 @@ class Device:
         self._name = name
         self.watchdog = watchdog
         self.expendable = frozenset(expendable)
-        self._astray: dict[int, tuple[str, float]] = {}  # by thread: the expendable batch it is in, and since when
+        self._late_threads: dict[int, tuple[str, float]] = {}  # by thread: its expendable group, and since when
         self._overrun = 0.0  # seconds that batches of other groups lately took beyond their prediction
         self._lock = threading.Lock()
         self._bell = Wakeable(self._lock)
@@ -479,7 +479,7 @@ class Device:
         """Let a paused expendable group run again."""
 
         def again(scheduler: Scheduler, now: float) -> None:
-            self._astray = {thread: lost for thread, lost in self._astray.items() if lost[0] != group}
+            self._late_threads = {thread: lost for thread, lost in self._late_threads.items() if lost[0] != group}
             scheduler.pause(group, now, now)
 
         self.input(again)
@@ -652,8 +652,8 @@ class Device:
     def _back_late(self, thread: int, now: float) -> None:
         """A thread that was given up has come back: let its expendable group run again, after a rest. The lock is
         held."""
-        group, since = self._astray.pop(thread, ("", now))
-        if group and self.lost is None and all(group != other for other, _ in self._astray.values()):
+        group, since = self._late_threads.pop(thread, ("", now))
+        if group and self.lost is None and all(group != other for other, _ in self._late_threads.values()):
             self.scheduler.pause(group, now + self.REST * (now - since), now)
             self._bell.ring()
 
@@ -731,7 +731,7 @@ class Device:
         log.error("the device thread died", exc_info=error)
         with self._lock:
             if generation != self._generation:
-                self._astray.pop(generation, None)
+                self._late_threads.pop(generation, None)
                 return
             self._restarts += 2 * isinstance(error, GpuLost)  # no other thread could reach it, whatever the group
             self._lose(ProcessorError(f"the device thread died: {type(error).__name__}: {error}"))
@@ -771,7 +771,7 @@ class Device:
             self._cut_short(error)
             return
         if batch.group in self.expendable:
-            self._astray[self._generation] = (batch.group, since)
+            self._late_threads[self._generation] = (batch.group, since)
         self._lose(error)
 
     def _tell_lost(self) -> None:
