@@ -77,6 +77,7 @@ MOTOR: Final = ".pos"
 MAX_EXECUTED: Final = 1_000_000  # as in `Question`
 
 MAX_OPCODES: Final = 5000  # of a pickle
+VIEWED: Final = 1 << 14  # bytes from which a part is not copied
 _AS_PYTHON_READS: Final = (
     "\x80\x95.N\x88\x89)]}(t\x85\x86\x87aeqr\x94hjc\x93"  # PROTO … STACK_GLOBAL: structure, memo and names
     "JKM\x8aGX\x8c\x8dCB\x8e"  # numbers, texts and bytes
@@ -539,6 +540,21 @@ class _Opcodes(dict[int, Any]):
         return super().__getitem__(code)
 
 
+class _Message(BytesIO):
+    """The bytes of a pickle; pictures are views of them."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._view = memoryview(data)
+
+    def read(self, size: int | None = -1, /) -> Any:
+        if size is None or size < VIEWED:
+            return super().read(size)
+        at = self.tell()
+        self.seek(at + size)
+        return self._view[at : at + size]
+
+
 class _PickleReader(pickle._Unpickler):
     """Python's reader in Python with few of its opcodes: it makes numbers, texts, lists, maps and `_Part`s, and neither
     loads nor calls what a pickle names. (The reader in C would set attributes of it, and hash tuples of tuples.)
@@ -550,7 +566,7 @@ class _PickleReader(pickle._Unpickler):
     stack: list[Any]
 
     def __init__(self, data: bytes) -> None:
-        super().__init__(BytesIO(data))
+        super().__init__(_Message(data))
         self.dispatch = _Opcodes(self._READS)  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
