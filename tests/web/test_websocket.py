@@ -19,7 +19,7 @@ from websockets.frames import Frame, Opcode
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import SLICE, SocketConnection
+from reflex_runtime.web.connections import FRAMES, SocketConnection
 from reflex_runtime.web.errors import PLAIN, NotFound
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, WebSocket
 from serving.harness import parse_answers
@@ -272,6 +272,19 @@ def test_w3_a_message_that_is_too_large_closes_its_socket_with_1009_which_arrive
     running(check)
 
 
+def test_w3_a_peer_that_reads_only_when_it_has_sent_all_gets_its_1009() -> None:
+    async def check(run: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        writer.write(b"GET /echo HTTP/1.1\r\nHost: localhost\r\n" + WEBSOCKET + VERSION + KEY + b"\r\n")
+        await reader.readuntil(b"hello you")
+        writer.write(Frame(Opcode.BINARY, bytes(200 * MOST)).serialize(mask=True))
+        await writer.drain()
+        assert (1009).to_bytes(2) in await reader.read()
+        writer.close()
+
+    running(check, uvloop.new_event_loop)
+
+
 def test_w3_a_bug_of_a_session_is_logged_and_closes_its_socket_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def check(run: Running) -> None:
         async with run.connected() as other, run.connected() as client:
@@ -454,7 +467,7 @@ def test_w6_others_are_served_between_frames_that_came_at_once(kind: Opcode, mon
             while await client.recv() != "end":
                 pass
             assert sum(parsed) > 3000
-            assert max(parsed) <= SLICE / len(Frame(kind, b"").serialize(mask=True)) + 1
+            assert max(parsed) <= FRAMES / len(Frame(kind, b"").serialize(mask=True)) + 1
             assert run.app.bodies.held == 0
 
     running(check)
@@ -470,7 +483,7 @@ def test_w6_messages_wait_as_bytes_while_one_is_answered() -> None:
             await raw(client, *[Frame(Opcode.TEXT, b"a")] * 5000)
             for _ in range(200):
                 await asyncio.sleep(0)
-            assert server.queue.qsize() <= SLICE / 7 + 2  # a message of one byte has seven
+            assert server.queue.qsize() <= FRAMES / 7 + 2  # a message of one byte has seven
             run.go.set()
             assert await client.recv() == "hold"
             assert [await client.recv() for _ in range(5000)] == ["a"] * 5000

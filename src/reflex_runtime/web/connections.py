@@ -36,7 +36,8 @@ RESERVE: Final = 64  # file descriptors for models, recordings and the like
 LEAST: Final = 16  # connections, even with very few descriptors
 BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
 AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
-SLICE: Final = 4096  # bytes that are parsed at once
+SLICE: Final = 16 * 1024  # bytes of requests that are parsed at once
+FRAMES: Final = 4096  # bytes of frames
 TURN_S: Final = 0.002  # seconds of parsing in one turn of the loop, and one slice more
 HEAD_S: Final = 10.0  # seconds at most for the head of a request
 LINGER_S: Final = 1.0  # for a refused peer to finish sending: an earlier answer or close code may be lost
@@ -432,7 +433,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         self._timer.start(self.reflex.limits.idle)
         try:
-            self.reflex.bodies.take(self, len(data))
+            self.reflex.bodies.take(self, 0 if self.close_sent else len(data))
         except Overloaded as error:
             self._leave(error.message[:100], TRY_LATER)
             return
@@ -446,10 +447,10 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
     def _feed(self, data: bytes, at: int) -> int:
         if self.transport.is_closing():
             return len(data)
-        super().data_received(data[at : at + SLICE])
+        super().data_received(data[at : at + FRAMES])
         if not self.handshake_initiated and self.conn.handshake_exc is not None:
             self._refuse(self.conn.handshake_exc)
-        return at + SLICE
+        return at + FRAMES
 
     def _pace(self) -> None:
         waits = bool(self.unparsed) or self._full
@@ -484,7 +485,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
             self.close_sent = True
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
             self.transport.write(b"".join(self.conn.data_to_send()))
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self.close_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def shutdown(self) -> None:
         self._leave("the server is shutting down")
