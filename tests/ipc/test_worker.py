@@ -158,18 +158,6 @@ def test_g9_drafts_and_guidance_are_refused() -> None:
     play(main())
 
 
-def test_g10_a_runtime_that_does_not_advertise_batches_does_not_know_them() -> None:
-    async def main() -> None:
-        async with ends(capabilities=()) as both:
-            assert (await both.call("runtime/info", {}))["capabilities"] == []
-            error = await refused(both, BATCH_GENERATE, {"requests": []})
-            assert isinstance(error, ProtocolError)
-            assert error.rpc_code == METHOD_NOT_FOUND
-            assert await both.call("generate", params("a")) == {"stream_id": "a", "prompt_tokens": 3}
-
-    play(main())
-
-
 # -- G15: what streams say ---------------------------------------------------------------------------------------------
 
 

@@ -329,8 +329,8 @@ class GenerateBatcher:
         """Why a request cannot share a message; "" if it can. also: an option in use beside those of params."""
         if BATCH_GENERATE not in self._client.capabilities:
             return "capability"
-        if units * self.config.max_batch_size > MAX_FRAME / UNIT_BYTES:
-            return "oversize"
+        if units * min(self.config.max_batch_size, self._registry.limit) > MAX_FRAME / UNIT_BYTES:
+            return "oversize"  # as many of them might not fit a frame
         for name in self.config.ungroupable_options:
             if name == also or getattr(params, name) != OPTIONS[name]:
                 return "options"

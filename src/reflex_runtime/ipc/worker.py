@@ -13,7 +13,7 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from math import isfinite
 from typing import Any, Protocol
 
@@ -69,21 +69,10 @@ _Accepted = tuple[wire.GenerateParams, Engine, Outlet]
 
 
 class Worker:
-    """Answers the calls of the front; the handler of one peer.
+    """Answers the calls of the front; the handler of one peer. grace: see GRACE."""
 
-    capabilities: in `runtime/info`; without `batch_generate` that method is refused. grace: see GRACE.
-    """
-
-    def __init__(
-        self,
-        load: Load,
-        *,
-        capabilities: Collection[str] = (wire.BATCH_GENERATE,),
-        grace: float = GRACE,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, load: Load, *, grace: float = GRACE, clock: Callable[[], float] = time.monotonic) -> None:
         self._make, self._clock, self._grace = load, clock, grace
-        self.capabilities = frozenset(capabilities)
         self._outlets = Outlets(clock)
         self._engine: Engine | None = None
         self._model_id, self._loading = "", False
@@ -92,14 +81,12 @@ class Worker:
         self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
         self._methods: dict[str, Callable[..., Any]] = {
             wire.INFO: self._info, wire.STATE: self._state, wire.METRICS: self._metrics, wire.LIVE: self._live,
-            wire.LOAD: self._load, wire.CHECK_DRAFT: _no_drafts,
-            wire.GENERATE: self._generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
+            wire.LOAD: self._load, wire.CHECK_DRAFT: _no_drafts, wire.GENERATE: self._generate,
+            wire.BATCH_GENERATE: self._batch_generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
         }  # fmt: skip
         self._notes: dict[str, Callable[[Any], object]] = {
             wire.CREDIT: self._outlets.credit, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._told_to_stop,
         }  # fmt: skip
-        if wire.BATCH_GENERATE in self.capabilities:
-            self._methods[wire.BATCH_GENERATE] = self._batch_generate
 
     async def run(self, peer: Peer) -> bool:
         """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns.
@@ -161,7 +148,7 @@ class Worker:
     # -- the process ---------------------------------------------------------------------------------------------------
 
     def _info(self) -> wire.Info:
-        return wire.Info("reflex", __version__, wire.PROTOCOL, os.getpid(), sorted(self.capabilities))
+        return wire.Info("reflex", __version__, wire.PROTOCOL, os.getpid(), [wire.BATCH_GENERATE])
 
     def _state(self) -> dict[str, Any]:
         live = self._outlets.live.values()
