@@ -372,14 +372,14 @@ MUTANTS = [
     M(
         "core/group.py",
         "who has one more waiting gives way",
-        "len(waiting.get(client, ())) + 2",
-        "len(waiting.get(client, ())) + 1",
+        "counts[client] + 2",
+        "counts[client] + 1",
     ),
     M(
         "core/group.py",
         "the oldest gives way",
-        "return max(longest, key",
-        "return min(longest, key",
+        "return max((t for t in waiting",
+        "return min((t for t in waiting",
     ),
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
     M("core/holding.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
@@ -467,10 +467,10 @@ MUTANTS = [
         "for factor in (1.0 + 2.0 * sigma,):",
     ),
     M(
-        "core/group.py",
-        "released memory is lost",
-        "self.used -= self._held.pop(ticket, 0.0)",
-        "self._held.pop(ticket, 0.0)",
+        "core/holding.py",
+        "callers that do not fit fill the largest batch",
+        "return places if callers <= most else",
+        "return places if True else",
     ),
     # the wall
     M("run/processor.py", "repeats what must not be", "len(batch) > 1 and repeatable and ", "len(batch) > 1 and "),
@@ -577,7 +577,7 @@ MUTANTS = [
     M("core/scheduler.py", "short although nobody waits", "if not partition.waiting:", "if False:"),
     M("core/forming.py", "other stages are not told", '"stage" if len(newcomers) < len(filled.grants) else ', ""),
     M("core/forming.py", "deadlines are not told", 'full.short_of or "budget"', "full.short_of"),
-    M("core/forming.py", "room counts as places", 'return "room" if short else "places"', 'return "places"'),
+    M("core/forming.py", "room counts as places", '"room" if outside else "places"', '"places"'),
     M(
         "core/group.py",
         "rounding is carried on",
@@ -647,8 +647,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "the oldest background gives way",
-        "return max(queued, key",
-        "return min(queued, key",
+        "found = max(queued, key",
+        "found = min(queued, key",
     ),
     M(
         "core/group.py",

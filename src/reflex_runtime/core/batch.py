@@ -87,7 +87,7 @@ class Suspects:
             part.other.other = None  # the other half proves nothing about this one; no reference cycle either
 
     def clear(self) -> None:
-        """The partition has no tickets any more."""
+        """The partition's last ticket left."""
         self._parts.clear()
 
     def succeeded(self, part: Part) -> None:

@@ -39,9 +39,9 @@ WARM_SAMPLES = 3  # measurements before a prediction counts
 
 
 class Tally:
-    """The running total of one batch being filled. Here: no prediction of time, and nothing beyond what is wanted.
+    """The running total of one batch while it is filled. Here: no prediction of time, no extra units.
 
-    cost: predicted cost of what was added, in the model's unit. dearest: cost of the dearest member alone.
+    cost: predicted cost of the members, in the model's unit. dearest: cost of the dearest member alone.
     """
 
     __slots__ = ("cost", "dearest")
@@ -76,7 +76,7 @@ class Tally:
         raise NotImplementedError
 
     def add(self, ticket: Ticket, units: float) -> None:
-        """Take the ticket with what `offer` granted it."""
+        """Add the ticket with the units that `offer` granted."""
         raise NotImplementedError
 
     def grant(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
@@ -167,7 +167,7 @@ def tally_of(model: CostModel, grants: Mapping[Ticket, float]) -> Tally:
 
 
 class _UnitTally(Tally):
-    """Counts requests, and predicts what so many take. Budget is the largest count."""
+    """Counts requests, and predicts their time. The budget is the largest count."""
 
     __slots__ = ("_fit",)
 
@@ -215,7 +215,7 @@ class UnitCost(CostModel):
 
 
 class TokenTally(Tally):
-    """Counts granted units; grants what is left, at most `threshold` per ticket and step."""
+    """Counts granted units; grants the rest of the budget, at most `threshold` units per ticket and step."""
 
     __slots__ = ("_threshold",)
 
@@ -472,8 +472,8 @@ class TimeCost(CostModel):
     takes one unit of what a ticket wants and the last takes the rest, one unit a step: ("prefix", "denoise") with 6
     wanted units is one prefix and five denoise steps. The cost of a batch is then the time until its last member ends.
     affine: False keeps the documented rolling median alone (`--cost-model median`).
-    sizes: batch sizes the processor pads to, ascending; empty when it runs what it is given.
-    padded_stages: the stages it pads; None for all. Others run what they are given.
+    sizes: batch sizes the processor pads to; empty when it does not pad.
+    padded_stages: the stages it pads; None for all.
     max_keys: shapes remembered; the least recently used is forgotten beyond it.
     """
 
@@ -617,7 +617,7 @@ class TimeCost(CostModel):
     # -- shared with the tally ---------------------------------------------------------------------------------------
 
     def class_of(self, ticket: Ticket) -> Hashable:
-        """The class within a stage's fit: in staged work the stage alone decides what a step costs."""
+        """The class within a stage's fit: in staged work the cost of a step depends on the stage alone."""
         return ticket.request.cost_class if len(self.stages) == 1 else ""
 
     def fit(self, shape: Hashable, stage: str) -> AffineFit | None:

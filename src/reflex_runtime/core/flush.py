@@ -47,8 +47,8 @@ class FlushPolicy:
         and delays nobody else. 0 switches it off. It needs a `Planner`.
     returns: longest hold, in seconds, for clients whose next request is due, if it pays (`holding.py`); counted from
         max(oldest arrival, device free), and never longer than max_batch_cost. 0 switches it off.
-    shed: refuse waiting requests whose deadline cannot be met any more, and choose the set of largest expected value
-        when deadlines are at risk.
+    shed: refuse waiting requests whose deadline cannot be met, and choose the set of largest expected value when
+        deadlines are at risk.
     """
 
     max_batch_cost: float = inf
@@ -70,7 +70,7 @@ class FlushPolicy:
 
     @classmethod
     def window(cls, max_batch_cost: float | None, batch_timeout: float = inf, max_batch_size: int = 256) -> Self:
-        """The default: work conserving, held only for expected returns, shedding only what has a deadline.
+        """The default: work conserving, held only for expected returns, shedding only requests with a deadline.
 
         max_batch_cost: None for BUDGET, or TIMES_FIXED times the fixed part where that is more; it needs a `Planner`.
         """
@@ -274,7 +274,7 @@ class Planner:
         return max(t for t, v in zip(grid, values, strict=True) if v >= 0.998 * best)
 
     def _longest(self, base: FlushPolicy, a: float, b: float) -> float:
-        """The policy's budget, or what the fixed part a makes of it."""
+        """The policy's budget, or a longer one for a large fixed part a."""
         given, times = base.max_batch_cost, base.times_fixed
         longest = max(given, min(times * a, self.LONGEST))
         if longest > given:

@@ -247,7 +247,7 @@ class Filling:
         return filled
 
     def _add_extra(self) -> None:
-        """Grant residents units beyond those they wanted, of what all others left."""
+        """Grant residents units beyond those they wanted, of the rest of the budget."""
         resources, base, tally = self._resources, self.base, self._entered.tally
         assert resources is not None
         asking = [t for t, units in base.items() if t.extra and units == t.wants]
@@ -276,7 +276,7 @@ class Filling:
         return "room" if self._room is not None and entered >= self._room else ""
 
     def _enter(self, ticket: Ticket, over: Sequence[Ticket] | None, resources: Resources) -> str:
-        """Reserve and grant what fits, preempting residents that it is over; "", or the limit that is reached."""
+        """Reserve and grant the units that fit, preempting residents; "", or the limit that is reached."""
         tally, entered = self._entered.tally, self._entered.grants
         if (self.base or entered) and ticket.stage != self._stage:
             return "stage"
@@ -609,7 +609,7 @@ class Former:
         return chosen, shed + self._infeasible(chosen, shed)
 
     def _at_risk(self, full: Filled) -> bool:
-        """Whether a member of the batch is likely to miss its deadline by it, or one that is left out by waiting."""
+        """Whether a member of the batch, or a ticket left out of it, is likely to miss its deadline."""
         if not full.grants or full.tally.seconds <= 0.0:
             return False
         return at_risk(full, self.now) or bool(self._infeasible(full, []))

@@ -144,7 +144,7 @@ class Tenant(ShareHolder):
         self._peers.charge(self, seconds)
 
     def leave(self, group: Group) -> None:
-        """It has none any more."""
+        """The group's last ticket left."""
         self._groups.leave(group)
         if not self._groups:
             self._peers.leave(self)
@@ -296,7 +296,7 @@ class Group(ShareHolder):
         return expected
 
     def take(self, batch: Batch) -> None:
-        """Those that enter with the batch do not wait any more."""
+        """The tickets that enter with the batch stop waiting."""
         entered = batch.admitted
         self.backlog.remove(entered)
         wanted = sum([ticket.wants for ticket in entered])  # without what was found cached, which was wanted too
@@ -402,7 +402,7 @@ class Group(ShareHolder):
         self.seconds_per_item = seconds if known == 0.0 else known + 0.1 * (seconds - known)
 
     def drain_time(self) -> float:
-        """Predicted seconds until what waits has run."""
+        """Predicted seconds until all waiting tickets have run."""
         return self.queued * self.seconds_per_item
 
     def superseded_by(self, request: Request) -> list[Ticket]:
@@ -448,7 +448,7 @@ class Group(ShareHolder):
 
 
 def tenants_of(configs: Iterable[GroupConfig]) -> list[Tenant]:
-    """The tenant of each group. Those of weight 0 share what the others leave."""
+    """The tenant of each group. Those of weight 0 share the time that the others leave."""
     made: dict[Hashable, Tenant] = {}
     shares = {True: Shares(), False: Shares()}
     found = []

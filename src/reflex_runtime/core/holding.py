@@ -177,7 +177,7 @@ class ThinkTimes:
         self._absent.pop(ticket.request.client, None)
 
     def prepared(self, ticket: Ticket, now: float) -> None:
-        """The ticket is not prepared any more."""
+        """Its preparation ended."""
         del self._preparing[ticket]
         took = now - max(self._ready_at, ticket.admitted)
         self._pace += (took - self._pace) * (PACE if self._pace else 1.0)
@@ -324,7 +324,7 @@ class ThinkTimes:
 class Holding:
     """The holds of one device. It alone writes the `hold_` fields of a `Partition`.
 
-    free_since: when the device last became free. draining: no holds any more.
+    free_since: when the device last became free. draining: nothing is held.
     inputs: their number; each one lets every hold be decided again. think_times: of the clients of each group.
     """
 
@@ -338,7 +338,7 @@ class Holding:
         self._gaps = any(config.gap_chance for config in configs)
         self._asked = Rate()  # of groups that others yield to
 
-    # -- what happened -----------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------------------------
 
     def entered(self, group: Group, ticket: Ticket, now: float) -> None:
         """A request can run from now on."""

@@ -256,7 +256,7 @@ class Scheduler:
         self._events.append(SchedulerPaused(now, group, partition, until))
 
     def close(self, now: float, drain: bool = True) -> bool:
-        """Admit nothing more. drain: what is queued still runs, without holds; otherwise it settles as Drained, some at
+        """Admit nothing more. drain: queued tickets run, without holds; otherwise they settle as Drained, some at
         a time. Returns whether more must settle: call it again."""
         self._input(now)
         self._take_back()
@@ -526,7 +526,7 @@ class Scheduler:
         return batch
 
     def _begin_ahead(self, batch: Batch) -> None:
-        """A batch formed ahead is started, and what ran before it is complete."""
+        """A batch formed ahead is started, and the one before it is complete."""
         batch.scheduled_at = self._now
         for ticket in batch.grants:
             ticket.started = self._now

@@ -77,7 +77,7 @@ class _Steps:
 
 
 class ExtraUnits:
-    """Chooses how many extra units each member of a step gets, and learns what they cost."""
+    """Chooses how many extra units each member of a step gets, and learns their price."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Steps] = {}  # by the power of two that is above the number of rows
