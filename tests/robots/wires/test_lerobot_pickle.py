@@ -61,14 +61,14 @@ def test_w40_an_array_cannot_be_written_to() -> None:
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_w40_pictures_are_views_of_the_message(protocol: int, order: Any) -> None:
-    """A copy of two pictures of 480 × 640 would hold the loop for milliseconds."""
-    picture = np.asarray(np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8), order=order)
+    """A copy of two pictures of 480 × 640 would hold the loop for milliseconds; up to 64 KB are in frames."""
+    picture = np.asarray(np.random.default_rng(0).integers(0, 255, (160, 160, 3), np.uint8), order=order)
     data = pickle.dumps(seen(front=picture), protocol)
     found = read_pickle(data, OBSERVATION)["observation"]["front"]
     assert np.array_equal(found, picture)
     assert np.shares_memory(found, np.frombuffer(data, np.uint8))
     with pytest.raises(ClientError):
-        read_pickle(data[:20_000], OBSERVATION)
+        read_pickle(data[:60_000], OBSERVATION)
 
 
 def test_w40_instructions_are_read_as_pickle_writes_them() -> None:
