@@ -140,6 +140,14 @@ def test_p15_the_processors_of_a_checkpoint_are_part_of_its_configuration(tmp_pa
     assert len({spec.model_hash for spec in seen}) == 1
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"steps": [1]}', '{"steps": {}}'])
+def test_p14_a_processor_without_steps_is_one_line(text: str, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "act")
+    (root / "policy_preprocessor.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"policy_preprocessor.json: (file|steps): found .*, expected a"):
+        LeRobotCheckpoint.load(str(root))
+
+
 # -- the same, or not there --------------------------------------------------------------------------------------------
 
 

@@ -228,7 +228,7 @@ class _Runner:
         ran = [] if ticket is None else self._batches_of[ticket]
         if [b.stage for b in ran] == [now.stage for now, _ in times] and all(b.size == 1 for b in ran):
             pairs = zip(ran, times, strict=True)
-            self._replay.timed += [Timed(line.slot, b.stage, 1, b.elapsed, seconds) for b, (_, seconds) in pairs]
+            self._replay.timed += [Timed(line.slot, b.elapsed, seconds) for b, (_, seconds) in pairs]
 
     def _request(self, line: RequestLine) -> Request:
         """The request as it was submitted; InvalidRequest when the model does not take it."""
@@ -365,7 +365,7 @@ class _Composed(_Runner):
         outcomes = run_batch(self._models[recorded.group][1], batch)
         elapsed = time.perf_counter() - began
         if len(present) == recorded.size:
-            self._replay.timed.append(Timed(recorded.group, recorded.stage, len(present), recorded.elapsed, elapsed))
+            self._replay.timed.append(Timed(recorded.group, recorded.elapsed, elapsed))
         answered = 0
         for seq, outcome in zip(present, outcomes, strict=True):
             answered += self._settle(recorded, seq, Failed(outcome.error) if isinstance(outcome, Apart) else outcome)
@@ -427,8 +427,6 @@ class Timed:
     """One batch that had the same members both times. Seconds."""
 
     slot: str
-    stage: str
-    size: int
     recorded: float
     replayed: float
 
@@ -445,26 +443,22 @@ class ModelReplay:
     def failed(self, diff: Diff, same_hardware: bool = True) -> bool:
         """Whether the replay differs. Latency counts only on the same hardware. With nothing to compare `actions` and
         `cache` fail, and `latency` does not."""
+        found = self.summary()
+        actions, ratio = found["actions"], found["latency"]["ratio"]
         if diff == "actions":
-            return not self.items or not all(item.close for item in self.items)
+            return not self.items or actions["close"] < len(self.items)
         if diff == "cache":
-            compared = [item for item in self.items if not item.error]
-            return not compared or any(item.cache != item.recorded_cache for item in compared)
-        ratio = self.latency_ratio()
+            return not actions["compared"] or found["cache"]["same"] < actions["compared"]
         return same_hardware and ratio is not None and abs(ratio - 1.0) > LATENCY
 
-    def latency_ratio(self, slot: str | None = None) -> float | None:
-        """Median of the replayed ÷ median of the recorded batch times; None when no batch had the same members."""
-        timed = [t for t in self.timed if slot in (None, t.slot)]
-        recorded = median([t.recorded for t in timed]) if timed else 0.0
-        return median([t.replayed for t in timed]) / recorded if recorded > 0.0 else None
-
     def summary(self, slot: str | None = None) -> dict[str, Any]:
-        """Figures of one slot, or of all, JSON-safe."""
+        """Figures of one slot, or of all, JSON-safe. Latency: medians of the batches that had the same members."""
         items = [item for item in self.items if slot in (None, item.slot)]
         compared = [item for item in items if not item.error]
         kinds = Counter(f"{item.recorded_cache} → {item.cache}" for item in compared)
         timed = [t for t in self.timed if slot in (None, t.slot)]
+        recorded = median([t.recorded for t in timed] or [0.0])
+        replayed = median([t.replayed for t in timed] or [0.0])
         return {
             "requests": len(items),
             "actions": {
@@ -482,9 +476,9 @@ class ModelReplay:
             },
             "latency": {
                 "batches": len(timed),
-                "recorded_ms": _number(median(t.recorded for t in timed) * 1e3 if timed else None),
-                "replayed_ms": _number(median(t.replayed for t in timed) * 1e3 if timed else None),
-                "ratio": _number(self.latency_ratio(slot)),
+                "recorded_ms": recorded * 1e3 if timed else None,
+                "replayed_ms": replayed * 1e3 if timed else None,
+                "ratio": replayed / recorded if recorded > 0.0 else None,
             },
         }
 

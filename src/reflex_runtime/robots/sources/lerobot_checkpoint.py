@@ -307,6 +307,9 @@ class ProcessorStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     class_: Any = msgspec.field(name="class", default=None)  # LeRobot prefers registry_name
 
 
+_Steps = Annotated[list[dict[str, Any]], Meta(description="a list of objects, as LeRobot writes it")]
+
+
 def read_steps(file: Path) -> list[ProcessorStep]:
     """A processor's steps; none without a file. ConfigError for a step that cannot be applied.
 
@@ -314,10 +317,7 @@ def read_steps(file: Path) -> list[ProcessorStep]:
     """
     if not file.is_file():
         return []
-    table = read_export_json(file)
-    entries = table.get("steps") if isinstance(table, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`")
+    entries = JsonObject(file, read_export_json(file)).convert("steps", _Steps)
     return [_step(file, i, entry) for i, entry in enumerate(entries)]
 
 

@@ -64,11 +64,11 @@ class LoadedPolicy:
 
     def prepare(self, observation: Observation) -> Prepared:
         """The observation as LeRobot's own preprocessor makes it; on any thread."""
-        batch: Batch = {
-            name: _picture(observation.images[camera])
-            for camera, name in self.spec.cameras.items()
-            if camera not in self.spec.optional_images or observation.present[camera]
-        }
+        batch: Batch = {}
+        for camera, name in self.spec.cameras.items():
+            if camera not in self.spec.optional_images or observation.present[camera]:
+                image = observation.images[camera].astype(np.float32)  # uint8 [… h, w, 3]; LeRobot's is [… 3, h, w]
+                batch[name] = torch.from_numpy(image).movedim(-1, -3) / 255
         if observation.state is not None:
             names, sizes = zip(*self.spec.states, strict=True)
             parts = np.split(observation.state, np.cumsum(sizes)[:-1], axis=-1)
@@ -150,11 +150,6 @@ def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
         shape[dim] = longest - shape[dim]
         found.append(torch.cat([tensor, tensor.new_zeros(shape)], dim=dim) if shape[dim] else tensor)
     return found
-
-
-def _picture(image: Any) -> Any:
-    """uint8 [… h, w, 3] as a picture of LeRobot: float [… 3, h, w] in [0, 1]."""
-    return torch.from_numpy(image.astype(np.float32)).movedim(-1, -3) / 255
 
 
 @contextmanager

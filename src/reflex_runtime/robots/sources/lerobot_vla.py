@@ -38,11 +38,6 @@ class ReadyVla(NamedTuple):
     state: Any
     anchor: Any
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Requests of one kind can share a call: as many pictures of the same sizes."""
-        return tuple(image.shape for image in self.images)
-
 
 class StagedVla(GraphedStaged):
     """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`.
@@ -61,9 +56,9 @@ class StagedVla(GraphedStaged):
             self.capture(device.captured_sizes)
 
     def prefix(self, rows: Sequence[Observation]) -> Sequence[PrefixTensors]:
-        kinds: dict[Any, list[int]] = {}
+        kinds: dict[Any, list[int]] = {}  # requests with as many pictures of the same sizes can share a call
         for i, row in enumerate(rows):
-            kinds.setdefault(row.ready.kind, []).append(i)
+            kinds.setdefault(tuple(image.shape for image in row.ready.images), []).append(i)
         made: dict[int, PrefixTensors] = {}
         with torch.inference_mode():
             for members in kinds.values():
