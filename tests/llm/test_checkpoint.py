@@ -86,7 +86,7 @@ def test_a_directory_is_described_and_its_tensors_are_those_of_the_file(root: Pa
     checkpoint = Checkpoint.open(root)
     found = checkpoint.config
     assert (found.num_layers, found.head_dim, found.rms_norm_eps, found.rope_theta) == (2, 4, 1e-5, 10000.0)
-    assert (found.eos_token_ids, found.torch_dtype, found.sliding_window) == ({2, 3}, "float32", None)
+    assert (found.eos_token_ids, found.torch_dtype, set(found.windows)) == ({2, 3}, "float32", {None})
     assert found.tensors() == SHAPES
     assert checkpoint.head == "lm_head.weight"
     np.testing.assert_array_equal(checkpoint.tensor(Q), np.arange(64, dtype=np.float32).reshape(8, 8))

@@ -40,44 +40,36 @@ def sample(
     """
     at = np.arange(len(sequences)) if rows is None else np.array(rows, np.intp)
     best = (logits.argmax(axis=1) if best is None else best)[at]  # a NaN counts as the largest: it is found here too
-    finite = np.isfinite(logits[at, best])
-    shaped = [i for i, s in enumerate(sequences) if s.shaping is not None and finite[i]]
-    own, failed = _shaped(logits[at[shaped]], [sequences[i] for i in shaped]) if shaped else (logits[:0], {})
-    if shaped:
-        best[shaped] = own.argmax(axis=1)
-    tokens = best.tolist()
-    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > 0.0 and finite[i]]
+    finite = np.isfinite(logits[at, best]).tolist()
+    tokens: list[int | ProcessorError] = best.tolist()
+    changed: dict[int, Logits] = {}
+    for i, sequence in enumerate(sequences):
+        if not finite[i]:
+            tokens[i] = ProcessorError(f"the model's logits are not finite after {sequence.num_tokens} tokens")
+        elif sequence.shaping is not None:
+            row = logits[at[i]].copy()
+            try:
+                sequence.shaping.shape(row)
+                changed[i], tokens[i] = row, int(row.argmax())
+            except ProcessorError as error:
+                tokens[i] = error
+    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > 0.0 and isinstance(tokens[i], int)]
     if drawing:
-        drawn, place = logits[at[drawing]], {i: n for n, i in enumerate(drawing)}
-        for i, row in zip(shaped, own, strict=True):
-            if i in place:
-                drawn[place[i]] = row
+        drawn = logits[at[drawing]]
+        for place, i in enumerate(drawing):
+            if i in changed:
+                drawn[place] = changed[i]
         for i, token in zip(drawing, _draw(drawn, [sequences[i] for i in drawing]), strict=True):
             tokens[i] = token
     found: list[ScoredToken | ProcessorError] = []
-    errors = {shaped[n]: error for n, error in failed.items()}
-    for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-        if i in errors:
-            found.append(errors[i])
-        elif not finite[i]:
-            found.append(ProcessorError(f"the model's logits are not finite after {sequence.num_tokens} tokens"))
+    for i, (sequence, chosen) in enumerate(zip(sequences, tokens, strict=True)):
+        if isinstance(chosen, ProcessorError):
+            found.append(chosen)
         elif sequence.params.logprobs is None:
-            found.append(ScoredToken(token))
+            found.append(ScoredToken(chosen))
         else:
-            found.append(explain(logits[at[i]], token, sequence.params.logprobs))
+            found.append(explain(logits[at[i]], chosen, sequence.params.logprobs))
     return found
-
-
-def _shaped(rows: Logits, sequences: Seq[Sequence]) -> tuple[Logits, dict[int, ProcessorError]]:
-    """The rows, changed in place by their sequences, and the errors of failed ones by place."""
-    errors: dict[int, ProcessorError] = {}
-    for at, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-        try:
-            if sequence.shaping is not None:
-                sequence.shaping.shape(row)
-        except ProcessorError as error:
-            errors[at], row[:] = error, 0.0
-    return rows, errors
 
 
 def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:

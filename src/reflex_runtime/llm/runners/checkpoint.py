@@ -113,11 +113,6 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
 
     @property
-    def sliding_window(self) -> int | None:
-        """The smallest window of any layer, or None if there is none."""
-        return min((window for window in self.windows if window is not None), default=None)
-
-    @property
     def attention_factor(self) -> float:
         """The factor of cosine and sine; 1 but for yarn."""
         return self.rope_scaling.attention if self.rope_scaling is not None else 1.0

@@ -52,13 +52,6 @@ class OpenVinoRunner:
     ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
     """
 
-    vocab_size: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    name: str
-    adapters: tuple[str, ...]
-
     def __init__(
         self,
         directory: Path | str,
@@ -77,7 +70,13 @@ class OpenVinoRunner:
         made = source(core, root, weights, GraphCache(root, cache_dir))
         self._kept = made.checkpoint  # a graph that was built now reads its weights there
         config, model = made.config, made.model
-        self.adapters = _with_adapters(model, config, adapters or {})
+        self.adapters: tuple[str, ...] = ()
+        if adapters:
+            if not isinstance(config, ModelConfig):
+                raise not_adaptable()
+            stack = AdapterStack.read(adapters, config)
+            add_adapters(model, stack)
+            self.adapters = stack.names
         dtype = _dtype(dtype, config, core)
         self.max_model_len = context_length(max_model_len, config.max_position_embeddings)
         hint = _HINTS[dtype]
@@ -168,19 +167,6 @@ def _library() -> Any:
     with needed_by("OpenVinoRunner"):
         import openvino
     return openvino
-
-
-def _with_adapters(
-    model: Any, config: ModelConfig | OpenVinoExport, directories: Mapping[str, Path]
-) -> tuple[str, ...]:
-    """Add adapters to the graph; returns their names."""
-    if not directories:
-        return ()
-    if not isinstance(config, ModelConfig):
-        raise not_adaptable()
-    stack = AdapterStack.read(directories, config)
-    add_adapters(model, stack)
-    return stack.names
 
 
 # -- paging ------------------------------------------------------------------------------------------------------------

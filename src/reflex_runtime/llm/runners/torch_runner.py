@@ -11,7 +11,7 @@ width. This module imports torch; import it only where it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,28 +83,47 @@ class Decoder:
         self, checkpoint: Checkpoint, device: str, dtype: torch.dtype, adapters: AdapterStack | None = None
     ) -> None:
         self.config = checkpoint.config
-        self._load = _Loader(checkpoint, device, dtype, adapters)
+        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        self._adapted = {} if adapters is None else adapters.layers
         self._table = None if adapters is None else torch.tensor(adapters.table, device=device, dtype=dtype)
-        self._embedding = self._load.tensor(EMBEDDING)
-        tied = self.config.tie_word_embeddings
-        self._head = self._embedding if tied else self._load.tensor(checkpoint.head)
-        self._norm = self._load.tensor("model.norm.weight")
+        self._embedding = self._tensor(EMBEDDING)
+        self._head = self._embedding if self.config.tie_word_embeddings else self._tensor(checkpoint.head)
+        self._norm = self._tensor("model.norm.weight")
         self._layers = [self._layer(f"model.layers.{i}") for i in range(self.config.num_layers)]
         self._frequencies = torch.tensor(self.config.inverse_frequencies(), device=device)
 
     def _layer(self, name: str) -> Layer:
-        load, attention = self._load, f"{name}.self_attn"
-        normed = self.config.qk_norm
+        attention, normed = f"{name}.self_attn", self.config.qk_norm
         return Layer(
-            norm=load.tensor(f"{name}.input_layernorm.weight"),
-            qkv=load.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            q_norm=load.tensor(f"{attention}.q_norm.weight") if normed else None,
-            k_norm=load.tensor(f"{attention}.k_norm.weight") if normed else None,
-            out=load.linear(f"{attention}.o_proj"),
-            mlp_norm=load.tensor(f"{name}.post_attention_layernorm.weight"),
-            gate_up=load.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
-            down=load.linear(f"{name}.mlp.down_proj"),
+            norm=self._tensor(f"{name}.input_layernorm.weight"),
+            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            q_norm=self._tensor(f"{attention}.q_norm.weight") if normed else None,
+            k_norm=self._tensor(f"{attention}.k_norm.weight") if normed else None,
+            out=self._linear(f"{attention}.o_proj"),
+            mlp_norm=self._tensor(f"{name}.post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
+            down=self._linear(f"{name}.mlp.down_proj"),
         )
+
+    def _tensor(self, name: str) -> Tensor:
+        """A copy on the device."""
+        kind, data, shape = self._checkpoint.raw(name)
+        stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        copied = torch.from_numpy(np.array(data))  # the file is read-only, which torch would warn of
+        return copied.view(stored).view(shape).to(self._device, self._dtype)
+
+    def _linear(self, *names: str) -> Linear:
+        """Projections of one input as one matrix. They have biases all or none, except that o has none beside qkv."""
+        biased = f"{names[0]}.bias" in self.config.tensors()
+        bias = torch.cat([self._tensor(f"{name}.bias") for name in names]) if biased else None
+        weights = [self._tensor(f"{name}.weight") for name in names]
+        begins = np.cumsum([0, *map(len, weights)]).tolist()
+        additions = [
+            Addition(begin, *(torch.tensor(x, device=self._device, dtype=self._dtype) for x in self._adapted[name]))
+            for begin, name in zip(begins, names, strict=False)
+            if name in self._adapted
+        ]
+        return Linear(torch.cat(weights), bias, tuple(additions))
 
     def run(
         self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None, adapters: Tensor | None = None
@@ -151,36 +170,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each head's dimensions i and i + head_dim / 2 turned as a pair; x is [t, heads, head_dim]. In few kernels: on a
     GPU the time of a small step is that of its launches."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
-
-
-class _Loader:
-    """Tensors of a checkpoint, copied out of its files onto the device."""
-
-    def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype, adapters: AdapterStack | None) -> None:
-        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
-        self._adapted = {} if adapters is None else adapters.layers
-        self._known = checkpoint.config.tensors()
-
-    def tensor(self, name: str) -> Tensor:
-        kind, data, shape = self._checkpoint.raw(name)
-        stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
-        copied = torch.from_numpy(np.array(data))  # the file is read-only, which torch would warn of
-        return copied.view(stored).view(shape).to(self._device, self._dtype)
-
-    def linear(self, *names: str) -> Linear:
-        """Projections of one input as one matrix. They have biases all or none, except that o has none beside qkv."""
-        biased = f"{names[0]}.bias" in self._known
-        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if biased else None
-        weights = [self.tensor(f"{name}.weight") for name in names]
-        return Linear(torch.cat(weights), bias, tuple(self._additions(names, weights)))
-
-    def _additions(self, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[Addition]:
-        begin = 0
-        for name, weight in zip(names, weights, strict=True):
-            if name in self._adapted:
-                a, b = (torch.tensor(x, device=self._device, dtype=self._dtype) for x in self._adapted[name])
-                yield Addition(begin, a, b)
-            begin += len(weight)
 
 
 # -- the runner --------------------------------------------------------------------------------------------------------
