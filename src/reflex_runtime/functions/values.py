@@ -15,6 +15,7 @@ import numpy as np
 import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
 from reflex_runtime.web.arrays import array_in, check_json
 from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
@@ -246,11 +247,8 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
         if wanted.kind in "iub" and not (value == made).all():
             raise ValueError(f"must be {wanted.name}, holds other numbers")
         value = made
-    dims = tensor.dims
-    if dims is not None and not (
-        len(dims) == value.ndim and all(d in (None, n) for d, n in zip(dims, value.shape, strict=True))
-    ):
-        raise ValueError(f"has shape {list(value.shape)}, must be {_shape(dims)}")
+    if tensor.dims is not None and not fits(tensor.dims, value.shape):
+        raise ValueError(f"has shape {list(value.shape)}, must be {shown(tensor.dims)}")
     return value  # type: ignore[no-any-return]
 
 
@@ -336,12 +334,8 @@ def _tensor_schema(tensor: ArrayType) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": kind} if tensor.dims is not None else {"type": "array", "items": {}}
     for size in reversed(tensor.dims or ()):
         schema = {"type": "array", "items": schema} | ({} if size is None else {"minItems": size, "maxItems": size})
-    shape = "" if tensor.dims is None else f" of shape {_shape(tensor.dims)}"
+    shape = "" if tensor.dims is None else f" of shape {shown(tensor.dims)}"
     return schema | {"description": f"an array of {dtype}{shape}: lists, or dtype, shape and data in base64"}
-
-
-def _shape(dims: tuple[int | None, ...]) -> str:
-    return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
 
 
 def _made(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:

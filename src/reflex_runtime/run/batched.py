@@ -397,14 +397,10 @@ class _Inbox:
             resolve(self._come.popleft())
 
 
-def _check_whole(name: str, value: Any, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"@batched: {name}={value!r}: must be a whole number from 1 to {most}")
-
-
-def _check_seconds(name: str, value: Any, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most:
-        raise ConfigError(f"@batched: {name}={value!r}: must be a number of seconds from 0 to {most:g}")
+def _check(name: str, value: Any, low: int, most: float, what: str) -> None:
+    whole = low == 1
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= most:
+        raise ConfigError(f"@batched: {name}={value!r}: must be {what} from {low} to {most:.9g}")
 
 
 # -- the decorator -----------------------------------------------------------------------------------------------------
@@ -531,10 +527,10 @@ def batched(
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched(32, max_latency, capacity, repeatable, watchdog)(max_batch_size)
-    _check_whole("max_batch_size", max_batch_size, MOST_ITEMS)
-    _check_whole("capacity", capacity, MOST_ITEMS)
-    _check_seconds("max_latency", max_latency, MOST_LATENCY)
-    _check_seconds("watchdog", watchdog, DAY)
+    _check("max_batch_size", max_batch_size, 1, MOST_ITEMS, "a whole number")
+    _check("capacity", capacity, 1, MOST_ITEMS, "a whole number")
+    _check("max_latency", max_latency, 0, MOST_LATENCY, "a number of seconds")
+    _check("watchdog", watchdog, 0, DAY, "a number of seconds")
     flush = FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True)
     rules = _Rules(GroupConfig(name=GROUP, flush=flush, capacity=capacity), repeatable, watchdog)
 

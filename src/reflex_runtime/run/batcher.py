@@ -29,7 +29,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle
 from reflex_runtime.run.audience import Sink as Sink
 from reflex_runtime.run.device import BRIEF, Clock, Device, complete
-from reflex_runtime.run.processor import Processor, kind_of, wrapped
+from reflex_runtime.run.processor import Processor, kind_of, reflex_error
 
 if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
     from typing_extensions import TypeVar
@@ -428,7 +428,7 @@ class Dispatcher(LoopDriver[Any]):
             call = Context().run(lambda: asyncio.ensure_future(self._send(batch)))  # a batch has no caller's variables
         except Exception as error:
             call = self._loop.create_future()
-            call.set_exception(_known(error))
+            call.set_exception(reflex_error(error))
         self._out[batch] = call
         call.add_done_callback(partial(self._returned, batch, began))
 
@@ -436,7 +436,7 @@ class Dispatcher(LoopDriver[Any]):
         if call.cancelled():
             self._complete(batch, ProcessorError("its call was cancelled"), began)
         elif (error := call.exception()) is not None:
-            self._complete(batch, _known(error), began)
+            self._complete(batch, reflex_error(error).with_traceback(None), began)  # else error and batch are a cycle
         else:
             self._complete(batch, call.result(), began)
 
@@ -450,9 +450,3 @@ class Dispatcher(LoopDriver[Any]):
         outcomes = [Failed(result)] * len(batch) if isinstance(result, ReflexError) else result
         complete(self.scheduler, batch, outcomes, now - (batch.scheduled_at if began is None else began), now)
         self._pump_soon()
-
-
-def _known(error: BaseException) -> ReflexError:
-    if isinstance(error, ReflexError):
-        return error.with_traceback(None)  # otherwise error, batch and tickets are a reference cycle
-    return wrapped(error)

@@ -49,7 +49,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.device import Clock
-from reflex_runtime.run.processor import WALL, BaseProcessor, kind_of, wrapped
+from reflex_runtime.run.processor import WALL, BaseProcessor, kind_of, reflex_error, wrapped
 from reflex_runtime.run.thread_driver import ThreadDriver
 from reflex_runtime.settings.declare import option, validate
 
@@ -259,7 +259,7 @@ class Owned(BaseProcessor):
                 entries.append(ticket.request.payload)
             except Exception as error:
                 error.__traceback__ = None  # it holds this call, and with it the frames of the batch
-                faults[place] = Failed(error if isinstance(error, ReflexError) else wrapped(error))
+                faults[place] = Failed(reflex_error(error))
         results = self._process(entries) if entries else []
         if not faults:
             return results

@@ -165,9 +165,14 @@ def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
 
 def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
     """One outcome per ticket from the error of a call; see `run_batch`."""
-    known = error if isinstance(error, ReflexError) else wrapped(error)
+    known = reflex_error(error)
     apart = len(batch) > 1 and repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
     return [Apart(known) if apart else Failed(known)] * len(batch)
+
+
+def reflex_error(error: BaseException) -> ReflexError:
+    """The error for callers: a ReflexError as it is, any other one `wrapped`."""
+    return error if isinstance(error, ReflexError) else wrapped(error)
 
 
 def wrapped(error: BaseException) -> ProcessorError:
@@ -183,7 +188,7 @@ def wrapped(error: BaseException) -> ProcessorError:
 def _special(result: Done | More | Failed | BaseException) -> Outcome:
     if not isinstance(result, BaseException):
         return result
-    return Failed(result if isinstance(result, ReflexError) else wrapped(result))
+    return Failed(reflex_error(result))
 
 
 class BaseProcessor:
