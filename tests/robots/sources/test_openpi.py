@@ -192,6 +192,12 @@ def test_p44_norms_and_flags_must_fit_the_model(tmp_path: Path) -> None:
     with_short_norms(root)
     with pytest.raises(ConfigError, match=r"norm_stats.state.std: .* expected a list of 8 finite numbers"):
         read(root)
+    file = write(tmp_path / "c", "pi05_droid") / "assets" / "robot" / "norm_stats.json"
+    told = json.loads(file.read_text())
+    del told["norm_stats"]["actions"]["q99"]
+    file.write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"norm_stats.actions.q99: found nothing, expected a list of numbers"):
+        read(tmp_path / "c")
     (write(tmp_path / "b", "pi0_droid") / "reflex_openpi.json").write_text(
         '{"config": "pi0_droid", "state_in_prompt": true}'
     )

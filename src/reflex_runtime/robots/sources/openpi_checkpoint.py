@@ -119,13 +119,7 @@ class _Written(msgspec.Struct, kw_only=True):
     action_expert_variant: Annotated[str, Meta(min_length=1)] = "gemma_300m"
 
 
-class _Stats(msgspec.Struct, kw_only=True):
-    """Statistics of the training data, one number a dimension."""
-
-    mean: list[float]
-    std: list[float]
-    q01: list[float] | None = None
-    q99: list[float] | None = None
+_Stats = Annotated[list[float], Meta(description="a list of numbers, one a dimension")]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -247,9 +241,8 @@ def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm |
     stats = ExportObject(file, read_export_json(file)).part("norm_stats")
     found = {}
     for key, dim in (("state", robot.state_dim), ("actions", robot.action_dim)):
-        values: _Stats = stats.part(key).read(_Stats)
-        pair = ("q01", "q99") if quantiles else ("mean", "std")
-        norm = {name: (getattr(values, name) or [])[:dim] for name in pair} | {"epsilon": EPSILON}
+        table, pair = stats.part(key), ("q01", "q99") if quantiles else ("mean", "std")
+        norm = {name: table.convert(name, _Stats)[:dim] for name in pair} | {"epsilon": EPSILON}
         found[key] = read_norm(ExportObject(file, {key: norm}, "norm_stats"), key, dim)
     return found
 
