@@ -87,9 +87,8 @@ class CompletionHandler:
                 request.preparing = False
                 request.app.bodies.release(request)
                 answer = dialect.write(reply)
-                send = _stream if reply.asked.stream else _whole
                 try:
-                    await send(request, reply, answer, bell, hints, span)
+                    await _answer(request, reply, answer, bell, hints, span)
                 finally:
                     if span is not None:
                         span.used(reply.usage())
@@ -134,32 +133,28 @@ async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
         raise too_deep() from None
 
 
-async def _whole(
+async def _answer(
     request: HttpRequest, reply: ReplyContext, answer: Writer, bell: asyncio.Event, hints: Headers,
     span: GenerationSpan | None,
 ) -> None:  # fmt: skip
+    """Write the answer: events as outputs come, or one body at the end."""
+    params, stream = reply.asked.params, reply.asked.stream
     async for index, outputs in merged(reply.streams, bell):
         if span is not None:
             span.part()
-        answer.add(index, outputs)
-    scored = reply.asked.params.logprobs is not None
-    await request.answer(HttpResponse(200, await _written(scored, answer.whole), headers=hints))
-
-
-async def _stream(
-    request: HttpRequest, reply: ReplyContext, answer: Writer, bell: asyncio.Event, hints: Headers,
-    span: GenerationSpan | None,
-) -> None:  # fmt: skip
-    scored = reply.asked.params.prompt_logprobs is not None
-    async for index, outputs in merged(reply.streams, bell):
-        events = await _written(scored, partial(answer.chunk, index, outputs))
+        if not stream:
+            answer.add(index, outputs)
+            continue
+        events = await _written(params.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
         if not request.begun:
-            if span is not None:
-                span.part()
             await request.begin(200, [*_STREAM, *hints], answer.failed)
         if events:
             await request.write(events)
-    await request.end(answer.end())
+    if stream:
+        await request.end(answer.end())
+    else:
+        body = await _written(params.logprobs is not None, answer.whole)
+        await request.answer(HttpResponse(200, body, headers=hints))
 
 
 async def _written(scored: bool, write: Callable[[], bytes]) -> bytes:

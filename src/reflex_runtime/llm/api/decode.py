@@ -22,7 +22,7 @@ _LONG = ("prompt", "tokens")  # fields of token ids
 _TALKS = ("messages", "input", "system")  # fields of conversations
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
-    "max_output_tokens", "dimensions", "truncate_prompt_tokens",
+    "max_output_tokens",
 )  # fmt: skip
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
