@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.messages import SamplingParams, ScoredToken
 from reflex_runtime.llm import LLMEngine
 from reflex_runtime.llm.engine.load import authors_said, sampling_defaults
-from reflex_runtime.llm.engine.logits_processors import Shaping, shaping_of
+from reflex_runtime.llm.engine.logits_processors import Shaping
 from reflex_runtime.llm.engine.sampler import sample
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer
@@ -89,8 +89,8 @@ def test_l8_bias_is_added_and_ends_wait_for_min_tokens() -> None:
     ],
 )
 def test_l8_only_what_is_asked_for_costs_anything(params: dict[str, Any]) -> None:
-    assert shaping_of(SamplingParams(), [1], [2]) is None
-    assert shaping_of(SamplingParams(**params), [1], [2]) is not None
+    assert Sequence([1], SamplingParams(), ByteTokenizer(), frozenset({2})).shaping is None
+    assert Sequence([1], SamplingParams(**params), ByteTokenizer(), frozenset({2})).shaping is not None
 
 
 def test_l8_a_shaped_row_changes_its_own_token_and_not_what_is_told_about_it() -> None:

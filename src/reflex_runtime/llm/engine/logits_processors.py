@@ -277,7 +277,7 @@ class _Counts:
 
 
 class Shaping:
-    """The changes of one sequence. Made by `shaping_of`."""
+    """The changes of one sequence. ends: tokens that end it. matcher: of its constraint."""
 
     __slots__ = ("_bias", "_biased", "_ends", "_known", "_output", "_params", "_sampled", "matcher")
 
@@ -328,18 +328,3 @@ class Shaping:
         for counts in (self._known, self._output):
             if counts is not None:
                 counts.add(token)
-
-
-def shaping_of(
-    params: SamplingParams, prompt: Seq[int], ends: Collection[int], matcher: Matcher | None = None
-) -> Shaping | None:
-    """The changes of a sequence with this prompt, or None. ends: tokens that end it. matcher: of its constraint."""
-    asks = (
-        matcher is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or (params.min_tokens and ends)
-    )
-    return Shaping(params, prompt, ends, matcher) if asks else None

@@ -485,31 +485,32 @@ class ThoughtParser:
         return rest
 
 
+@dataclass(slots=True)
 class PartReader:
     """Reads one output's text as a stream: thoughts, text and calls. thinking: whether it is inside of a thought.
     called: calls so far."""
 
-    def __init__(self, thoughts: ThoughtParser | None = None, tools: ToolParser | None = None) -> None:
-        self._thoughts, self._tools = thoughts, tools
+    thoughts: ThoughtParser | None = None
+    tools: ToolParser | None = None
 
     @property
     def thinking(self) -> bool:
-        return self._thoughts is not None and self._thoughts.thinking
+        return self.thoughts is not None and self.thoughts.thinking
 
     @property
     def called(self) -> int:
-        return 0 if self._tools is None else self._tools.called
+        return 0 if self.tools is None else self.tools.called
 
     def feed(self, text: str, last: bool) -> list[str | Thought | ToolCall]:
         """The parts that are complete with this text. last: the output has ended."""
         found: list[str | Thought | ToolCall] = []
-        if self._thoughts is not None:
-            thought, text = self._thoughts.feed(text)
+        if self.thoughts is not None:
+            thought, text = self.thoughts.feed(text)
             if last:
-                more, rest = self._thoughts.end()
+                more, rest = self.thoughts.end()
                 thought, text = thought + more, text + rest
             if thought:
                 found.append(Thought(thought))
-        if self._tools is None:
+        if self.tools is None:
             return [*found, text] if text else found
-        return found + self._tools.feed(text) + (self._tools.end() if last else [])
+        return found + self.tools.feed(text) + (self.tools.end() if last else [])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
 from reflex_runtime.ipc.messages import MOST_LOGPROBS, SamplingParams, ScoredToken, TokenOutput
 from reflex_runtime.llm.engine.detokenizer import Detokenizer
-from reflex_runtime.llm.engine.logits_processors import Matcher, shaping_of
+from reflex_runtime.llm.engine.logits_processors import Matcher, Shaping
 from reflex_runtime.llm.engine.ngram_proposer import Lookup, Rates
 
 STOP, LENGTH = "stop", "length"
@@ -123,7 +123,15 @@ class Sequence:
         self.params = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
-        self.shaping = shaping_of(params, self.tokens, self.eos, matcher)
+        changes = (
+            matcher is not None
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.logit_bias
+            or (params.min_tokens and self.eos)
+        )
+        self.shaping = Shaping(params, self.tokens, self.eos, matcher) if changes else None
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
         self.published = 0  # blocks of `blocks` in the prefix cache
