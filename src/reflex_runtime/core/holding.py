@@ -157,9 +157,14 @@ def _even_places(found: Sequence[_Due], queued: int, places: int) -> int:
 
 
 class ThinkTimes:
-    """The habits of a group's clients and the hold they justify. Times in seconds."""
+    """The habits of a group's clients and the hold they justify. Times in seconds.
 
-    def __init__(self) -> None:
+    even: whether callers that do not fit into one batch share even ones. Feeds do not: their full batches answer more
+    frames, and the newest frame takes the place of one that waits.
+    """
+
+    def __init__(self, even: bool = True) -> None:
+        self._even = even
         self._clients: OrderedDict[Hashable, _Client] = OrderedDict()
         self._absent: OrderedDict[Hashable, _Client] = OrderedDict()  # answered and not back, most recent last
         self._preparing: dict[Ticket, None] = {}  # admitted and soon ready, in that order
@@ -256,8 +261,7 @@ class ThinkTimes:
         if not found:
             return NO_HOLD, NO_HOLD
         found.sort()
-        places = _even_places(found, queued, places)
-        if places <= 0:
+        if self._even and (places := _even_places(found, queued, places)) <= 0:
             return NO_HOLD, NO_HOLD
         many = len(self._absent) > FEW
         best = gathered = NO_HOLD
@@ -329,7 +333,7 @@ class Holding:
     """
 
     def __init__(self, configs: Iterable[GroupConfig]) -> None:
-        self.think_times = {config.name: ThinkTimes() for config in configs}
+        self.think_times = {config.name: ThinkTimes(even=not config.share_room) for config in configs}
         self.free_since = -inf
         self.draining = False
         self.inputs = 0
