@@ -52,6 +52,7 @@ class Stub:
     tls: ssl.SSLContext | None = None
     seen: list[Seen] = field(default_factory=list)
     connections: int = 0
+    before_body: Callable[[], None] = lambda: None  # called when the head of a request is read
 
     def __enter__(self) -> Self:
         if self.path is None:
@@ -110,6 +111,7 @@ class Stub:
                 while (text := stream.readline().decode().strip()) != "":
                     name, _, value = text.partition(": ")
                     headers[name.lower()] = value
+                self.before_body()
                 body = stream.read(int(headers.get("content-length", "0")))
                 self.seen.append(Seen(method, path, headers, body, number))
                 self.asked.set()

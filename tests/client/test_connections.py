@@ -9,6 +9,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reflex_runtime.client import AsyncClient, BadAnswer, Client, TimedOut, Unreachable
@@ -124,6 +125,15 @@ def test_no_answer_in_time(make: Make) -> None:
         assert not caught.value.retry_safe
     with Stub(["hang"]) as stub, pytest.raises(TimedOut, match=r"within 0\.501 s"):
         make(stub.url).act(deadline_ms=1.0)  # the server is given a moment to say itself that it is too late
+
+
+@pytest.mark.timeout(30)
+def test_what_sending_took_is_not_waited_for_again(make: Make) -> None:
+    time = Time()
+    with Stub(["hang"]) as stub:
+        stub.before_body = lambda: time.sleep(89.9)  # while the body, which fits into no buffer, is sent
+        with pytest.raises(TimedOut, match="within 90 s"):
+            make(stub.url, time, timeout=90.0).act(images={"top": np.zeros((3000, 3600, 3), np.uint8)})
 
 
 def test_a_cancelled_task_hangs_up() -> None:

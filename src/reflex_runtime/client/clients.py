@@ -269,7 +269,7 @@ class BaseClient:
     async def _attempt(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
     ) -> Reply:
-        """The reply to one request. limit: seconds for each of its phases, and until the end of the answer."""
+        """The reply to one request. limit: seconds until the end of the answer."""
         raise NotImplementedError
 
     async def _pause(self, seconds: float) -> None:
@@ -326,7 +326,9 @@ class Client(BaseClient):
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
     ) -> Reply:
         answer = AnswerReader(self.url, limit, self._clock)
-        with answer, self._http.stream(method, self.url + path, headers=headers, content=body, timeout=limit) as came:
+        more = {"timeout": answer.timeouts, "trace": answer.trace}
+        stream = self._http.stream(method, self.url + path, headers=headers, content=body, extensions=more)
+        with answer, stream as came:
             for part in came.iter_raw():
                 answer.take(part)
         return answer.reply(came)
@@ -362,7 +364,8 @@ class AsyncClient(BaseClient):
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
     ) -> Reply:
         answer = AnswerReader(self.url, limit, self._clock)
-        stream = self._http.stream(method, self.url + path, headers=headers, content=body, timeout=limit)
+        more = {"timeout": answer.timeouts, "trace": answer.trace_awaited}
+        stream = self._http.stream(method, self.url + path, headers=headers, content=body, extensions=more)
         with answer:
             async with stream as came:
                 async for part in came.aiter_raw():

@@ -37,12 +37,20 @@ class Reply:
 class AnswerReader:
     """Collects the answer to one attempt, bounded in size and time. A context that turns errors of httpx into ours.
 
-    limit: seconds from now on until the last part.
+    limit: seconds from now on until the last part. timeouts: of httpx, for its current phase: the rest of the limit.
     """
 
     def __init__(self, url: str, limit: float, clock: Callable[[], float]) -> None:
         self._url, self._limit, self._clock = url, limit, clock
         self._until, self._body = clock() + limit, bytearray()
+        self.timeouts = dict.fromkeys(("connect", "write", "read"), limit)
+
+    def trace(self, event: str, info: object) -> None:
+        """Called by httpx when a phase begins or ends: each gets the rest of the limit, not all of it."""
+        self.timeouts.update(dict.fromkeys(self.timeouts, max(1e-3, self._until - self._clock())))
+
+    async def trace_awaited(self, event: str, info: object) -> None:
+        self.trace(event, info)
 
     def take(self, part: bytes) -> None:
         self._body += part
