@@ -111,7 +111,7 @@ def test_a_module_that_no_extra_brings_is_a_traceback() -> None:
 
 
 def test_each_module_that_needs_an_extra_names_it(tmp_path: Path) -> None:
-    """All modules are imported where every library of an extra, and vLLM, is missing."""
+    """All modules are imported where every library of an extra, and vLLM with its Starlette, is missing."""
     code = """if True:
         import importlib, pkgutil, sys
         from reflex_runtime.extras import EXTRAS
@@ -121,7 +121,7 @@ def test_each_module_that_needs_an_extra_names_it(tmp_path: Path) -> None:
             try:
                 importlib.import_module(module.name) if not module.name.endswith("__main__") else None
             except ModuleNotFoundError as error:  # the command makes one line of it
-                assert (error.name or "").split(".")[0] in {*EXTRAS, "vllm"}, (module.name, error)
+                assert (error.name or "").split(".")[0] in {*EXTRAS, "vllm", "starlette"}, (module.name, error)
             except Exception as error:
                 assert type(error).__name__ == "ConfigError" and "pip install" in str(error), (module.name, error)
     """

@@ -22,8 +22,8 @@ BROUGHT = {
 }  # fmt: skip
 """Imports whose distribution has another name, comes with another one, or may not be installed here."""
 
-USERS = {"vllm"}
-"""What the user brings, and only its slice imports."""
+USERS = {"vllm", "starlette"}
+"""What the user brings, with its parts, and only its slice imports."""
 BOUNDED = {"kornia-rs", "lerobot", "openvino", "ray", "transformers", "uvicorn", "websockets"}
 """Whose private or unstable parts we touch: each has an upper bound."""
 PRIVATE = {
