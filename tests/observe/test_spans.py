@@ -116,6 +116,18 @@ def test_x6_links_are_bounded_and_the_rest_is_counted(kept: Kept) -> None:
     assert len(kept.ended) == 1  # a batch without a recorded request has no span
 
 
+def test_x6_a_batch_of_a_request_that_ended_before_it_writes_no_line(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caller that left while its batch ran: its answer is published before the end of the batch."""
+    spans, ticket = Spans(kept), Ticket(Request(), 1, 0.0)
+    spans.joined(ticket, span := spans.begin("infer act", {}, 0.0))
+    end_request(span, 1.0, "cancelled", 499, None, None)
+    spans(BatchFinished(2.0, batch_of([ticket]), 0.25, False))
+    assert len(kept.ended) == 2
+    assert not caplog.records
+
+
 def end(export: SpanExport, name: str = "infer act") -> None:
     Spans(export).begin(name, {}, 1.0).end()
 

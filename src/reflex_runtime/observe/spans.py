@@ -129,7 +129,8 @@ class Spans:
             return
         context = batch_span(self._batches, event, links[:LINKS])
         for ticket in batch.admitted:
-            if (entered := members.get(ticket)) is not None:
+            entered = members.get(ticket)
+            if entered is not None and entered.is_recording():  # it has ended if its caller left meanwhile
                 entered.add_link(context)
 
 
