@@ -26,7 +26,7 @@ def hold(
     returns: ThinkTimes, now: float, longest: float, n: int, fixed: float, places: int = MANY, where: str = HERE
 ) -> float:
     """By the gain for this batch; nobody comes early enough to be gathered."""
-    return returns.hold(where, now, longest, n, places, fixed, fixed + 0.002 * n, 0.0, 0)[0][0]
+    return returns.hold(where, now, longest, n, places, fixed, fixed + 0.002 * n, 0.0, 0, True)[0][0]
 
 
 def gathers(returns: ThinkTimes, now: float, longest: float, n: int, fixed: float) -> float:

@@ -38,9 +38,9 @@ If ρ < a, the device waits for the h that maximises
 the requests of the batch over the time from its first hold to its end, if that is longer. (Not T(n + E): what comes too
 late runs later, and takes its b there.) Here E counts those clients only.
 
-Of callers that do not fit into one batch, the device waits for an even part (`_even_places`): those that the largest
-batch leaves over would wait for two of them. If 119 of 128 fit, two batches of 64 bring 43 % of p99 and cost 5 % of the
-mean.
+Of callers that do not fit into one batch of the default budget, the device waits for an even part (`_even_places`):
+those that the largest batch leaves over would wait for two of them. If 119 of 128 fit, two batches of 64 bring 43 % of
+p99 and cost 5 % of the mean. A budget that was given may be a limit of memory or of cameras, and batches fill it.
 
 Brings, for 8 to 32 callers in a closed loop, 10 to 60 % of the mean latency, and 20 % for cameras of one rate. It
 brings and costs nothing where arrivals do not wait for answers (docs/benchmarks.md#the-schedulers-rules).
@@ -157,14 +157,9 @@ def _even_places(found: Sequence[_Due], queued: int, places: int) -> int:
 
 
 class ThinkTimes:
-    """The habits of a group's clients and the hold they justify. Times in seconds.
+    """The habits of a group's clients and the hold they justify. Times in seconds."""
 
-    even: whether callers that do not fit into one batch share even ones. Feeds do not: their full batches answer more
-    frames, and the newest frame takes the place of one that waits.
-    """
-
-    def __init__(self, even: bool = True) -> None:
-        self._even = even
+    def __init__(self) -> None:
         self._clients: OrderedDict[Hashable, _Client] = OrderedDict()
         self._absent: OrderedDict[Hashable, _Client] = OrderedDict()  # answered and not back, most recent last
         self._preparing: dict[Ticket, None] = {}  # admitted and soon ready, in that order
@@ -245,12 +240,13 @@ class ThinkTimes:
         seconds: float,
         held: float,
         met: int,
+        even: bool = False,
     ) -> tuple[Hold, Hold]:
         """Two holds of a batch of the partition, at most for `longest`: by its gain G, and to gather callers. The
         longer one counts.
 
         queued: n. places: how many more may join. fixed: a. seconds: T(n). held: its hold so far, in seconds. met: of
-        n, those that came to a busy device.
+        n, those that came to a busy device. even: whether callers that are too many for one batch share even ones.
         """
         worth = self.worth(queued, places, fixed)
         if longest <= 0.0 or worth <= 0.0:
@@ -261,7 +257,7 @@ class ThinkTimes:
         if not found:
             return NO_HOLD, NO_HOLD
         found.sort()
-        if self._even and (places := _even_places(found, queued, places)) <= 0:
+        if even and (places := _even_places(found, queued, places)) <= 0:
             return NO_HOLD, NO_HOLD
         many = len(self._absent) > FEW
         best = gathered = NO_HOLD
@@ -333,7 +329,7 @@ class Holding:
     """
 
     def __init__(self, configs: Iterable[GroupConfig]) -> None:
-        self.think_times = {config.name: ThinkTimes(even=not config.share_room) for config in configs}
+        self.think_times = {config.name: ThinkTimes() for config in configs}
         self.free_since = -inf
         self.draining = False
         self.inputs = 0
@@ -464,7 +460,8 @@ class Holding:
         since = max(oldest, self.free_since if partition.hold_since is None else partition.hold_since)
         longest = since + min(policy.returns, policy.max_batch_cost) - now
         met = sum([ticket.arrived < since for ticket in filled.grants])
-        return max(returns.hold(partition.key, now, longest, queued, places, fixed, seconds, now - since, met))
+        even = policy.times_fixed > 0.0
+        return max(returns.hold(partition.key, now, longest, queued, places, fixed, seconds, now - since, met, even))
 
     def gap_at(self, group: Group, grants: Mapping[Ticket, float]) -> float:
         """When a gap long enough for this batch is likely, if no other group has a request until then."""

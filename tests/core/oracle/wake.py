@@ -76,11 +76,6 @@ class Wake(Views):
         if min(len(self.absent(w)) + len(preparing), places) * fixed <= n * 0.0001:  # not worth ending a hold
             return 0.0, 0.0
         waits, idle = self.due_within(w, partition, longest, fixed), self.now - since
-        callers, most = n + sum(share for _, share, _, gathers, _ in waits if gathers), n + places
-        if callers > most:  # too many for one batch: an even part of them
-            places = ceil(callers / ceil(callers / most)) - n
-        if places <= 0:
-            return 0.0, 0.0
         met = sum(ticket.arrived < since for ticket, _ in members)
         as_one = idle + self.all_back([(wait, share) for wait, share, _, gathers, _ in waits if gathers], met)
         for_this, for_all = (0.0, 0.0, 0.0), (n / (self.now - since + seconds), 0.0, 0.0)  # worth, hold, expected
