@@ -228,6 +228,11 @@ def test_f14_pictures_without_times_are_tracked_as_25_a_second() -> None:
         assert tracked(stage, found([box(0)], None, k)) == [None if k == 0 else 0]
 
 
+def test_f14_a_result_with_a_score_too_few_is_no_detection() -> None:
+    with pytest.raises(ConfigError, match="a result of 'a' has no detections: 1 values of scores for 2 boxes"):
+        TrackStage()(found([box(0), box(40)], 0.0, scores=[0.5]))
+
+
 def test_f14_a_result_without_boxes_passes_as_it_is() -> None:
     for value in (None, "text", {"labels": ["cat"], "scores": [0.5]}, {"boxes": None}):
         result = Result(Frame(BLACK, 0, 0.0, 0.0), "a", value, 0.0)

@@ -128,6 +128,9 @@ class TrackStage:
         value = result.value
         boxes = np.asarray(value["boxes"], np.float64).reshape(-1, 4)
         scores = np.ones(len(boxes)) if value.get("scores") is None else np.asarray(value["scores"], np.float64)
+        if scores.shape != (len(boxes),):
+            counts = f"{scores.size} values of scores for {len(boxes)} boxes"
+            raise ConfigError(f"a result of {result.feed!r} has no detections: {counts}")
         fine = np.flatnonzero(np.isfinite(boxes).all(axis=1) & np.isfinite(scores))
         detections = self._detections(xyxy=boxes[fine], confidence=scores[fine], data={"row": fine})
         tracked = self._tracker.update(detections, timestamp=result.frame.time)
