@@ -168,6 +168,7 @@ class JsonNumpyCaller(_Http):
 class _Socket(Caller):
     """A websocket."""
 
+    too_large = "1009"
     path = "/"
 
     def __init__(self, server: Server) -> None:
