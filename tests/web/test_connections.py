@@ -197,6 +197,17 @@ def test_h10_max_connections_per_address_refuses_the_newest_of_that_address_alon
             server.wait_until(lambda: server.raw(HEALTH)[9:12] == b"200")  # it has seen that both have left
 
 
+def test_h10_an_address_far_beyond_its_share_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections that wait to be refused hold file descriptors, too: an address could hold those of all."""
+    monkeypatch.setattr(module, "LINGER_S", 3600.0)
+    with Toy(max_connections_per_address=1) as toy, contextlib.ExitStack() as held:
+        for _ in range(1 + module.RESERVE // 2):
+            held.enter_context(socket.create_connection(("127.0.0.1", toy.port)))
+        with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as last:
+            (refused,) = parse_answers(read_all(last))
+        assert (refused.status, toy.error(refused)["code"]) == (503, "overloaded")
+
+
 def test_l9_max_connections_per_address_is_the_same_for_a_model() -> None:
     with Toy(max_connections_per_address=1) as toy, socket.create_connection(("127.0.0.1", toy.port)) as held:
         held.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -154,7 +154,8 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._enter(IDLE)
         if refusal := self._refusal():
             self._enter(REFUSED)
-            if len(self.connections) > self.reflex.limits.most + RESERVE // 2:  # they hold file descriptors, too
+            over = max(len(self.connections) - self.reflex.limits.most, self.reflex.shares.over(self.client))
+            if over > RESERVE // 2:  # they hold file descriptors, too
                 self._end(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
