@@ -187,7 +187,10 @@ def test_w40_memo_bombs_are_bounded() -> None:
     again = b"\x80\2" + f"c{HELPERS}\n{OBSERVATION}\n".encode() + b")\x81q\0}q\1(" + b"".join(
         b"X\4\0\0\0%04dN" % i for i in range(1000)
     ) + b"u0" + b"h\0h\1b0" * 700 + b"N."
-    for data in (bomb, nested, doubled, scalars, again):
+    long = f"c{HELPERS}\n{OBSERVATION}\n".encode() + b")\x81}X\1\0\0\0acnumpy.core.multiarray\n_reconstruct\n)R"
+    kind = b"cnumpy\ndtype\nX\2\0\0\0u1\x85R(K\3X\1\0\0\0|tb"
+    shape = b"\x80\2" + long + b"(K\1X" + struct.pack("<I", 1_000_000) + b"a" * 1_000_000 + kind + b"\x89C\1atbsb."
+    for data in (bomb, nested, doubled, scalars, again, shape):
         tracemalloc.start()
         with pytest.raises(ClientError):
             read_pickle(data, OBSERVATION)

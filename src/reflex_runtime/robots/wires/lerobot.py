@@ -618,8 +618,10 @@ def _value(part: Any) -> Any:
     raise TypeError
 
 
-def _array(data: Any, dtype: Any, shape: tuple[Any, ...], fortran: bool) -> NDArray[Any]:
+def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> NDArray[Any]:
     """dtype: the part that describes it: its name without the order of bytes, and a state with that."""
+    if not isinstance(shape, tuple):  # a list of a long text would be eight times as large
+        raise TypeError
     order = dtype.state[1] if dtype.state[1] in ("<", ">") else "|"
     turned = shape[::-1] if fortran else shape
     array = array_in(data, order + dtype.arguments[0], list(turned))
