@@ -51,6 +51,8 @@ CAPACITY: Final = 8192  # spans that wait to be sent
 CHUNK: Final = 512  # spans of a message: the SDK's default
 GATHER_MS: Final = 500.0  # longest wait for a full message
 LONGEST: Final = 200  # characters of a text
+APART_NS: Final = 20_000  # between readings of the two clocks
+TRIES: Final = 8
 SELDOM: Final = 60.0  # seconds between two log lines about lost spans
 RESULTS: Final = ("exported", "queue_full", "failed")
 
@@ -236,18 +238,24 @@ def batch_span(tracer: Tracer, event: BatchFinished, members: Sequence[SpanConte
             found[f"reflex.note.{name}"] = value
     name = f"batch {batch.group} {batch.stage}".rstrip()
     links = [Link(member) for member in members]
-    span = tracer.start_span(name, Context(), links=links, start_time=_ns(batch.scheduled_at))
+    start = _ns(batch.scheduled_at)
+    span = tracer.start_span(name, Context(), links=links, start_time=start)
     note(span, found)
     if event.crashed or event.apart:
         why = "its members run again in smaller batches" if event.apart else "no result"
         span.set_status(Status(StatusCode.ERROR, why))
-    span.end(_ns(batch.scheduled_at + event.elapsed))
+    span.end(start + int(event.elapsed * 1e9))
     return span.get_span_context()
 
 
 def _ns(at: float) -> int:
     """Nanoseconds since the epoch of a monotonic second."""
-    return int(at * 1e9) + time.time_ns() - time.monotonic_ns()
+    before, wall, after = 0, 0, 0
+    for _ in range(TRIES):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if after - before < APART_NS:  # else the thread was interrupted, and the span would be moved by the pause
+            break
+    return int(at * 1e9) + wall - after
 
 
 # -- to the collector --------------------------------------------------------------------------------------------------
