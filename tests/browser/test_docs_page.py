@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from browser.looked import Browser, Looked, needs_browser
+from browser.prefix_proxy import PrefixProxy
 from serving.harness import Server
 from serving.openai_toy import Toy
 
@@ -34,4 +35,13 @@ def test_h7_docs_show_every_path_and_the_command_of_its_example_runs_when_pasted
         done = subprocess.run(["sh", "-c", f"{command} -s"], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["num_actions"] > 0
         assert docs.wrong == []
+        docs.page.close()
+
+
+def test_h7_docs_with_a_slash_behind_a_prefix_find_their_document_and_name_the_prefix(browser: Browser) -> None:
+    with Toy() as toy, PrefixProxy("/robots", toy.port) as proxy:
+        docs = Looked(browser, proxy, path="/robots/docs/")
+        docs.until("h2", "Errors")
+        assert f"curl 'http://127.0.0.1:{proxy.port}/robots/v1/completions'" in docs.text("pre:has-text('completions')")
+        assert docs.page.get_attribute("p a", "href") == f"http://127.0.0.1:{proxy.port}/robots/openapi.json"
         docs.page.close()
