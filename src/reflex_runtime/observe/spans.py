@@ -51,6 +51,7 @@ CAPACITY: Final = 8192  # spans that wait to be sent
 CHUNK: Final = 512  # spans of a message: the SDK's default
 GATHER_MS: Final = 500.0  # longest wait for a full message
 LONGEST: Final = 200  # characters of a text
+LONGEST_HEADER: Final = 512  # bytes of a caller's traceparent or tracestate: each span that waits holds them
 APART_NS: Final = 20_000  # between readings of the two clocks
 TRIES: Final = 8
 SELDOM: Final = 60.0  # seconds between two log lines about lost spans
@@ -92,7 +93,11 @@ class Spans:
 
     def begin(self, name: str, headers: Mapping[bytes, bytes], started: float) -> Span:
         """The span of a request. headers: in lower case, with its parent. started: monotonic seconds."""
-        sent = {text: headers[field].decode("latin-1") for field, text in _FIELDS.items() if field in headers}
+        sent = {
+            text: value.decode("latin-1")
+            for field, text in _FIELDS.items()
+            if (value := headers.get(field)) is not None and len(value) <= LONGEST_HEADER
+        }
         return self._requests.start_span(name, _W3C.extract(sent, Context()), SpanKind.SERVER, start_time=_ns(started))
 
     def joined(self, ticket: Ticket, span: Span) -> None:
