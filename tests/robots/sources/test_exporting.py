@@ -148,6 +148,15 @@ def test_p14_a_processor_without_steps_is_one_line(text: str, tmp_path: Path) ->
         LeRobotCheckpoint.load(str(root))
 
 
+@pytest.mark.parametrize("renames", [[1], {"observation.images.a": ["observation.images.top"]}])
+def test_p14_a_rename_that_is_no_name_is_one_line(renames: Any, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "act")
+    step = {"registry_name": "rename_observations_processor", "config": {"rename_map": renames}}
+    (root / "policy_preprocessor.json").write_text(json.dumps({"steps": [step]}))
+    with pytest.raises(ConfigError, match=r"policy_preprocessor.json: rename_map: expected an object of names"):
+        LeRobotCheckpoint.load(str(root))
+
+
 # -- the same, or not there --------------------------------------------------------------------------------------------
 
 

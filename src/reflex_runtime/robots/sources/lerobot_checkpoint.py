@@ -356,7 +356,7 @@ def renames_of(file: Path, steps: Iterable[ProcessorStep], features: Iterable[st
     found: dict[str, str] = {}
     for step in steps:
         renames = step.config.get("rename_map") if step.registry_name == RENAMING else None
-        if not isinstance(renames or {}, dict):
+        if not isinstance(renames or {}, dict) or not all(isinstance(new, str) for new in (renames or {}).values()):
             raise ConfigError(f"{file}: rename_map: expected an object of names")
         for old, new in (renames or {}).items():
             if old == new or new not in features:
