@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from feeds.commands import Feeds, clean, figures, ran, refusal, results, scratch, screen, together
-from feeds.fakes import Detector
+from feeds.fakes import PATIENCE, Detector
 from feeds.test_source import broken
 from feeds.videos import clip
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import session
-from reflex_runtime.feeds.plan import plan_of
+from reflex_runtime.feeds.plan import FeedPlan, plan_of
 from reflex_runtime.observe.journal import read_journal
 
 SHORT = "a=shapes:seed=1,seconds=0.2,realtime=0"
@@ -38,6 +39,27 @@ def test_f11_a_signal_that_comes_as_the_start_ends_stops_the_run(monkeypatch: py
     run._begun = _EndsBetween()
     run._signalled(signal.SIGTERM)
     assert run._reasons.get(timeout=1.0) == "SIGTERM"
+
+
+def test_i18_many_hangups_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "log_console", lambda: None)
+    plan, read = plan_of([ENDLESS], None, {}), threading.Semaphore(0)
+
+    def again() -> FeedPlan:
+        read.release()
+        raise ConfigError("no such file")
+
+    run = session.FeedsSession(plan, Detector(), sys.stdout, again=again)
+    for _ in range(50):
+        run._signalled(signal.SIGHUP)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "reflex-feeds-reload"]
+    run._begun.set()
+    for thread in waiting:
+        thread.join(PATIENCE)
+    run._signalled(signal.SIGHUP)
+    assert len(waiting) == 1
+    assert read.acquire(timeout=PATIENCE)
+    assert read.acquire(timeout=PATIENCE)
 
 
 # -- refusals: one line, exit status 2 ---------------------------------------------------------------------------------

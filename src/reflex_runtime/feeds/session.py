@@ -67,6 +67,7 @@ class FeedsSession:
         self._faults = False  # a stage or a sink failed
         self._turn = threading.Lock()  # held while feeds are exchanged
         self._reloading = threading.Lock()  # one after the other
+        self._reload_due = threading.Lock()  # held while one waits: it reads the file later than any signal so far
         self._pictures: FeedPictures | None = None
         group = self._batching.group(processor.id)
         self._files = ResultFiles(config, [group], output, partial(self._reasons.put, _READER_GONE))
@@ -245,6 +246,7 @@ class FeedsSession:
         file = self._plan.file
         self._begun.wait()
         with self._reloading:
+            self._reload_due.release()
             try:
                 logging.info("%s was read again: %s", file, self._change(again()))
             except ConfigError as error:
@@ -258,7 +260,8 @@ class FeedsSession:
     def _signalled(self, number: int) -> None:
         """Called on the thread of signals."""
         if number == _HANGUP and self._again is not None:
-            _thread("reflex-feeds-reload", partial(self._reload, self._again))
+            if self._reload_due.acquire(blocking=False):
+                _thread("reflex-feeds-reload", partial(self._reload, self._again))
         elif self._signal:  # it is stopping already
             logging.warning("stopped by %s without waiting", _name(number))
             leave(128 + number)
