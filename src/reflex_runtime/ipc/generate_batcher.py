@@ -183,9 +183,9 @@ class GenerateBatcher:
         """
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if cancel is not None and cancel.is_set():
-            gone = Cancelled("cancelled before it was queued")
-            self._registry.release(self._handle(params.stream_id), copy.copy(gone))
-            raise gone
+            why = "cancelled before it was queued"
+            self._registry.release(self._handle(params.stream_id), Cancelled(why))
+            raise Cancelled(why)  # not a local name: its traceback has this frame
         call = self.submit(params, priority, timeout_ms, telemetry, answer)
         try:
             if cancel is not None:

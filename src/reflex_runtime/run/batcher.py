@@ -428,7 +428,7 @@ class Dispatcher(LoopDriver[Any]):
             call = Context().run(lambda: asyncio.ensure_future(self._send(batch)))  # a batch has no caller's variables
         except Exception as error:
             call = self._loop.create_future()
-            call.set_exception(reflex_error(error))
+            call.set_exception(reflex_error(error).with_traceback(None))  # a future keeps it, and its frame the future
         self._out[batch] = call
         call.add_done_callback(partial(self._returned, batch, began))
 

@@ -28,7 +28,7 @@ log = logging.getLogger("reflex.server")
 
 ANY: Final = "*"
 _KEEPS: Final = 256  # accepted values of Host, so that the next request needs only a look-up
-_FORWARDED: Final = (  # headers of proxies  # headers of proxies
+_FORWARDED: Final = (  # headers of proxies
     b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for",
     b"x-envoy-external-address", b"true-client-ip", b"cf-connecting-ip", b"fastly-client-ip", b"fly-client-ip",
 )  # fmt: skip
