@@ -15,6 +15,7 @@ import uvloop
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
+from websockets.server import ServerProtocol
 
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web import connections as module
@@ -283,6 +284,29 @@ def test_w3_a_peer_that_reads_only_when_it_has_sent_all_gets_its_1009() -> None:
         writer.close()
 
     running(check, uvloop.new_event_loop)
+
+
+def test_w3_bytes_behind_a_message_too_large_cost_no_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that goes on to send until its socket is closed takes no time from others."""
+    behind: list[int] = []
+    parse = ServerProtocol.receive_data
+
+    def noting(conn: ServerProtocol, data: bytes) -> None:
+        if conn.parser_exc is not None:
+            behind.append(len(data))
+        parse(conn, data)
+
+    monkeypatch.setattr(ServerProtocol, "receive_data", noting)
+
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            await raw(client, *[Frame(Opcode.BINARY, bytes(MOST + 1))] * 50)
+            assert await closed_with(client) == 1009
+        await run.gone.wait()
+
+    running(check)
+    assert behind == []
 
 
 def test_w3_a_bug_of_a_session_is_logged_and_closes_its_socket_alone(caplog: pytest.LogCaptureFixture) -> None:

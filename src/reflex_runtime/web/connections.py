@@ -37,8 +37,8 @@ LEAST: Final = 16  # connections, even with very few descriptors
 BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
 AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
 SLICE: Final = 16 * 1024  # bytes of requests that are parsed at once
-FRAMES: Final = 4096  # bytes of frames
-TURN_S: Final = 0.002  # seconds of parsing in one turn of the loop, and one slice more
+FRAMES: Final = 2048  # bytes of frames, which may be 300 of them: 2 ms
+TURN_S: Final = 0.0005  # seconds of parsing in one turn of the loop, and one slice more
 HEAD_S: Final = 10.0  # seconds at most for the head of a request
 LINGER_S: Final = 1.0  # for a refused peer to finish sending: an earlier answer or close code may be lost
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
@@ -446,7 +446,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
         return self.queue.qsize() > AHEAD and not self.close_sent
 
     def _feed(self, data: bytes, at: int) -> int:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.conn.parser_exc is not None:
             return len(data)
         super().data_received(data[at : at + FRAMES])
         if not self.handshake_initiated and self.conn.handshake_exc is not None:
