@@ -80,8 +80,8 @@ def moment(span: Span, name: str, at: float) -> None:
 class Spans:
     """A sink that makes the spans of requests and batches. Called on one thread, that of the events.
 
-    A request is recorded if its parent is; without a parent the SDK's sampler decides (`OTEL_TRACES_SAMPLER`). A batch
-    is recorded if one of its requests is.
+    The SDK's sampler decides which requests are recorded (`OTEL_TRACES_SAMPLER`): by default those without a parent and
+    those whose parent is. A batch is recorded if one of its requests is.
     """
 
     events: frozenset[type[Any]] = frozenset({BatchFinished, RequestAnswered, RequestSettled})

@@ -61,7 +61,7 @@ class PromptsConfig:
     block_size: int = option(16, "tokens in a block of the cache (--model may set its own)", low=1, high=65_536)
     num_blocks: int = option(4096, "blocks of the cache (--model may set its own)", low=1, high=1 << 22)
     prefix_caching: bool = option(True, "compute the common beginning of prompts once")
-    at: str = option("", "steps made before each prompt arrives, one number each: 0,0,3", metavar="N,N,…")
+    at: str = option("", "steps made before all prompts arrive, or before each: 0,0,3", metavar="N[,N…]")
     priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
     sweep: str = option(
         "",
