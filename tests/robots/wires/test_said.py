@@ -166,7 +166,8 @@ def test_w56_two_robots_with_one_name_for_their_episodes_do_not_continue_each_ot
 ) -> None:
     with Server(POLICY, "--rtc", "--gr00t", "tcp://127.0.0.1:0") as server:
         ask = by(server)
-        found = [ask(seed=1, robot_id=name) is not None for name in ("one", "two", "one", "two", "three")]
+        own = {"seed": 1, "executed": 2, "delay": 0}  # however long the robots take
+        found = [ask(robot_id=name, **own) is not None for name in ("one", "two", "one", "two", "three")]
         assert found == [False, False, True, True, False]
         if by is by_openpi:  # a socket that names no robot is one
             assert [ask(seed=1) for _ in range(2)] == [None, None]
