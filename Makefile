@@ -126,4 +126,4 @@ audit: .venv-release/ready    ## what is known to be unsafe of the libraries tha
 	.venv-release/bin/pip-audit --strict --disable-pip --require-hashes --requirement deploy/requirements.txt
 
 clean:
-	rm -rf .venv .venv-lerobot .venv-ray .venv-vllm .venv-docs .venv-protoc .venv-hashes .venv-release .venv-plain dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray .venv-vllm .venv-docs .venv-protoc .venv-hashes .venv-release .venv-plain build dist logs demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -212,7 +212,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, top, "),
+        ("sevre", "reflex: sevre: no such command; did you mean serve?; there are serve, top, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
         ("serve . --max-batch-cost 5", "reflex serve: unrecognized arguments: --max-batch-cost 5; write --max-batch"),
         ("serve . --no-superv", "reflex serve: unrecognized arguments: --no-superv; write --no-supervise\n"),

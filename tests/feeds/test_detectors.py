@@ -196,7 +196,7 @@ def test_f14_a_classifier_names_its_best_classes(tmp_path: Path) -> None:
         ("pair", {"names": {}}, "3 classes, with or without one for nothing"),
         ("rows", {"iou": 0.5}, "iou has no effect"),
         ("raw", {"classes": ("gren",)}, "classes=gren: the graph has 3 classes; did you mean green"),
-        ("raw", {"classes": (3,)}, "classes=3: the graph has 3 classes"),
+        ("raw", {"classes": (3,)}, "classes=3: the graph has 3 classes: red, green, blue"),
     ],
 )
 def test_f14_what_is_not_known_is_refused_at_the_start_with_outputs_shapes_and_what_to_do(

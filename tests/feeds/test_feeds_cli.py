@@ -212,7 +212,7 @@ def test_f14_feeds_come_from_a_file_and_from_anywhere_between_the_options(tmp_pa
         "y=shapes:seconds=0.1,realtime=0",
         cwd=scratch(tmp_path),
     )  # fmt: skip
-    assert "starting: 5 feeds on sizes, batches of at most 4 frames or 50 ms" in feeds.log[0]
+    assert "starting: 5 feeds on sizes, batches of at most 4 frames, held for at most 50 ms" in feeds.log[0]
     answered = {name: figures(feeds, name)["answered"] for name in ("one", "two", "three", "x", "y")}
     assert answered["two"] == 10
     assert answered["x"] == 3

@@ -80,6 +80,8 @@ def test_a_function_that_streams() -> None:
         assert answer.headers["content-type"] == "text/event-stream"
         lines = [line for line in answer.text.split("\n") if line]
         assert lines == ["data: 0", "data: 1", "data: 2", "event: end", 'data: {"parts": 3}']
+        with Client(url_of(server)) as client:
+            assert client.predict(3) == [0, 1, 2]
 
 
 def test_the_client_sends_and_gets_arrays_and_names_errors(tmp_path: Path) -> None:

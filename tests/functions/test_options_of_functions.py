@@ -129,7 +129,7 @@ def test_h10_reload_starts_again_when_a_file_changes(tmp_path: Path) -> None:
         server.wait_log_while_fewer("root ready", 2)
         assert server.predict("", 0).json == 22
         written("def f(:\n", 2)
-        server.wait_log("it has ended")
+        server.wait_log("the server has ended")
         written("def f(items: list[int]) -> list[int]:\n    return [333 for _ in items]\n", 3)
         server.wait_log_while_fewer("root ready", 3)
         assert server.predict("", 0).json == 333

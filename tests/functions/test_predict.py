@@ -159,7 +159,8 @@ def test_what_is_no_array_is_refused(server: Functions, item: Any) -> None:
 def test_numbers_that_a_type_does_not_hold_are_refused(server: Functions) -> None:
     for item in ([-1], [256], [1.5], [True, 2.5]):
         assert refused(server.predict("whole", item), 422, "body")
-    assert refused(server.send("arrays", b"no file", "application/x-npy"), 422, "body")
+    answer = server.send("arrays", b"[1, 2]", "application/x-www-form-urlencoded")  # curl's, where none is given
+    assert "JSON needs Content-Type: application/json" in refused(answer, 422, "body")
     assert refused(server.send("arrays", npy(np.array([object()])), "application/x-npy"), 422, "body")
     assert refused(server.send("arrays", npy(np.array(["text"])), "application/x-npy"), 422, "body")
 

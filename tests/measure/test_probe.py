@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from openpi_client import msgpack_numpy
 from websockets.sync.server import ServerConnection, serve
 
 from feeds.commands import Feeds
-from reflex_runtime.cli import main
+from reflex_runtime.cli import main, probe
 from reflex_runtime.cli.probe import WIRES, example
+from reflex_runtime.client import Client
+from reflex_runtime.web.server_address import ServerAddress
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -104,6 +107,20 @@ def test_the_table_says_what_is_expected_and_what_comes(server: Server, capsys: 
     for part in ("reflex 0.1.0 tiny@", ": ready", "observation/wrist_image: uint8 [6, 8, 3]", f"[{CHUNK}, {ACTIONS}]"):
         assert part in told
     assert "json-numpy" not in told
+
+
+def test_the_time_of_act_begins_when_the_client_is_made(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(Client):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            now[0] += 5.0
+
+    monkeypatch.setattr(probe, "Client", Slow)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    asked = ServerAddress.of(url(server), probe.HTTP)
+    assert probe.probe(asked, "", 5.0, "act", probe.look(asked, "")).answer_ms == 0.0
 
 
 def test_a_key_is_asked_for_and_taken(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

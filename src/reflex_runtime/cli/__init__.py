@@ -125,7 +125,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         description="Decide which requests share the next forward pass, serve them, and watch every batch.",
     )
     parser.add_argument("--version", action="version", version=f"reflex {__version__}")
-    verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    verbs = parser.add_subparsers(title="commands", dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
     verb = words[0] if words else ""
     for name, text in VERBS.items():
         if name != verb:
@@ -137,7 +137,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         parser.error(f"{_words().one_line(verb)}: no such option{near}")
     elif verb and not verb.startswith("-"):
         near = _words().did_you_mean(verb, VERBS)
-        parser.error(f"{_words().one_line(verb)}: no such verb{near}; there are {', '.join(VERBS)}")
+        parser.error(f"{_words().one_line(verb)}: no such command{near}; there are {', '.join(VERBS)}")
     return parser
 
 

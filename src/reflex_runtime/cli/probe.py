@@ -47,6 +47,7 @@ def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shap
         raise ConfigError(f"--observation: /act has no field {one_line(min(unknown))}; a picture is uint8 [h, w, 3]")
     url = f"{server.scheme}://{server.netloc}{server.path}"
     with Client(url, key or None, timeout=timeout, retries=0) as client:
+        pick.began = time.perf_counter()  # the client reads the system's certificates when it is made
         return client.act(**fields).actions.shape
 
 

@@ -125,7 +125,7 @@ def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.s
                     return 0
                 if number == signal.SIGCHLD and lives and os.waitpid(pid, os.WNOHANG)[0]:
                     lives = False
-                    logging.error("--reload: it has ended; callers wait until a file changes and it begins anew")
+                    logging.error("--reload: the server has ended; callers wait until a file has changed")
             logging.info("--reload: a file has changed")
             if lives:
                 os.kill(pid, signal.SIGTERM)

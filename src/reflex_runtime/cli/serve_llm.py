@@ -171,7 +171,7 @@ def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
     from reflex_runtime.llm.engine.load import authors_said
 
     if said := authors_said(plan.defaults):
-        logging.info("requests that do not say how they are sampled: %s (generation_config.json)", said)
+        logging.info("requests without these fields get %s (generation_config.json)", said)
 
 
 def _ready(model: ServerState, where: str) -> None:

@@ -92,8 +92,8 @@ class FeedsSession:
             watcher = _thread("reflex-feeds-watch", self._watch)
             feeds, batching = len(self._plan.specs), self._batching
             number, wait = f"{feeds} feed{'s'[: feeds != 1]}", f"{1e3 * batching.max_latency:g} ms"
-            what = f"{number} on {self._coordinator.id}, batches of at most {batching.max_batch_size} frames or {wait}"
-            logging.info("starting: %s", what)
+            what = f"{number} on {self._coordinator.id}, batches of at most {batching.max_batch_size} frames"
+            logging.info("starting: %s, held for at most %s", what, wait)
             try:
                 self._start()
                 why = self._wait()

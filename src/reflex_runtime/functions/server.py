@@ -26,7 +26,7 @@ from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.modules import made
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.web.batch_server import BatchServer, HasHeaders, RequestScope
-from reflex_runtime.web.errors import JSON, PLAIN, known
+from reflex_runtime.web.errors import JSON, MSGPACK, PLAIN, known
 from reflex_runtime.web.fields import check_id, invalid, invalid_field
 from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse
 from reflex_runtime.web.supervisor import Parent
@@ -266,15 +266,15 @@ class Predict:
     async def _stream(
         self, request: HttpRequest, prediction: Prediction, item: Any, options: PredictOptions
     ) -> HttpResponse | None:
-        """Answer with server-sent events, a part each; or with a list, if the caller accepts JSON only."""
+        """Answer with server-sent events, a part each; or with a list, if the caller accepts JSON or msgpack."""
         server, parts = self.server, Parts(self.server)
         ticket = parts.ticket = self._submit(prediction, item, options, parts)
         head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
         failed, name = partial(_failed, prediction.request_id), self.served.name
         try:
-            if request.headers.get(b"accept", b"").startswith(JSON):
-                whole = [part async for part in parts]
-                return HttpResponse(200, encode_text(whole, name), JSON, _batch_headers(ticket))
+            if request.headers.get(b"accept", b"").startswith((JSON, MSGPACK)):
+                body, kind = encode([part async for part in parts], request.wants_msgpack, name)
+                return HttpResponse(200, body, kind, _batch_headers(ticket))
             count = 0
             async for part in parts:
                 if not count:  # what fails before the first part has a status of its own

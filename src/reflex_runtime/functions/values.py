@@ -232,7 +232,7 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
         try:
             value = np.load(io.BytesIO(value), allow_pickle=False)
         except Exception:
-            raise ValueError("is no array as numpy.save writes one") from None
+            raise ValueError("is no array of numpy.save; JSON needs Content-Type: application/json") from None
     if not isinstance(value, np.ndarray):
         try:
             value = np.asarray(value)

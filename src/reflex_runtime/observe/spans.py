@@ -329,7 +329,8 @@ class SpanExport(SpanProcessor, SpanExporter):
         if not sent and self._lost.count(time.monotonic()):
             lost, full = self._series["failed"].value, self._series["queue_full"].value
             why = self._reason.text[:300] or "it did not take them"
-            log.warning("%s takes no spans: %s (%d lost, and %d without room)", self._where, why, lost, full)
+            told = "%s takes no spans; is a collector running there? %s (%d lost, and %d without room)"
+            log.warning(told, self._where, why, lost, full)
         return result
 
     def shutdown(self) -> None:

@@ -76,7 +76,7 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
     if path.startswith(POLICIES) and name not in runtime.policies:
         names = ", ".join(runtime.policies)
         return f"policy {name[:100]!r} is not served, only {names}{did_you_mean(name[:100], runtime.policies)}"
-    return f"no such path: {path[:200]}"
+    return f"no such path: {path[:200]}; /docs has all paths"
 
 
 class PolicyRoutes:

@@ -265,7 +265,7 @@ def observe(journal: Journal) -> ObservedLoad:
     """Fit the callers of a journal. ConfigError if it has too few requests."""
     seen = seen_requests(journal)
     if len(seen) < 2 or seen[-1].came <= seen[0].came:
-        raise ConfigError(f"{journal.path}: {len(seen)} requests came to the scheduler; too few to fit a load to")
+        raise ConfigError(f"{journal.path}: has {len(seen)} requests, too few to learn a load from")
     first = seen[0].came
     span = max(one.came for one in seen) - first + 1e-9
     prepared_in = _preparing(seen)

@@ -105,7 +105,7 @@ class App:
         form: ErrorForm,
         find: Callable[[str], Route | None] = lambda path: None,
         on_answer: Callable[[HttpRequest, int], None] | None = None,
-        missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}",
+        missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}; /docs has all paths",
         cors: Collection[str] = (),
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer

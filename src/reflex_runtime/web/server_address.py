@@ -82,7 +82,7 @@ class ServerAddress:
         """The error for an answer other than 200."""
         if response.status == 401:
             which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
-            return ConfigError(f"{self.url}: wants {which}")
+            return ConfigError(f"{self.url}: needs {which}")
         if response.status == 404:
             return ReflexError(f"{self.url}: has no {path}; is it a server of this version of reflex?")
         try:

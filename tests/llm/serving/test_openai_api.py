@@ -200,7 +200,7 @@ def test_l9_logprobs_tell_where_a_token_begins_also_while_text_is_held_for_a_sto
 def test_l9_embeddings_are_refused_by_name(toy: Toy, client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.embeddings.create(model="toy", input="hi")
-    assert caught.value.body["message"] == "no such path: /v1/embeddings"
+    assert caught.value.body["message"] == "no such path: /v1/embeddings; /docs has all paths"
     assert "POST /v1/chat/completions" in toy.get("/").json["paths"]
 
 

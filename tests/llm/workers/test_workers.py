@@ -449,7 +449,7 @@ def test_g13_reflex_top_once_asks_the_running_server(capsys: pytest.CaptureFixtu
     with Fleet(2, api_key="secret") as fleet:
         url = f"http://127.0.0.1:{fleet.port}"
         assert main(["top", "--once", url]) == 2
-        assert "wants a key" in capsys.readouterr().err
+        assert "needs a key" in capsys.readouterr().err
         assert main(["top", "--once", url, "--api-key", "secret"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^toy: 0 running", shown, re.MULTILINE)

@@ -602,10 +602,10 @@ def ticking(step: float, **changes: Any) -> Clocks:
 
 def test_t7_rtc_boundary_knows_how_late_an_answer_is(split: Path) -> None:
     finding = failed(split, "rtc_boundary", rtc_horizon=2, clocks=ticking(0.06))
-    assert "3 actions pass in 60.0 ms at 50 Hz, of 4" in finding.actual
+    assert "an answer takes 60.0 ms, 3 of 4 actions at 50 Hz" in finding.actual
     assert "--rtc-horizon 3 or more (at most 4)" in finding.remediation
     actual = found(examine(split, rtc_horizon=2, clocks=ticking(0.01)), "rtc_boundary").actual
-    assert actual == "1 action passes in 10.0 ms at 50 Hz, of 4"
+    assert actual == "an answer takes 10.0 ms, 1 of 4 actions at 50 Hz"
     finding = failed(split, "rtc_boundary", rtc_horizon=4, clocks=ticking(0.1))
     assert "the robot has none left" in finding.remediation
 

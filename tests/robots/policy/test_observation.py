@@ -236,7 +236,7 @@ def test_a_policy_without_state_or_text_asks_for_neither(tmp_path: Path) -> None
     seen = policy.prepare(images={"front": picture(0)})
     assert (seen.state, seen.tokens) == (None, None)
     assert policy.prepare(images={"front": picture(0)}, state=[0.0, 1.0]).state is None
-    with pytest.raises(InvalidRequest, match="state: must be 2 numbers"):
+    with pytest.raises(InvalidRequest, match="state: must be 2 numbers, has 1"):
         policy.prepare(images={"front": picture(0)}, state=[0.0])
     assert policy.warm_up((1, 2)).finished
 

@@ -131,14 +131,14 @@ def test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted(server:
     for text, words in (("fold my door, fold\n", "'fold', 'my', 'door,'"), ("Tür öffnen", "'tür', 'öffnen'")):
         answer = good(server.post(fields(instruction=text)))
         assert answer["warnings"] == [said + words]
-        assert server.wait_log(f"{said}{words} (said once in this log)")
+        assert server.wait_log(f"{said}{words} (repeats are not logged)")
     assert good(server.post(fields(instruction="fold my door,", request_id="again")))["warnings"] == [
         f"{said}'fold', 'my', 'door,'"
     ]
     long = f"\x1b{50 * 'x'} " + " ".join(f"w{i}" for i in range(9))
     (told,) = good(server.post(fields(instruction=long)))["warnings"]
     assert told == said + ", ".join(map(repr, [f"\x1b{39 * 'x'}", *(f"w{i}" for i in range(7))])) + " and 2 more"
-    server.wait_log("and 2 more (said once in this log)")
+    server.wait_log("and 2 more (repeats are not logged)")
     assert not any("request again: " in line for line in server.log)
     assert server.metrics()("reflex_request_warnings_total", kind="instruction_unknown") == before + 4
     with Server(write_tiny(tmp_path / "tiny")) as blind:

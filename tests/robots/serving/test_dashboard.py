@@ -115,7 +115,7 @@ def test_x4_the_socket_of_one_that_left_is_closed(tiny: Path) -> None:
 
 def test_h5_top_says_that_a_key_is_wanted(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--api-key", "s3cret") as server:
-        with pytest.raises(ConfigError, match="wants a key: --api-key KEY"):
+        with pytest.raises(ConfigError, match="needs a key: --api-key KEY"):
             next(snapshots(server))
         with pytest.raises(ConfigError, match="another key"):
             next(snapshots(server, "wrong"))

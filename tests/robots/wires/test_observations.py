@@ -107,7 +107,7 @@ def test_w8_a_block_names_what_no_preset_does(tmp_path: Path) -> None:
             "observation/wrist_image, observation/state",
         ),
         ({"observation/state": None}, "observation/state", "missing; came"),
-        ({"observation/state": np.ones(3)}, "state", "must be 2 numbers, came: observation/state 3"),
+        ({"observation/state": np.ones(3)}, "state", "must be 2 numbers; observation/state has 3"),
         ({"observation/state": "1, 2"}, "observation/state", "must be numbers"),
         ({"observation/state": np.array(["1", "2"])}, "observation/state", "must be numbers"),
         ({"observation/state": [True, False]}, "observation/state", "must be numbers"),

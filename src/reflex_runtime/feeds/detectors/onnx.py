@@ -32,6 +32,7 @@ from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
 log = logging.getLogger("reflex.feeds")
 
 OVERLAP = 0.7  # default of iou
+MOST_NAMED = 12  # classes in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +257,8 @@ def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozense
             found.add(int(given))
         else:
             known = f"the graph has {len(names)} classes" if names else "the graph has no names: give numbers"
-            hint = did_you_mean(str(given), by_name)
-            raise ConfigError(f"classes={one_line(given)}: {known}{hint}")
+            few = f": {', '.join(map(one_line, by_name))}" if 0 < len(by_name) <= MOST_NAMED else ""
+            raise ConfigError(f"classes={one_line(given)}: {known}{did_you_mean(str(given), by_name) or few}")
     return frozenset(found)
 
 

@@ -267,7 +267,7 @@ def check_embodiment(context: CheckContext) -> str:
         if len(wide):
             doubts.append(f"ranges narrower than one standard deviation: {context.joints(wide)}")
     if robot.action_space is None:
-        doubts.append("no action_space: whether a repeated action moves the robot on is not known")
+        doubts.append("no action_space: whether actions are relative or absolute is not known")
     unknown = [name for name in spec.images if robot.cameras is not None and name not in robot.cameras]
     if unknown and len(spec.images) > 1:
         doubts.append(f"images that are no camera of the robot: {', '.join(unknown)}")
@@ -538,8 +538,7 @@ def check_rtc_boundary(context: CheckContext) -> str:
             "number of executed actions, and those that run while it waits are not frozen",
         )
     late = math.ceil(context.answer_time * rate)
-    passing = "1 action passes" if late == 1 else f"{late} actions pass"
-    told = f"{passing} in {context.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {spec.chunk_size}"
+    told = f"an answer takes {context.answer_time * 1e3:.1f} ms, {late} of {spec.chunk_size} actions at {rate:g} Hz"
     if late <= horizon:
         return told
     if late < spec.chunk_size:

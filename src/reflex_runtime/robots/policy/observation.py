@@ -460,7 +460,8 @@ class ObservationFields:
             sent = np.array(None)
         dim, norm, transforms = self.spec.state_dim, self.spec.state_norm, self.spec.state_transforms
         if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
-            raise InvalidRequest(f"state: must be {dim} numbers", "state")
+            count = f", has {len(sent)}" if sent.ndim == 1 else ""
+            raise InvalidRequest(f"state: must be {dim} numbers{count}", "state")
         changed: NDArray[np.float32] = sent
         values = changed
         if norm is not None or transforms or sent.dtype != np.float32:

@@ -399,7 +399,7 @@ class RequestHandler:
             self.runtime.metrics.slots[slot].warnings[doubt.kind].inc()
             if doubt.message not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add(doubt.message)
-                log.warning("request %s: %s (said once in this log)", pending.request_id, doubt.message)
+                log.warning("request %s: %s (repeats are not logged)", pending.request_id, doubt.message)
         return [doubt.message for doubt in doubts]
 
 

@@ -345,8 +345,8 @@ class ObservationReader:
                 raise invalid_input(name, f"must be {size} numbers, came {len(part)}")
         state = np.concatenate(parts)
         if len(state) != self.spec.state_dim:
-            given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
-            raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers, came: {given}"))
+            given = ", ".join(f"{name} has {len(part)}" for name, part in zip(names, parts, strict=True))
+            raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers; {given}"))
         return state
 
     def _prompt_names(self, plain: Mapping[str, str]) -> Sequence[str]:

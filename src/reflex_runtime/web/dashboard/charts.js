@@ -7,7 +7,7 @@ export class Charts {
   constructor(place) {
     this.charts = [
       new Lines(place, "Latency, ms", ["p50", "p95", "p99"]),
-      new Lines(place, "Requests without an answer", ["waiting", "being prepared", "resident"]),
+      new Lines(place, "Waiting and running", ["waiting", "being prepared", "resident"]),
       new Lines(place, "Device busy, %", ["busy"], [0, 100]),
       new Lines(place, "Predicted ÷ measured time", ["ratio"]),
     ];
