@@ -307,12 +307,24 @@ def test_an_error_is_told_and_the_next_is_decoded() -> None:
     run(test, workers=1)
 
 
+def test_a_small_request_waits_for_no_more_than_the_large_one_that_is_being_decoded() -> None:
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        for i in range(3):
+            pool.add(gate.job(f"large {i}", LARGE, client="greedy"))
+        assert await gate.began.get() == "large 0"
+        pool.add(gate.job("small", LARGE // 8, client="modest", size=LIGHT_BYTES + 1))
+        gate.open.set()
+        assert [(await gate.ended.get())[0] for _ in range(4)] == ["large 0", "small", "large 1", "large 2"]
+
+    run(test, workers=1)
+
+
 def test_too_many_large_pictures_are_refused_and_say_when_to_come_again() -> None:
     async def test(pool: DecodePool, gate: Gate) -> None:
         pool.add(gate.job("first", LARGE))
         assert await gate.began.get() == "first"
-        jobs = {f"large {i}": gate.job(f"large {i}", LARGE, client="greedy") for i in range(8)}
-        for each in jobs.values():  # the first is the thread's next
+        jobs = {f"large {i}": gate.job(f"large {i}", LARGE, client="greedy") for i in range(7)}
+        for each in jobs.values():
             pool.add(each)
         for _ in range(3):
             name, value, error = await gate.ended.get()
@@ -324,7 +336,7 @@ def test_too_many_large_pictures_are_refused_and_say_when_to_come_again() -> Non
         pool.discard(jobs.popitem()[1])  # its pixels wait no more
         pool.add(gate.job("late", LARGE, client="greedy"))
         gate.open.set()
-        assert [(await gate.ended.get())[2] for _ in range(6)] == [None] * 6
+        assert [(await gate.ended.get())[2] for _ in range(5)] == [None] * 5
 
     run(test, workers=1, most=4 * LARGE)
 

@@ -45,6 +45,7 @@ log = logging.getLogger("reflex.server")
 LIGHT_S: Final = 0.002  # seconds of decoding up to which a request is decoded on the loop
 LIGHT_BYTES: Final = 1 << 18  # up to which the headers of a request's pictures are read on the loop
 TURN_S: Final = 0.004  # seconds of decoding in one turn of the loop
+AHEAD_S: Final = 0.01  # seconds of decoding up to which a request is handed to a busy thread
 FIRST_PACE: Final = 2e-8  # seconds a pixel of PNG, until it is learned
 WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS  # of larger requests: some seconds of decoding
 LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
@@ -106,10 +107,10 @@ class DecodeOrder:
         self.discard(last)
         return last
 
-    def take(self) -> Job | None:
-        """The next job."""
+    def take(self, most: float = inf) -> Job | None:
+        """The next job, if it has at most `most` pixels."""
         top = self._waiting.first()
-        if top is None:
+        if top is None or top[1].pixels > most:
             return None
         tag, job = top
         self.waiting_pixels -= job.pixels
@@ -215,8 +216,12 @@ class DecodePool:
             _deliver(refused, None, full)
 
     def _hand_over(self) -> None:
-        """Give each thread a job, and one more, so that none waits for a turn of the loop."""
-        while self._busy < 2 * self._count and not self._closed and (job := self._large.take()) is not None:
+        """Give each thread a job, and a short one more, so that it need not wait for a turn of the loop. An urgent
+        request that comes later waits for those."""
+        while self._busy < 2 * self._count and not self._closed:
+            job = self._large.take(inf if self._busy < self._count else AHEAD_S / self._pace)
+            if job is None:
+                return
             self._busy += 1
             self._handed.put(job)
 
