@@ -267,7 +267,8 @@ class App:
         if needed := keys.of(route, socket):
             if not keys.sent(request.headers, needed):
                 which = "the key of operators (--admin-key)" if needed is keys.operators else "the key"
-                raise Unauthorized(f"send {which} as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
+                how = "Authorization: Bearer KEY, X-Reflex-Key or x-api-key"
+                raise Unauthorized(f"{which} is missing or wrong; send it as {how}")
         elif not keys.callers:
             guarded = socket or (route is not None and route.own_pages)
             self._trust.check("POST" if guarded else "GET" if crosses else request.method, request.headers)

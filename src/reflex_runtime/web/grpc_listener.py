@@ -238,7 +238,8 @@ class GrpcListener:
         self._app.check_open()
         keys = self._app.keys
         if keys.callers and not keys.sent(call.headers, keys.callers):
-            raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")
+            how = "authorization: Bearer KEY, or x-reflex-key"
+            raise Unauthorized(f"the key is missing or wrong; send it as metadata: {how}")
 
     @contextmanager
     def _counted(self, peer: str) -> Iterator[None]:

@@ -149,7 +149,7 @@ def test_w24_metadata_and_health(tmp_path: Path) -> None:
 def test_w24_a_server_with_a_key_shows_its_health_alone(tiny: Path) -> None:
     with Server(tiny, "--api-key", "secret") as server, client(server) as oip:
         assert oip.is_server_ready()
-        with pytest.raises(InferenceServerException, match="send the key") as info:
+        with pytest.raises(InferenceServerException, match="the key is missing or wrong") as info:
             oip.infer("tiny", state(1))
         assert info.value.status() == "401"
         assert right(oip.infer("tiny", state(1), headers={"Authorization": "Bearer secret"}), 1)

@@ -192,7 +192,6 @@ class RequestHandler:
         self._named: dict[str, RequestHandler] = {}  # others, by the policy that they are fixed to
         self._readings: dict[str, ObservationReader] = {}  # by wire
         self._read_for: list[PolicySpec] = []
-        self._warned: set[str] = set()
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
     @property
@@ -397,8 +396,8 @@ class RequestHandler:
     def _warnings(self, pending: PendingRequest, slot: str, doubts: Sequence[Doubt]) -> list[str]:
         for doubt in doubts:
             self.runtime.metrics.slots[slot].warnings[doubt.kind].inc()
-            if doubt.message not in self._warned and len(self._warned) < MAX_WARNED:
-                self._warned.add(doubt.message)
+            if doubt.message not in (warned := self.runtime.warned) and len(warned) < MAX_WARNED:
+                warned.add(doubt.message)
                 log.warning("request %s: %s (repeats are not logged)", pending.request_id, doubt.message)
         return [doubt.message for doubt in doubts]
 

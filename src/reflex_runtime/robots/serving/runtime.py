@@ -328,6 +328,7 @@ class PolicyRuntime(BatchServer):
         self.decode_pool = DecodePool()
         self.policies = {plan.name: ServedPolicy(plan, self, alone=len(plans) == 1) for plan in plans}
         self._exchange: asyncio.Task[Version] | None = None  # the last load into a slot
+        self.warned: set[str] = set()  # warnings in the log, on whatever path or wire
         self._learned: list[WarmUpLine] = []  # at warm-up
         self._stopped = False
 
