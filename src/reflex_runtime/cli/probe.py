@@ -327,7 +327,8 @@ def probe(
             found.works = seen.state == "ready" and wire.config in seen.wires
             return found
         found.actions = wire.ask(listener(server, wire.setting, seen), key, timeout, pick)
-        found.answer_ms, found.works = 1e3 * (time.perf_counter() - pick.began), True
+        spent, found.works = time.perf_counter() - pick.began, True
+        found.answer_ms = None if found.actions is None else 1e3 * spent
     except ClientError as error:
         found.error, found.message, found.advice = error.code, error.message, advice(error)
     return found
