@@ -389,8 +389,8 @@ def check_dynamic_batch(context: CheckContext) -> str:
 
 @check(
     "actions", "model_load dynamic_batch", "finite actions within the robot's ranges",
-    "the graph loads and cannot run: sizes inside it do not fit (a reshape with a fixed number of rows, ids beyond the "
-    "vocabulary, images of another size); run it once in the tool that exported it",
+    "the model loads and cannot run: sizes do not fit (a chunk of another shape than the spec, a reshape with a fixed "
+    "number of rows, ids beyond the vocabulary, images of another size); run it once outside of Reflex",
 )  # fmt: skip
 def check_actions(context: CheckContext) -> str:
     """Made-up observations, one at a time. The first runs twice: loading is no part of its time."""
