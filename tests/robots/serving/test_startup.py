@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import fields
 from pathlib import Path
@@ -230,14 +231,22 @@ def make(device):
 """
 
 
-def test_a_typo_in_a_models_own_code_leaves_with_2_and_one_line_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "typo.py").write_text(TYPO)
-    done = reflex("serve", "python:typo:make", "--port", "0", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        ("np.zeroes((len(rows), 4, 2))", r"python:mine:make: it does not answer: AttributeError.*\(mine.py, line 7\)"),
+        ("np.zeros((len(rows), 3, 2))", r"python:mine:make: the model answered float32\[1, 3, 2\], not \[1, 4, 2\] .*"),
+    ],
+)
+def test_a_mistake_in_a_models_own_code_leaves_with_2_and_one_line_with_its_place(
+    tmp_path: Path, made: str, line: str
+) -> None:
+    (tmp_path / "mine.py").write_text(TYPO.replace("np.zeroes((len(rows), 4, 2))", made))
+    done = reflex("serve", "python:mine:make", "--port", "0", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "zeroes" in line]
-    assert "python:typo:make: it does not answer: AttributeError: " in line
-    assert line.endswith("(typo.py, line 7)")
+    (found,) = [text for text in done.stderr.splitlines() if "not serving on" in text]
+    assert re.search(f"warmup_failed: {line}", found)
 
 
 def test_a_model_that_fails_at_warm_up_is_told_on_health_and_leaves_with_1(tmp_path: Path) -> None:

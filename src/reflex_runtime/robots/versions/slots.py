@@ -175,6 +175,8 @@ def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exceptio
     except ConfigError:
         raise
     except Exception as error:  # a policy that fails on noise must not be served
+        if type(error) is ProcessorError and error.__cause__ is None:  # its answer has another shape, and always will
+            raise ConfigError(error.message) from None
         cause = (isinstance(error, ProcessorError) and error.__cause__) or error
         if not isinstance(cause, wrong):
             raise
