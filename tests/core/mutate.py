@@ -615,12 +615,6 @@ MUTANTS = [
         "pass",
     ),
     M(
-        "core/holding.py",
-        "held although the room is full",
-        " or group.room is not None",
-        "",
-    ),
-    M(
         "core/forming.py",
         "steps know no room of the group",
         "policy.max_batch_size, group.room\n",

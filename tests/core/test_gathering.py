@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reflex_runtime.core.flush import FlushPolicy, Planner
+from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim import Affine, Around, Arrival, Callers, Fixed, Noisy, RequestStream, simulate
 
 from .helpers import ask, finish, scheduler_of, take, trained
@@ -87,8 +88,8 @@ def test_clients_of_small_batches_are_charged_as_others() -> None:
     assert latencies[int(0.99 * len(latencies))] <= 1.35 * latencies[len(latencies) // 2]
 
 
-def test_arrivals_that_are_expected_do_not_change_the_decision() -> None:
-    """So they need not wake the device: the hold is decided with the first one and ends with the last."""
+def four_that_come_back() -> tuple[Scheduler, float]:
+    """A scheduler that knows four callers, and when they are due."""
     scheduler = scheduler_of(flush=FlushPolicy.window(0.1), cost=lambda: trained(0.020, 0.002))
     now = 0.0
     for _ in range(4):
@@ -97,6 +98,22 @@ def test_arrivals_that_are_expected_do_not_change_the_decision() -> None:
         batch = take(scheduler, now)
         finish(scheduler, batch, now + 0.028, 0.028)
         now += 0.030
+    return scheduler, now
+
+
+def test_an_expected_arrival_that_fills_the_room_changes_the_decision() -> None:
+    scheduler, now = four_that_come_back()
+    scheduler.set_room("default", 2, now)
+    ask(scheduler, now, client=0)
+    assert scheduler.next_batch(now) is None
+    ask(scheduler, now + 0.0001, client=1)
+    assert not scheduler.decision_current
+    assert len(take(scheduler, now + 0.0001)) == 2
+
+
+def test_arrivals_that_are_expected_do_not_change_the_decision() -> None:
+    """So they need not wake the device: the hold is decided with the first one and ends with the last."""
+    scheduler, now = four_that_come_back()
     current = []
     for client in range(4):
         ask(scheduler, now + 0.0001 * client, client=client)

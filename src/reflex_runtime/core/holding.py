@@ -360,7 +360,7 @@ class Holding:
             partition = group.active[ticket.request.partition]
             if partition.hold_input != self._idle_after or partition.hold_until <= now:
                 return
-            if ticket.request.client in group.offenders or partition.residents or group.room is not None:
+            if ticket.request.client in group.offenders or partition.residents:
                 return
             if ticket.tier is not DEFAULT or ticket.deadline < inf or group.config.flush.returns <= 0.0:
                 return

@@ -330,7 +330,8 @@ class Rollout:
 
     def _add(self, change: Change) -> None:
         self.changes.append(change)
-        log.warning("%s: %s %s", change.kind, change.why, change.numbers)
+        numbers = ", ".join(f"{name} {n:g}" for name, n in change.numbers.items() if isinstance(n, int | float))
+        log.warning("%s: %s%s", change.kind, change.why, f" ({numbers})" if numbers else "")
         self._on_change(change)
 
 
