@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from thinned import thinned
+
 TESTS = """
 def test_first() -> None:
     assert 1 == 2, "the first one"
@@ -18,7 +20,7 @@ def test_second() -> None:
 """
 
 
-@pytest.mark.parametrize("processes", ["0", "1"])
+@pytest.mark.parametrize("processes", thinned(["0", "1"], ["0"]))
 def test_a_failure_is_shown_before_the_next_test_runs(tmp_path: Path, processes: str) -> None:
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (tmp_path / "test_two.py").write_text(TESTS)

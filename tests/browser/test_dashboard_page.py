@@ -36,7 +36,13 @@ def test_x4_batches_clients_and_queues_are_seen(browser: Browser, tiny: Path) ->
             const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
             return data.some((red, i) => i % 4 === 0 && red === 0x88 && data[i + 1] === 0xCC && data[i + 2] === 0xEE);
         }"""
-        look.page.wait_for_function(painted)  # in the colour of the first client
+
+        def seen() -> bool:
+            """Whether a batch is painted in the colour of the first client; one leaves the strip after 30 s."""
+            assert server.post({"state": STATE, "robot_id": "arm-1"}).status == 200
+            return bool(look.page.evaluate(painted))
+
+        server.wait_until(seen)
         look.until("#charts", "p99")
         assert "resident" not in look.text("#charts")  # of a policy that runs in one call
         assert (look.wrong, look.hosts) == ([], {f"127.0.0.1:{server.port}"})  # nothing of other sites

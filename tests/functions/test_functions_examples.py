@@ -59,6 +59,7 @@ def test_a_model_of_scikit_learn_answers() -> None:
         assert client.predict(np.array([6.3, 3.3, 6.0, 2.5])) == "virginica"
 
 
+@pytest.mark.long  # imports torch
 def test_a_classifier_in_pytorch_is_set_up_and_answers() -> None:
     pytest.importorskip("torch")
     with example("torch_classifier", "Classifier") as server, Client(url_of(server)) as client:

@@ -57,6 +57,7 @@ def test_x5_every_wire_is_measured(server: Server, wire: str, capsys: pytest.Cap
         assert 1.0 <= batches["mean_of_answers"] <= 3.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("here")
 def test_x5_a_second_one_is_measured_in_turns(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     words = url(server), "--beside-wire", "openpi", "--rounds", "3", "--round-s", "0.2", "--warmup-s", "0.1"
@@ -72,6 +73,7 @@ def test_x5_a_second_one_is_measured_in_turns(server: Server, capsys: pytest.Cap
     assert [r.at for r in rounds] == sorted(r.at for r in rounds)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("here")
 def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One robot, 20 requests a second, and a server that takes 0.1 s for each: the last waits for all before it."""

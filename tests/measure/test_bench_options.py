@@ -29,6 +29,7 @@ def test_x5_robots_are_how_many_ask_at_once(tiny: Path, capsys: pytest.CaptureFi
     assert max(map(int, told["batches"]["sizes"])) <= 2
 
 
+@pytest.mark.long
 def test_x5_think_ms_is_the_pause_before_the_next_request(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     told = measured(server, capsys, *ONE, "--round-s", "0.5", "--think-ms", "300")
     assert 1 <= told["requests"] <= 2  # hundreds without the pause; one where the machine was busy

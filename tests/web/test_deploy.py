@@ -227,6 +227,7 @@ class Prometheus:
         assert {rule["health"] for group in self.ask("rules")["groups"] for rule in group["rules"]} <= {"ok", "unknown"}
 
 
+@pytest.mark.long  # Prometheus itself looks at every board and alert
 @needs_prometheus
 def test_x4_every_expression_has_an_answer_and_no_alert_fires_on_a_policy_that_is_well(tmp_path: Path) -> None:
     picture = io.BytesIO()
