@@ -22,6 +22,15 @@ def test_x4_docs_fit_a_phone(browser: Browser) -> None:
         phone.page.close()
 
 
+def test_h7_docs_mark_the_picture_of_a_policy_that_needs_one_as_required(browser: Browser) -> None:
+    with Server("demo") as server:
+        docs = Looked(browser, server, path="/docs")
+        docs.until("h2", "Errors")
+        rows = {name: docs.text(f"tr:has(code:text-is('{name}'))") for name in ("image", "image_wrist")}
+        assert {name: "(required)" in row for name, row in rows.items()} == {"image": True, "image_wrist": False}
+        docs.page.close()
+
+
 def test_h7_docs_show_every_path_and_the_command_of_its_example_runs_when_pasted(browser: Browser, tiny: Path) -> None:
     with Server(tiny, "--api-key", "KEY") as server:
         docs = Looked(browser, server, path="/docs")
