@@ -223,6 +223,10 @@ class JsonObject:
         """The value of a key, or MISSING."""
         return self.values[key] if self.has(key) else MISSING
 
+    def part(self, key: str) -> JsonObject:
+        """The object under a key."""
+        return JsonObject(self.file, self.get(key), self.name(key))
+
     def only(self, keys: Iterable[str]) -> None:
         """Refuse keys other than these."""
         names = list(keys)
@@ -239,6 +243,18 @@ class JsonObject:
             self.only(field.name for field in fields)
         asked = [field for field in fields if field.required or self.has(field.name)]
         return kind(**{field.name: self.convert(field.name, field.type) for field in asked})
+
+    def given(self, kinds: Mapping[str, Any], *others: str) -> dict[str, Any]:
+        """The values of those keys that the object has, by their types. others: keys that it may have beside them."""
+        self.only([*kinds, *others])
+        return {key: self.convert(key, kind) for key, kind in kinds.items() if self.has(key)}
+
+    def different(self, key: str, kind: Any) -> tuple[str, ...]:
+        """A list of texts of a type, each of them once."""
+        texts: tuple[str, ...] = self.convert(key, kind)
+        if len(set(texts)) < len(texts):
+            self.wrong(key, described(kind))
+        return texts
 
     def convert(self, key: str, kind: Any, value: Any = MISSING) -> Any:
         """The value of a key as a described type. value: by default the one in the file."""

@@ -82,9 +82,9 @@ def test_p20_a_black_picture_is_not_a_missing_one_to_the_prefix_cache() -> None:
 
 
 def test_p20_a_spec_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optional_images: 'roof' is none of the images"):
+    with pytest.raises(ConfigError, match='optional_images: found "roof", expected names'):
         plain(look, images=CAMERAS, optional_images=frozenset({"roof"}))
-    with pytest.raises(ConfigError, match="observation_steps=0"):
+    with pytest.raises(ConfigError, match="observation_steps: found 0"):
         plain(look, observation_steps=0)
 
 

@@ -143,9 +143,9 @@ def test_p26_the_prompt_is_that_of_pi05() -> None:
 
 
 def test_p26_a_template_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prompt: needs a tokenizer"):
+    with pytest.raises(ConfigError, match=r"prompt: .* none without a tokenizer"):
         plain(lambda row: 0.0, takes_text=True, prompt=PromptTemplate())
-    with pytest.raises(ConfigError, match="takes_state: must be True, because the prompt or AddState reads the state"):
+    with pytest.raises(ConfigError, match="takes_state: found false, expected True, because"):
         plain(lambda row: 0.0, takes_state=False, action_transforms=[AddState(np.float32([1.0]))])
 
 

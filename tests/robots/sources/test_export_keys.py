@@ -61,7 +61,7 @@ def test_p25_noise_may_have_more_rows_than_a_chunk(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"input 'noise': found \[{CHUNK + 3}, 2\] .* expected \[{CHUNK}, 2\]"):
         load_policy(means.write_export(tmp_path / "b", ports, 2))
     tiny.write_export(tmp_path / "c", "decomposed", change=lambda c: c.update(horizon=9))
-    refused(tmp_path / "c", r"horizon: found 9, expected none in a decomposed export")
+    refused(tmp_path / "c", r"horizon: found 9, expected none in a decomposed policy")
 
 
 def staged_export(root: Path, x_dim: int = 5) -> Path:
@@ -147,12 +147,10 @@ def test_p20_wrong_keys_are_refused(tmp_path: Path, keys: dict[str, Any], messag
     refused(means.write_export(tmp_path, TWO, 4, images={"front": SIZE, "wrist": SIZE}, **keys), message)
 
 
-def test_p20_an_image_may_still_be_called_like_a_new_role(tmp_path: Path) -> None:
-    """Exports from before these roles stay what they were."""
-    ports: Any = {"token_mask": IMAGE, "image_masks": IMAGE}
-    root = means.write_export(tmp_path, ports, 2, images={"token_mask": SIZE, "image_masks": SIZE})
-    seen = first(load_policy(root), images={"token_mask": picture(1), "image_masks": picture(2)})
-    assert seen == pytest.approx([picture(1).mean(), picture(2).mean()], rel=1e-5)
+def test_p20_an_image_has_no_name_of_a_role(tmp_path: Path) -> None:
+    ports: Any = {"image_masks": IMAGE}
+    root = means.write_export(tmp_path, ports, 2, images={"image_masks": SIZE})
+    refused(root, 'images.image_masks: found "image_masks", expected a name other than tokens, token_mask')
 
 
 # -- history -----------------------------------------------------------------------------------------------------------

@@ -153,13 +153,16 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model_id": " "}, "PolicySpec.model_id: is empty"),
-        ({"action_dim": 0}, "PolicySpec.action_dim=0: must be in [1, 1000000]"),
-        ({"num_denoising_steps": 1001}, "PolicySpec.num_denoising_steps=1001: must be in [1, 1000]"),
-        ({"images": {"image": (0, 4)}}, "PolicySpec.images['image']=(0, 4): must be (height, width)"),
-        ({"x_dim": 1}, "PolicySpec.x_dim=1: must be at least action_dim, 2"),
-        ({"state_dim": 0}, "PolicySpec.state_dim=0: must be >= 1, because takes_state is True"),
-        ({"images": {}, "takes_state": False}, "needs images, takes_state or takes_text"),
+        ({"model_id": " "}, "PolicySpec.model_id: found \" \", expected a text"),
+        ({"action_dim": 0}, "PolicySpec.action_dim: found 0, expected an integer in [1, 1000000]"),
+        ({"num_denoising_steps": 1001}, "PolicySpec.num_denoising_steps: found 1001, expected an integer in [1, 1000]"),
+        ({"images": {"image": (0, 4)}}, "expected of image (height, width), each in [1, 4096]"),
+        ({"x_dim": 1}, "PolicySpec.x_dim: found 1, expected at least action_dim, 2"),
+        ({"state_dim": 0}, "PolicySpec.state_dim: found 0, expected at least 1, because the policy reads a state"),
+        ({"images": {}, "takes_state": False}, "expected one, or takes_state or takes_text"),
+        ({"staged": True, "horizon": 9}, "PolicySpec.horizon: found 9, expected none in a decomposed policy"),
+        ({"images": {}, "takes_state": False, "takes_text": True, "observation_steps": 2}, "expected 1, because there"),
+        ({"optional_images": frozenset({"roof"})}, 'PolicySpec.optional_images: found "roof", expected names of'),
     ],
 )
 def test_p5_a_spec_that_cannot_be_is_refused(here: Path, change: dict[str, object], told: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, PromptTemplate
 from reflex_runtime.robots.policy.units import AddState, Norm, Transform
+from reflex_runtime.run.model_files import shorten
 from reflex_runtime.run.onnx_session import CPU
 
 Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla", "pad-smolvla-float"]
@@ -176,27 +178,41 @@ class PolicySpec:
         if not self.horizon:
             object.__setattr__(self, "horizon", self.chunk_size)
         if not self.model_id.strip():
-            raise ConfigError("PolicySpec.model_id: is empty, expected a name")
+            self.wrong("model_id", "a text")
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"PolicySpec.{name}={value!r}: must be in [{low}, {high}]")
+            if not low <= getattr(self, name) <= high:
+                self.wrong(name, f"an integer in [{low}, {high}]")
         for name, size in self.images.items():
             if len(size) != 2 or not all(1 <= pixels <= 4096 for pixels in size):
-                raise ConfigError(f"PolicySpec.images[{name!r}]={size!r}: must be (height, width), each in [1, 4096]")
-        unknown = sorted(self.optional_images - set(self.images))
-        if unknown:
-            raise ConfigError(f"PolicySpec.optional_images: {unknown[0]!r} is none of the images")
+                self.wrong("images", f"of {name} (height, width), each in [1, 4096]")
+        if unknown := sorted(self.optional_images - self.images.keys()):
+            there = ", ".join(self.images) or "there are none"
+            self.wrong("optional_images", f"names of `images`: {there}", unknown[0])
         if self.x_dim < self.action_dim:
-            raise ConfigError(f"PolicySpec.x_dim={self.x_dim}: must be at least action_dim, {self.action_dim}")
+            self.wrong("x_dim", f"at least action_dim, {self.action_dim}")
+        if self.staged and self.horizon != self.chunk_size:
+            self.wrong("horizon", "none in a decomposed policy: x has chunk_size rows")
         if self.prompt is not None and self.tokenizer is None:
-            raise ConfigError("PolicySpec.prompt: needs a tokenizer; without one the model makes its own text")
+            self.wrong("prompt", "none without a tokenizer: the model makes its own text")
         if not self.takes_state and self.reads_state:
-            raise ConfigError("PolicySpec.takes_state: must be True, because the prompt or AddState reads the state")
+            self.wrong("takes_state", "True, because the prompt or AddState reads the state")
         if self.takes_state and not self.state_dim:
-            raise ConfigError("PolicySpec.state_dim=0: must be >= 1, because takes_state is True")
+            self.wrong("state_dim", "at least 1, because the policy reads a state")
         if not (self.images or self.takes_state or self.takes_text):
-            raise ConfigError("PolicySpec: has no input: needs images, takes_state or takes_text")
+            self.wrong("images", "one, or takes_state or takes_text: something to act on")
+        if self.observation_steps > 1 and not self.images and not self.takes_state:
+            self.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
+
+    def wrong(self, name: str, expected: str, found: object = None) -> NoReturn:
+        """Raise the ConfigError for a field. found: the value, by default the field's."""
+        value = getattr(self, name) if found is None else found
+        shown = shorten(json.dumps(value, ensure_ascii=False, default=str))
+        raise ConfigError(f"{self.place}{name}: found {shown}, expected {expected}")
+
+    @property
+    def place(self) -> str:
+        """Of the fields, for errors."""
+        return "PolicySpec."
 
     @property
     def reads_state(self) -> bool:

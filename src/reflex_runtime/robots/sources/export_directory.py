@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -28,11 +28,11 @@ from reflex_runtime.robots.sources.export_files import (
     CONFIG_FILE,
     CONFIG_KEYS,
     ExportConfig,
-    ExportObject,
     Names,
     Text,
     check_files,
     configured,
+    file_in,
     model_bytes,
     model_hash,
     names_of,
@@ -40,11 +40,13 @@ from reflex_runtime.robots.sources.export_files import (
     read_export_json,
     read_norm,
     read_prompt,
+    read_sizes,
     read_transforms,
     read_wires,
     whole,
 )
 from reflex_runtime.run import model_files
+from reflex_runtime.run.model_files import JsonObject
 from reflex_runtime.run.onnx_session import CPU, OnnxSession, TensorSpec, fits
 
 # -- the graphs, run by ONNX Runtime -----------------------------------------------------------------------------------
@@ -146,6 +148,10 @@ class Export(PolicySource):
     graphs: Mapping[str, Graph]
     opset: int | None = None
 
+    @property
+    def place(self) -> str:
+        return f"{self.path / CONFIG_FILE}: "
+
     @staticmethod
     def load(path: str | Path) -> Export:
         """Read and check the directory. `open` opens the graphs and checks them against it."""
@@ -199,54 +205,38 @@ _AS_WRITTEN: Final = (
 
 
 def _load(root: Path) -> Export:
-    table = ExportObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
+    table = JsonObject(root / CONFIG_FILE, read_export_json(root / CONFIG_FILE))
     table.only(CONFIG_KEYS)
     config = table.read(ExportConfig)
     images = _images(table, config)
-    optional = frozenset(config.optional_images)
-    for name in config.optional_images:
-        if name not in images:
-            table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
-    split = config.export_kind == "decomposed"
-    roles = Roles(root, table, config, images)
-    graphs = roles.split() if split else roles.whole()
-    takes_text = roles.inputs.has("tokens")
+    graphs = _graphs(root, table, config, images)
+    takes_text = table.part("inputs").has("tokens")
     tokenizer, max_tokens = _text(root, table, takes_text)
     prompt = read_prompt(table, takes_text)
+    takes_state = table.part("inputs").has("state") or (prompt is not None and prompt.reads_state)
+    if takes_state and not config.state_dim:
+        table.wrong("state_dim", "at least 1, because `inputs` has the role state, or `prompt` reads it")
     dims = {"state_norm": config.state_dim, "action_norm": config.action_dim}
     embodiment, norms = read_embodiment(root, table, dims)
     for key, dim in dims.items():
         if table.has(key) and norms[key] is not None:
             table.wrong(key, "it in one file only, and the embodiment has one as well")
         norms[key] = norms[key] or read_norm(table, key, dim)
-    x_dim = config.x_dim or config.action_dim
-    if x_dim < config.action_dim:
-        table.wrong("x_dim", f"at least action_dim, {config.action_dim}")
-    if config.horizon is not None and split:
-        table.wrong("horizon", "none in a decomposed export: x has chunk_size rows")
-    takes_state = any("state" in graph.inputs for graph in graphs.values())
     action_transforms = read_transforms(table, "action_transforms", config.action_dim, config.state_dim)
-    for key, reads in (
-        ("prompt", prompt is not None and prompt.reads_state),
-        ("action_transforms", any(isinstance(transform, AddState) for transform in action_transforms)),
-    ):
-        if reads and config.state_dim == 0:
-            table.wrong("state_dim", f"at least 1, because `{key}` reads the state")
-        takes_state = takes_state or reads
-    if config.observation_steps > 1 and not images and not takes_state:
-        table.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
+    takes_state = takes_state or any(isinstance(transform, AddState) for transform in action_transforms)
+    optional = frozenset(config.optional_images)
     return Export(
         source=str(root),
         path=root,
         config=table.values,
         **{name: getattr(config, name) for name in _AS_WRITTEN},
-        staged=split,
+        staged=config.export_kind == "decomposed",
         images=images,
         takes_state=takes_state,
         takes_text=takes_text,
         takes_noise=any("noise" in graph.inputs for graph in graphs.values()),
-        x_dim=x_dim,
-        horizon=config.horizon or config.chunk_size,
+        x_dim=config.x_dim or 0,
+        horizon=config.horizon or 0,
         optional_images=optional,
         prompt=prompt,
         state_transforms=read_transforms(table, "state_transforms", config.state_dim),
@@ -265,28 +255,28 @@ def _load(root: Path) -> Export:
     )
 
 
-def _images(table: ExportObject, config: ExportConfig) -> dict[str, Size]:
+def _images(table: JsonObject, config: ExportConfig) -> dict[str, Size]:
     """`images`, or the single image of `image_size`; both must agree where both are given."""
     size = config.image_size
     if config.images is None:
         return {} if size is None else {"image": size}
-    images = table.sizes("images", config.images)
+    images = read_sizes(table, "images", config.images)
     for name in images:
-        if name in ROLES or name == "actions":
-            table.wrong(f"images.{name}", "a name other than " + ", ".join((*ROLES, "actions")), name)
+        if name in ROLES:
+            table.wrong(f"images.{name}", "a name other than " + ", ".join(ROLES), name)
     if size is not None and size not in images.values():
         table.wrong("image_size", "the size of one of `images`")
     return images
 
 
-def _text(root: Path, table: ExportObject, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
+def _text(root: Path, table: JsonObject, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
     if not takes_text:
         if table.has("tokenizer"):
             table.wrong("tokenizer", "none, because `inputs` has no role tokens", "one")
         return None, 0
     max_tokens: int = table.convert("max_tokens", _MaxTokens)
     if isinstance(table.get("tokenizer"), str):
-        return read_tokenizer(table.file_in(root, "tokenizer")), max_tokens
+        return read_tokenizer(file_in(root, table, "tokenizer")), max_tokens
     return WordTokenizer(table.convert("tokenizer", _Vocabulary)), max_tokens
 
 
@@ -294,89 +284,70 @@ def _text(root: Path, table: ExportObject, takes_text: bool) -> tuple[Instructio
 
 
 MODEL_FILE: Final = "model.onnx"
-ROLES: Final = ("tokens", "state", "noise", "time", "past_kv")  # beside the names of the images
 TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
+ROLES: Final = ("tokens", TOKEN_MASK, MASKS, "state", "noise", "time", "past_kv", "actions")
+"""Beside the names of the images."""
 _Flag = Annotated[bool, Meta(description="true or false")]
 
 
-class Roles:
-    """`inputs`, `outputs` and `decomposed`: the role of each tensor of each graph."""
+def _graphs(root: Path, table: JsonObject, config: ExportConfig, images: Mapping[str, Size]) -> dict[str, Graph]:
+    """The graphs by `inputs`, `outputs` and `decomposed`, with the role of each of their tensors."""
+    split, tensors = config.export_kind == "decomposed", _tensors(config, images, table.get("max_tokens"))
+    inputs, outputs = table.part("inputs"), table.part("outputs")
+    masks = [TOKEN_MASK, MASKS, *map(IMAGE_MASK.__add__, images)]
+    inputs.only([*images, "tokens", "state", "noise", *(["time", "past_kv"] if split else []), *masks])
+    outputs.only(["actions", "past_kv"] if split else ["actions"])
+    if inputs.has(TOKEN_MASK) and not inputs.has("tokens"):
+        inputs.wrong(TOKEN_MASK, "none without the role tokens")
 
-    def __init__(self, root: Path, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
-        self._root, self._table, self._images = root, table, images
-        split = ["time", "past_kv"] if config.export_kind == "decomposed" else []
-        # An image of an export that was written before these roles may have the name of one.
-        self._masks = [role for role in (TOKEN_MASK, MASKS, *map(IMAGE_MASK.__add__, images)) if role not in images]
-        self.inputs = table.part("inputs")
-        self.inputs.only([*images, "tokens", "state", "noise", *split, *self._masks])
-        self._outputs = table.part("outputs")
-        self._outputs.only(["actions", *split[1:]])
-        self._tensors = _tensors(config, images, table.get("max_tokens"))
-        if self.inputs.has("state") and config.state_dim == 0:
-            table.wrong("state_dim", "at least 1, because `inputs` has the role state")
-        if TOKEN_MASK in self._masks and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
-            self.inputs.wrong(TOKEN_MASK, "none without the role tokens")
+    def scene(*roles: str) -> dict[str, TensorSpec]:
+        """Images, and those of the roles and masks that the export has."""
+        seen = [*images, *filter(inputs.has, roles)]
+        if not seen:
+            table.wrong("inputs", "an image, tokens or state: something to act on")
+        return _named(inputs, [*seen, *filter(inputs.has, masks)], tensors)
 
-    def whole(self) -> dict[str, Graph]:
-        """The graph of a monolithic export."""
-        if self._table.has("decomposed"):
-            self._table.wrong("decomposed", "none in a monolithic export")
-        file = self._root / MODEL_FILE
+    if not split:
+        if table.has("decomposed"):
+            table.wrong("decomposed", "none in a monolithic export")
+        file = root / MODEL_FILE
         if not file.is_file():
             raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
-        return {"model": self._graph(file, [*self._seen("tokens", "state"), *self._given("noise")], ["actions"])}
-
-    def split(self) -> dict[str, Graph]:
-        """The graphs of a decomposed export."""
-        parts = self._table.part("decomposed")
+        noise = _named(inputs, filter(inputs.has, ["noise"]), tensors)
+        graphs = {"model": Graph(file, scene("tokens", "state") | noise, _named(outputs, ["actions"], tensors))}
+    else:
+        parts = table.part("decomposed")
         parts.only(("vlm_prefix_onnx", "expert_denoise_onnx", "past_kv_tensor_names", "expert_takes_state"))
         to_expert: bool = parts.convert("expert_takes_state", _Flag)
+        if to_expert and not inputs.has("state"):
+            inputs.wrong("state", "a tensor name, because `expert_takes_state` is true")
         names = parts.different("past_kv_tensor_names", Names)
-        made, read = self._kv(self._outputs, names), self._kv(self.inputs, names)
-        if to_expert and not self.inputs.has("state"):
-            self.inputs.wrong("state", "a tensor name, because `expert_takes_state` is true")
-        prefix, expert = (parts.file_in(self._root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
-        seen = self._seen("tokens") if to_expert else self._seen("tokens", "state")
-        steps = ["noise", "time", *(["state"] if to_expert else [])]
-        return {
-            "prefix": self._graph(prefix, seen, [], made=made),
-            "expert": self._graph(expert, steps, ["actions"], read=read),
+        made, read = _past_kv(outputs, names), _past_kv(inputs, names)
+        prefix, expert = (file_in(root, parts, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
+        steps = _named(inputs, ["noise", "time", *(["state"] if to_expert else [])], tensors)
+        graphs = {
+            "prefix": Graph(prefix, scene("tokens") if to_expert else scene("tokens", "state"), made),
+            "expert": Graph(expert, steps | read, _named(outputs, ["actions"], tensors)),
         }
-
-    def _given(self, *roles: str) -> list[str]:
-        return [role for role in roles if self.inputs.has(role)]
-
-    def _seen(self, *roles: str) -> list[str]:
-        """Of these roles those that the graph which sees the scene has, with images and masks."""
-        seen = [*self._images, *self._given(*roles)]
-        if not seen:
-            self._table.wrong("inputs", "an image, tokens or state: something to act on")
-        return [*seen, *self._given(*self._masks)]
-
-    def _kv(self, table: ExportObject, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Tensor names of the keys and values on one side: `past_kv_tensor_names`, or those of the role."""
-        if not table.has("past_kv"):
-            return names
-        if isinstance(table.get("past_kv"), str) and len(names) == 1:
-            return (table.convert("past_kv", Text),)
-        return table.different("past_kv", names_of(len(names)))
-
-    def _graph(
-        self, file: Path, inputs: Sequence[str], outputs: Sequence[str],
-        read: Sequence[str] = (), made: Sequence[str] = (),
-    ) -> Graph:  # fmt: skip
-        """read, made: names of keys and values."""
-
-        def tensors(table: ExportObject, roles: Sequence[str], kv: Sequence[str]) -> dict[str, TensorSpec]:
-            found = {role: TensorSpec(table.convert(role, Text), *self._tensors[role]) for role in roles}
-            return found | {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(kv)}
-
-        taken = tensors(self.inputs, inputs, read)
+    for graph in graphs.values():
         roles: dict[str, str] = {}
-        for role, spec in taken.items():
+        for role, spec in graph.inputs.items():
             if roles.setdefault(spec.name, role) != role:
-                self.inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
-        return Graph(file, taken, tensors(self._outputs, outputs, made))
+                inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
+    return graphs
+
+
+def _named(table: JsonObject, roles: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return {role: TensorSpec(table.convert(role, Text), *tensors[role]) for role in roles}
+
+
+def _past_kv(table: JsonObject, names: tuple[str, ...]) -> dict[str, TensorSpec]:
+    """The keys and values on one side: `past_kv_tensor_names`, or those of the role."""
+    if isinstance(table.get("past_kv"), str) and len(names) == 1:
+        names = (table.convert("past_kv", Text),)
+    elif table.has("past_kv"):
+        names = table.different("past_kv", names_of(len(names)))
+    return {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(names)}
 
 
 def _tensors(

@@ -25,7 +25,7 @@ from reflex_runtime.robots.policy.spec import WIRES, Embodiment, Resize, Size, W
 from reflex_runtime.robots.policy.tokenizer import PROMPT, STATE_BINS, Cleaning, PromptTemplate
 from reflex_runtime.robots.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled, Transform, frozen
 from reflex_runtime.run import model_files
-from reflex_runtime.run.model_files import JsonObject, described
+from reflex_runtime.run.model_files import JsonObject
 
 CONFIG_FILE: Final = "reflex_config.json"
 LEROBOT_FILE: Final = "config.json"
@@ -88,38 +88,20 @@ CONFIG_KEYS: Final = (
 )  # fmt: skip
 
 
-class ExportObject(JsonObject):
-    """A JSON object of the export."""
+def read_sizes(table: JsonObject, key: str, values: Mapping[str, Any]) -> dict[str, Size]:
+    """Every (height, width) of an object {name: [height, width]}."""
+    return {name: table.convert(f"{key}.{name}", ImageSize, size) for name, size in values.items()}
 
-    def part(self, key: str) -> ExportObject:
-        """The object under a key."""
-        return ExportObject(self.file, self.get(key), self.name(key))
 
-    def given(self, kinds: Mapping[str, Any], *others: str) -> dict[str, Any]:
-        """The values of those keys that the object has, by their types. others: keys that it may have beside them."""
-        self.only([*kinds, *others])
-        return {key: self.convert(key, kind) for key, kind in kinds.items() if self.has(key)}
-
-    def sizes(self, key: str, values: Mapping[str, Any]) -> dict[str, Size]:
-        """Every (height, width) of an object {name: [height, width]}."""
-        return {name: self.convert(f"{key}.{name}", ImageSize, size) for name, size in values.items()}
-
-    def different(self, key: str, kind: Any) -> tuple[str, ...]:
-        """A list of texts of a type, each of them once."""
-        texts: tuple[str, ...] = self.convert(key, kind)
-        if len(set(texts)) < len(texts):
-            self.wrong(key, described(kind))
-        return texts
-
-    def file_in(self, root: Path, key: str) -> Path:
-        """A file of the directory. Links inside it are followed: model hubs store files as links."""
-        name: str = self.convert(key, _FileName)
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
-            self.wrong(key, "a relative path that stays within the export directory")
-        if not (root / pure).is_file():
-            self.wrong(key, f"a file that exists in {root}")
-        return root / pure
+def file_in(root: Path, table: JsonObject, key: str) -> Path:
+    """A file of the directory. Links inside it are followed: model hubs store files as links."""
+    name: str = table.convert(key, _FileName)
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
+        table.wrong(key, "a relative path that stays within the export directory")
+    if not (root / pure).is_file():
+        table.wrong(key, f"a file that exists in {root}")
+    return root / pure
 
 
 def read_export_json(file: Path) -> Any:
@@ -155,14 +137,14 @@ class _PromptKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     clean: Annotated[tuple[Cleaning, ...], Meta(max_length=8, description=f"a list of {_WORDS}")] = ()
 
 
-def read_prompt(config: ExportObject, takes_text: bool) -> PromptTemplate | None:
+def read_prompt(config: JsonObject, takes_text: bool) -> PromptTemplate | None:
     """The template; None without the key."""
     if not config.has("prompt"):
         return None
     if not takes_text:
         config.wrong("prompt", "none, because `inputs` has no role tokens")
     given = config.get("prompt")
-    table = ExportObject(config.file, {"template": given} if isinstance(given, str) else given, "prompt")
+    table = JsonObject(config.file, {"template": given} if isinstance(given, str) else given, "prompt")
     keys = table.read(_PromptKeys)
     places = re.findall(r"{\w*}", keys.template)
     if places.count(PROMPT) != 1 or set(places) - {PROMPT, STATE_BINS}:
@@ -184,7 +166,7 @@ _NUMBER: Final = Annotated[Number, Meta(description="a number")]
 _BINARISE: Final = ("threshold", "below", "above")
 
 
-def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
+def read_norm(config: JsonObject, key: str, dim: int) -> Norm | None:
     """The normalisation under a key of `dim` elements; None without the key."""
     if not config.has(key):
         return None
@@ -208,7 +190,7 @@ def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
 _KINDS: Final = {"state_transforms": ("aloha_gripper",), "action_transforms": ("add_state", "binarise")}
 
 
-def read_transforms(config: ExportObject, key: str, dim: int, state_dim: int = 0) -> tuple[Transform, ...]:
+def read_transforms(config: JsonObject, key: str, dim: int, state_dim: int = 0) -> tuple[Transform, ...]:
     """The key `state_transforms` or `action_transforms`, for values with `dim` numbers; empty without it."""
     vector, many = list_of(Number, dim, "finite numbers"), f"a list of integers in [0, {dim - 1}]"
     places = Annotated[
@@ -218,7 +200,7 @@ def read_transforms(config: ExportObject, key: str, dim: int, state_dim: int = 0
     kinds = {name: kinds[name] for name in ("scale", "offset", *_KINDS[key])}
     found: list[Transform] = []
     for i, values in enumerate(config.convert(key, _LIST) if config.has(key) else ()):
-        table = ExportObject(config.file, values, config.name(f"{key}[{i}]"))
+        table = JsonObject(config.file, values, config.name(f"{key}[{i}]"))
         given = table.given(kinds)
         if len({"scale" if name == "offset" else name for name in given}) != 1:
             config.wrong(f"{key}[{i}]", "one of scale and offset, " + ", ".join(_KINDS[key]), values)
@@ -248,14 +230,14 @@ _Rate = Annotated[float, Meta(gt=0, le=LARGEST, description="a number > 0")]
 
 
 def read_embodiment(
-    root: Path, config: ExportObject, dims: Mapping[str, int]
+    root: Path, config: JsonObject, dims: Mapping[str, int]
 ) -> tuple[Embodiment, dict[str, Norm | None]]:
     """The robot and its norms, from the file that `embodiment` names, else from embodiment.json; without either an
     unknown robot. dims: of state and action, by the keys of their norms."""
-    file = config.file_in(root, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
+    file = file_in(root, config, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
     if not config.has("embodiment") and not file.is_file():
         return Embodiment(), dict.fromkeys(dims)
-    table, action_dim = ExportObject(file, read_export_json(file)), dims["action_norm"]
+    table, action_dim = JsonObject(file, read_export_json(file)), dims["action_norm"]
     kinds = {
         "action_space": _Space,
         "action_ranges": list_of(tuple[Number, Number], action_dim, _RANGES),
@@ -274,7 +256,7 @@ def read_embodiment(
     if "action_names" in values:
         table.different("action_names", kinds["action_names"])
     if "cameras" in values:
-        values["cameras"] = table.sizes("cameras", values["cameras"])
+        values["cameras"] = read_sizes(table, "cameras", values["cameras"])
     return Embodiment(**values), {key: read_norm(table, key, dim) for key, dim in dims.items()}
 
 
@@ -335,7 +317,7 @@ _GROUPED: Final = {"images": _Images, "state": _Groups, "actions": _Groups, "pro
 
 
 def read_wires(
-    config: ExportObject,
+    config: JsonObject,
     cameras: Collection[str],
     state_dim: int,
     action_dim: int,
@@ -361,7 +343,7 @@ def read_wires(
 
 
 def _preset(
-    table: ExportObject, key: str, name: str, cameras: Collection[str], state_dim: int, optional: AbstractSet[str]
+    table: JsonObject, key: str, name: str, cameras: Collection[str], state_dim: int, optional: AbstractSet[str]
 ) -> WireMap:
     if name not in PRESETS:
         table.wrong(key, "an object, or one of " + ", ".join(PRESETS))
@@ -375,7 +357,7 @@ def _preset(
 
 
 def _described(
-    table: ExportObject, grouped: bool, cameras: Collection[str], state_dim: int, action_dim: int
+    table: JsonObject, grouped: bool, cameras: Collection[str], state_dim: int, action_dim: int
 ) -> WireMap:
     """grouped: states and actions come in groups of numbers, as in GR00T."""
     keys = table.given(_GROUPED if grouped else _NAMED)

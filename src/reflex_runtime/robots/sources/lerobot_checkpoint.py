@@ -21,7 +21,6 @@ from reflex_runtime.robots.sources.export_files import (
     EMBODIMENT_FILE,
     LEROBOT_FILE,
     WEIGHTS,
-    ExportObject,
     PolicyCheckpoint,
     files_hash,
     model_bytes,
@@ -227,7 +226,7 @@ def read_robot(root: Path, state_dim: int, action_dim: int, known: Embodiment) -
     if not file.is_file():
         return known
     dims = {"state_norm": state_dim, "action_norm": action_dim}
-    robot, norms = read_embodiment(root, ExportObject(root / LEROBOT_FILE, {}), dims)
+    robot, norms = read_embodiment(root, JsonObject(root / LEROBOT_FILE, {}), dims)
     given = [key for key, norm in norms.items() if norm is not None]
     if given:
         raise ConfigError(f"{file}: {given[0]}: expected none, the checkpoint has its own")

@@ -26,7 +26,6 @@ from reflex_runtime.robots.sources.export_files import (
     LEROBOT_FILE,
     OPENPI_FILE,
     WEIGHTS,
-    ExportObject,
     PolicyCheckpoint,
     files_hash,
     model_bytes,
@@ -171,7 +170,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
     aloha = trained.robot == "aloha" and keys.adapt_to_pi
     takes_state = not trained.pi05 or state_in_prompt or delta
     config = {"config": keys.config, "delta_actions": delta, "state_in_prompt": state_in_prompt}
-    wires = ExportObject(root / OPENPI_FILE, {"wires": f"openpi/{trained.robot}"})
+    wires = JsonObject(root / OPENPI_FILE, {"wires": f"openpi/{trained.robot}"})
     return OpenpiCheckpoint(
         source=source,
         path=root,
@@ -238,12 +237,12 @@ def _stats_file(root: Path, asset_id: str | None) -> Path:
 
 def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm | None]:
     """The norms of "state" and "actions" by the first dimensions of a norm_stats.json, as openpi pads."""
-    stats = ExportObject(file, read_export_json(file)).part("norm_stats")
+    stats = JsonObject(file, read_export_json(file)).part("norm_stats")
     found = {}
     for key, dim in (("state", robot.state_dim), ("actions", robot.action_dim)):
         table, pair = stats.part(key), ("q01", "q99") if quantiles else ("mean", "std")
         norm = {name: table.convert(name, _Stats)[:dim] for name in pair} | {"epsilon": EPSILON}
-        found[key] = read_norm(ExportObject(file, {key: norm}, "norm_stats"), key, dim)
+        found[key] = read_norm(JsonObject(file, {key: norm}, "norm_stats"), key, dim)
     return found
 
 
