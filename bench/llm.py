@@ -199,7 +199,7 @@ class Ours:
 
 
 class GenAI:
-    """OpenVINO GenAI on the file that our runner converted."""
+    """OpenVINO GenAI on the graph that our runner makes of the checkpoint."""
 
     name = "OpenVINO GenAI"
 
@@ -207,13 +207,18 @@ class GenAI:
         import openvino as ov
         import openvino_genai as genai
 
+        from reflex_runtime.llm.runners import openvino_graph
+
         self._tensor, self._genai = ov.Tensor, genai
         config = genai.SchedulerConfig()
         config.num_kv_blocks, config.max_num_batched_tokens, config.max_num_seqs = BLOCKS, BUDGET, REQUESTS
         config.dynamic_split_fuse, config.enable_prefix_caching = True, False
         precision = PRECISIONS[dtype]
         options = {"INFERENCE_NUM_THREADS": 2, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": precision}
-        [converted] = [p.parent for p in (directory / ".reflex").rglob("openvino_model.xml")]
+        converted = directory / "openvino"
+        converted.mkdir(exist_ok=True)
+        graph = openvino_graph.build(Checkpoint.open(directory))
+        ov.save_model(graph, converted / "openvino_model.xml", compress_to_fp16=False)
         self._pipe = genai.ContinuousBatchingPipeline(
             str(converted), config, "CPU", options | {"KV_CACHE_PRECISION": precision}
         )

@@ -28,7 +28,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo import SCRIBE
 from reflex_runtime.llm.runners.checkpoint import Checkpoint
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
-from reflex_runtime.llm.runners.openvino_source import GraphCache, user_cache
+from reflex_runtime.llm.runners.openvino_source import GraphCache, run_converter, user_cache
 from thinned import thinned
 
 openvino_graph: Any = importlib.import_module("reflex_runtime.llm.runners.openvino_graph")
@@ -247,11 +247,20 @@ def test_steps_of_ever_new_shapes_leave_no_memory() -> None:
 
 
 def row_of(path: Path, **more: Any) -> npt.NDArray[np.float32]:
-    return prefill(runner(path, **more), Lane(prompt(20)), 20, shuffled(BLOCKS))
+    return prefill(runner(path, **{"weights": "int8", **more}), Lane(prompt(20)), 20, shuffled(BLOCKS))
+
+
+def not_again(checkpoint: Any) -> Any:
+    raise AssertionError("built a second time")
 
 
 def graphs_in(path: Path) -> list[Path]:
     return [place for place in (path / ".reflex").iterdir() if place.name != ".lock"]
+
+
+def test_a_checkpoint_in_its_own_precision_is_served_from_its_own_files(tmp_path: Path) -> None:
+    row_of(random_model("qwen3", tmp_path), weights="auto")
+    assert not (tmp_path / ".reflex").exists()
 
 
 def test_a_converted_graph_is_kept_used_again_and_replaced_with_its_weights(
@@ -261,7 +270,7 @@ def test_a_converted_graph_is_kept_used_again_and_replaced_with_its_weights(
     row = row_of(path)
     (kept,) = graphs_in(path)
     with monkeypatch.context() as patch:
-        patch.setattr("reflex_runtime.llm.runners.openvino_graph.build", None)  # not needed a second time
+        patch.setattr("reflex_runtime.llm.runners.openvino_graph.build", not_again)
         np.testing.assert_array_equal(row_of(path), row)
     (kept / "openvino_model.xml").write_text("<net")
     np.testing.assert_array_equal(row_of(path), row)
@@ -291,7 +300,7 @@ def test_a_conversion_that_fails_is_tried_once_and_not_blamed_on_the_cache(
         raise RuntimeError(f"no such operation, try {next(tries)}")
 
     with pytest.raises(RuntimeError, match="try 1"):
-        GraphCache(random_model("qwen2", tmp_path)).graph(ov.Core(), "plain", "key", build)
+        GraphCache(random_model("qwen2", tmp_path)).graph(ov.Core(), "int8", "key", build)
     assert "cannot be kept" not in caplog.text
 
 
@@ -313,7 +322,7 @@ def test_a_graph_of_a_directory_that_cannot_be_written_is_kept_in_the_users_cach
     assert folder.name.startswith("model-")
     assert f"{path}/.reflex: cannot be written; the converted model is kept in {folder}" in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr("reflex_runtime.llm.runners.openvino_graph.build", None)  # not needed a second time
+        patch.setattr("reflex_runtime.llm.runners.openvino_graph.build", not_again)
         np.testing.assert_array_equal(row_of(path), row)
     assert caplog.text.count("cannot be written") == 1
 
@@ -324,7 +333,7 @@ def test_a_graph_that_came_with_a_directory_that_cannot_be_written_is_used(
     path = random_model("qwen2", tmp_path)
     row = row_of(path)
     monkeypatch.setattr("reflex_runtime.llm.runners.openvino_source._writable", lambda folder: False)
-    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_graph.build", None)
+    monkeypatch.setattr("reflex_runtime.llm.runners.openvino_graph.build", not_again)
     np.testing.assert_array_equal(row_of(path), row)
 
 
@@ -332,15 +341,13 @@ def test_the_graph_of_the_bundled_model_is_kept_in_the_users_cache_and_not_in_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = GraphCache(SCRIBE).export("traced", "key", [sys.executable, "-c", WRITES])
+    made = GraphCache(SCRIBE).kept("traced", "key", lambda draft: (draft / "a").touch(), lambda place: place)
+    assert made is not None
     assert made.parent.parent == tmp_path / "reflex"
     assert not (SCRIBE / ".reflex" / made.name).exists()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert user_cache() == tmp_path / "home" / ".cache" / "reflex"
-
-
-WRITES = "import sys, pathlib; pathlib.Path(sys.argv[-1], 'openvino_model.xml').write_text('<net')"
 
 
 def test_a_graph_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +401,7 @@ def test_what_a_killed_conversion_left_is_removed_and_others_may_read_what_is_ke
     (path / ".reflex").chmod(0o755)
     row_of(path)
     (kept,) = graphs_in(path)
-    assert kept.name.startswith("openvino-plain-")
+    assert kept.name.startswith("openvino-int8-")
     assert kept.stat().st_mode & 0o777 == 0o755
 
 
@@ -413,7 +420,7 @@ def test_where_nothing_can_be_locked_a_graph_is_kept_all_the_same(
 def test_a_conversion_that_is_killed_says_what_to_do(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os; print('a warning', flush=True); os.kill(os.getpid(), 9)"]
     with pytest.raises(ConfigError, match=r"ended by signal 9, most often by too little memory.*--runner torch"):
-        GraphCache(tmp_path).export("traced", "key", command)
+        GraphCache(tmp_path).kept("traced", "key", lambda draft: run_converter(command), lambda place: place)
     assert graphs_in(tmp_path) == []
 
 

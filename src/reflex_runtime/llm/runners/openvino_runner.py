@@ -68,7 +68,7 @@ class OpenVinoRunner:
         ov = _library()
         core, root = ov.Core(), Path(directory)
         made = source(core, root, weights, GraphCache(root, cache_dir))
-        self._kept = made.checkpoint  # a graph that was built now reads its weights there
+        self._kept = made.checkpoint  # the graph reads its weights there
         config, model = made.config, made.model
         self.adapters: tuple[str, ...] = ()
         if adapters:
@@ -85,9 +85,8 @@ class OpenVinoRunner:
         keep_stored(model)
         expected = made.expected
         if made.checkpoint is None and expected is None:
-            expected = made.cache.array(
-                f"logits-{hint}", made.key, lambda: unpaged(core, model, settings, probe(config.vocab_size))
-            )  # of an earlier start, or computed now, which compiles the graph once more
+            # where it is computed, the graph is compiled once more
+            expected = made.kept_logits(hint, lambda: unpaged(core, model, settings, probe(config.vocab_size)))
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
         self.vocab_size = config.vocab_size

@@ -1,11 +1,13 @@
-"""From a model directory to the OpenVINO graph that is served: of an export, or made of a checkpoint and kept.
+"""From a model directory to the OpenVINO graph that is served: of an export, or made of a checkpoint.
 
 `optimum-cli export openvino` writes an export. Its graph runs unchanged, whatever the architecture: inputs and state
 are in the graph, other numbers in `config.json`. A graph that cannot be served is a ConfigError that names the file.
 
-A checkpoint is converted once. The graph is kept beside it, in the user's cache where that is not writable, or in
-`--cache-dir`, whole or not at all. Its name changes with the configuration, any weight file, the form of the graph and
-the libraries that made it. One process converts at a time; others wait and then use its graph.
+The graph of a known architecture is built at each start, in a tenth of a second: its weights stay in the checkpoint's
+files. What takes longer, rounding and tracing, is done once. Its result is kept beside the checkpoint, in the user's
+cache where that is not writable, or in `--cache-dir`, whole or not at all. Its name changes with the configuration, any
+weight file, the form of the graph and the libraries that made it. One process converts at a time; others wait and then
+use its graph.
 """
 
 from __future__ import annotations
@@ -154,55 +156,33 @@ class GraphCache:
         """The graph of that kind and key: from the cache, else built and kept there if that is possible."""
         import openvino
 
-        def save(draft: Path, model: Any) -> None:
-            openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
+        def write(draft: Path) -> None:
+            model = build()
+            try:
+                openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
+            except RuntimeError as error:  # the disk is full
+                raise OSError(last_line(error)) from error
 
         # read from disk even when just built: its memory is then the file's, shared and reclaimable
-        return self._kept(kind, key, partial(_read, core), build, save)
+        found = self.kept(kind, key, write, lambda place: core.read_model(place / MODEL_FILE))
+        return build() if found is None else found
 
-    def export(self, kind: str, key: str, command: list[str]) -> Path:
-        """The kept output of a command, whose last argument is a new directory; runs it if there is none.
-
-        ConfigError with the last line that the command wrote, or where nothing can be kept.
-        """
-
-        def there(place: Path) -> Path | None:
-            return place if _there(place) else None
-
-        found = self._kept(kind, key, there, lambda: None, lambda draft, _: _run([*command, str(draft)]))
-        if found is None:
-            raise ConfigError(f"{self.root}: a converted model can be kept nowhere; use --cache-dir")
-        return found
-
-    def array(self, kind: str, key: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-        """The numbers of that kind and key: from the cache, else computed and kept there."""
-        return self._kept(kind, key, _numbers, compute, lambda draft, made: np.save(draft / PROBE_FILE, made))
-
-    def _kept(
-        self,
-        kind: str,
-        key: str,
-        read: Callable[[Path], T | None],
-        make: Callable[[], T],
-        write: Callable[[Path, T], None],
-    ) -> T:
-        """Read the place of that kind and key; make and write it first where that fails, one process at a time. Where
-        nothing can be kept, returns what was made."""
+    def kept(self, kind: str, key: str, write: Callable[[Path], object], read: Callable[[Path], T]) -> T | None:
+        """What `read` makes of the directory of that kind and key. Written first where it is absent or cannot be read,
+        by one process at a time. None where nothing can be kept."""
         place = self._place(kind, key)
-        if (found := read(place)) is not None:
+        if (found := _read(place, read)) is not None:
             return found
         with _alone(place.parent):
-            if (found := read(place)) is not None:
+            if (found := _read(place, read)) is not None:
                 return found
             started = time.perf_counter()
             log.info("%s: converting to OpenVINO, %s, once", self.root, kind)
             shutil.rmtree(place, ignore_errors=True)  # it could not be read
-            made = make()
-            if not self._keep(place, kind, lambda draft: write(draft, made)):
-                return made
+            if not self._keep(place, kind, write):
+                return None
             log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
-            found = read(place)
-            return made if found is None else found
+            return _read(place, read)
 
     def key(self, files: list[Path], *made_by: object) -> str:
         """Changes with the configuration, any weight file and the converter."""
@@ -226,28 +206,26 @@ class GraphCache:
         other = folder / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}" / name
         if self.directory is not None or path.is_relative_to(_PACKAGE):
             return other
-        if _there(own) or _writable(own.parent):
+        if os.path.isdir(own) or _writable(own.parent):
             return own
-        if not _there(other):
+        if not os.path.isdir(other):
             log.info("%s: cannot be written; the converted model is kept in %s", own.parent, other.parent)
         return other
 
-    def _keep(self, place: Path, kind: str, write: Callable[[Path], None]) -> bool:
+    def _keep(self, place: Path, kind: str, write: Callable[[Path], object]) -> bool:
         """Write a draft, move it to its place and remove older graphs of the kind; False where that fails."""
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=place.parent))
-            try:
+            with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=place.parent, ignore_cleanup_errors=True) as name:
+                draft = Path(name)
                 write(draft)
                 draft.chmod(place.parent.stat().st_mode & 0o777)  # who may read the folder may serve from it
                 for stale in place.parent.glob(f"openvino-{kind}-*"):
                     if stale != place:
                         shutil.rmtree(stale, ignore_errors=True)
                 draft.rename(place)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
-        except (OSError, RuntimeError) as error:
-            if not _there(place):
+        except OSError as error:
+            if not os.path.isdir(place):
                 why = "the converted model cannot be kept, so each start converts again"
                 log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
                 return False
@@ -284,32 +262,18 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _there(place: Path) -> bool:
-    """Whether a graph is there and can be read."""
-    return os.path.isfile(place / MODEL_FILE)  # Path.is_file raises where access is denied
-
-
-def _numbers(place: Path) -> npt.NDArray[np.float32] | None:
-    """The array kept there, or None."""
-    with suppress(OSError, ValueError, EOFError):
-        found: npt.NDArray[np.float32] = np.load(place / PROBE_FILE, allow_pickle=False)
-        return found
-    return None
-
-
-def _read(core: Any, place: Path) -> Any:
-    """The graph kept there, or None; an unreadable one is removed."""
-    if not _there(place):
+def _read(place: Path, read: Callable[[Path], T]) -> T | None:
+    """What is kept there; None if there is nothing, or it cannot be read."""
+    if not os.path.isdir(place):  # Path.is_dir raises where access is denied
         return None
     try:
-        return core.read_model(place / MODEL_FILE)
-    except RuntimeError as error:
-        log.warning("%s: cannot be read and is converted again: %s", place / MODEL_FILE, last_line(error))
-        shutil.rmtree(place, ignore_errors=True)
+        return read(place)
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
+        log.warning("%s: cannot be read and is converted again: %s", place, last_line(error))
         return None
 
 
-def _run(command: list[str]) -> None:
+def run_converter(command: list[str]) -> None:
     """Run the converter in a process, which returns its memory; its lines go to the log."""
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
@@ -330,68 +294,63 @@ def _run(command: list[str]) -> None:
 @dataclass(frozen=True, slots=True)
 class GraphSource:
     """model: the graph. checkpoint: its source, whose files may hold its weights; None: an export, whose paging must be
-    checked. expected: logits of the reference after the tokens of `probe`, if known. cache, key: of numbers of this
-    graph."""
+    checked. expected: logits of the reference after the tokens of `probe`, if known. cache, key: of this graph."""
 
     config: ModelConfig | OpenVinoExport
     model: Any
     cache: GraphCache
     key: str
-    checkpoint: Checkpoint | None = None
-    expected: npt.NDArray[np.float32] | None = None
+    checkpoint: Checkpoint | None
+    expected: npt.NDArray[np.float32] | None
+
+    def kept_logits(self, hint: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """Logits of this graph, of an earlier start or computed now. hint: the precision."""
+
+        def write(draft: Path) -> None:
+            np.save(draft / PROBE_FILE, compute())
+
+        found = self.cache.kept(f"logits-{hint}", self.key, write, _probe_in)
+        return compute() if found is None else found
 
 
 def source(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSource:
     """The graph of a directory. weights: "auto" keeps them, "int8" and "int4" round them. Raises ConfigError."""
-    if is_export(root):
-        return _export(core, root, weights, cache)
-    if not is_known(root):
-        return _export(core, traced(root, cache), weights, cache)
     from reflex_runtime.llm.runners import openvino_graph
 
-    checkpoint = Checkpoint.open(root)
+    checkpoint, plain = None, weights == "auto"
+    config: ModelConfig | OpenVinoExport
+    if is_export(root) or not is_known(root):
+        directory = root if is_export(root) else traced(root, cache)
+        config, file = OpenVinoExport.open(directory), directory / MODEL_FILE
+        files = [file for file in (file, file.with_suffix(".bin")) if file.is_file()]
+        build = partial(read_graph, directory)
+        expected = _probe_in(directory) if plain and (directory / PROBE_FILE).is_file() else None
+    else:
+        checkpoint, expected = Checkpoint.open(root), None
+        config, files, build = checkpoint.config, checkpoint.files, partial(openvino_graph.build, checkpoint)
 
-    def build() -> Any:
-        return _rounded(openvino_graph.build(checkpoint), weights)
+    def rounded() -> Any:
+        model = build()
+        openvino_graph.compress(model, _BITS[weights])
+        return model
 
-    key = cache.key(checkpoint.files, openvino_graph.VERSION, _rounding(weights))
-    model = cache.graph(core, "plain" if weights == "auto" else weights, key, build)
-    return GraphSource(checkpoint.config, model, cache, key, checkpoint)
+    key = cache.key(files, openvino_graph.VERSION, openvino_graph.ROUNDING, weights)
+    model = build() if plain else cache.graph(core, weights, key, rounded)
+    return GraphSource(config, model, cache, key, checkpoint, expected)
 
 
 def traced(root: Path, cache: GraphCache) -> Path:
-    """The kept export of a checkpoint, traced in PyTorch in a process of its own."""
+    """The kept export of a checkpoint, traced in PyTorch in a process of its own. ConfigError with the last line that
+    the converter wrote, or where nothing can be kept."""
     require(root)
     key = cache.key(weight_files(root), TRACED_VERSION, version("transformers"), version("torch"))
-    return cache.export("traced", key, [sys.executable, "-m", _TRACING, str(root)])
+    command = [sys.executable, "-m", _TRACING, str(root)]
+    found = cache.kept("traced", key, lambda draft: run_converter([*command, str(draft)]), lambda place: place)
+    if found is None:
+        raise ConfigError(f"{root}: a converted model can be kept nowhere; use --cache-dir")
+    return found
 
 
-def _export(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSource:
-    config = OpenVinoExport.open(root)
-    files = [file for file in (root / MODEL_FILE, (root / MODEL_FILE).with_suffix(".bin")) if file.is_file()]
-    key = cache.key(files, weights, _rounding(weights))
-    if weights == "auto":
-        probe = root / PROBE_FILE
-        expected: npt.NDArray[np.float32] | None = np.load(probe, allow_pickle=False) if probe.is_file() else None
-        return GraphSource(config, read_graph(root), cache, key, None, expected)
-
-    def build() -> Any:
-        return _rounded(read_graph(root), weights)
-
-    model = cache.graph(core, weights, cache.key(files, _rounding(weights)), build)
-    return GraphSource(config, model, cache, key)
-
-
-def _rounded(model: Any, weights: str) -> Any:
-    if weights != "auto":
-        from reflex_runtime.llm.runners.openvino_graph import compress
-
-        compress(model, _BITS[weights])
-    return model
-
-
-def _rounding(weights: str) -> int:
-    """The version of the rounding; 0: none."""
-    from reflex_runtime.llm.runners.openvino_graph import ROUNDING
-
-    return 0 if weights == "auto" else ROUNDING
+def _probe_in(directory: Path) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = np.load(directory / PROBE_FILE, allow_pickle=False)
+    return found
