@@ -33,7 +33,7 @@ def need_client() -> None:
 
 @dataclass
 class OpenpiPolicy(HttpPolicy):
-    """A policy behind openpi's client. wire and png have no effect."""
+    """A policy behind openpi's client. png has no effect."""
 
     _socket: Any = field(default=None, repr=False)
     _situation: str = ""

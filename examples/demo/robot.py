@@ -31,7 +31,6 @@ from reflex_runtime.client import (
     ProcessorFailed,
     StaleRequest,
     Unreachable,
-    Wire,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ class HttpPolicy:
     """A policy behind a server, asked through `reflex_runtime.client`. For one thread.
 
     run: part of every episode's name, so that an episode played again is another one to the server.
-    wire: "msgpack" (pictures as raw bytes, or PNG with `png`) or "json" (base64 PNG).
+    png: send pictures as PNG, not as raw bytes.
     patience: seconds for which one question is asked again after a refusal that invites it; then NoAnswer.
     again: how often the robot looks again and asks anew after the policy failed, or its answer came too late. That is
         another question and the robot's own decision: the client does not repeat what the policy may have run.
@@ -152,7 +151,6 @@ class HttpPolicy:
     url: str
     robot_id: str
     run: str = ""
-    wire: Wire = "msgpack"
     png: bool = False
     patience: float = 30.0
     again: int = 0
@@ -171,7 +169,6 @@ class HttpPolicy:
             self.api_key,
             timeout=self.patience,
             retries=1000,  # its patience ends them
-            wire=self.wire,
             encoding="png" if self.png else "raw",
             sleep=self._pause,
         )
@@ -268,8 +265,7 @@ def main(argv: list[str] | None = None, kind: type[HttpPolicy] = HttpPolicy) -> 
     parser.add_argument("--execute", type=int, default=EXECUTE, help="actions taken of each chunk")
     parser.add_argument("--max-steps", type=int, default=MAX_STEPS)
     parser.add_argument("--control-hz", type=float, default=0.0, help="pace on the wall clock; 0: as fast as it can")
-    parser.add_argument("--wire", choices=["msgpack", "json"], default="msgpack")
-    parser.add_argument("--png", action="store_true", help="send pictures as PNG (json always does)")
+    parser.add_argument("--png", action="store_true", help="send pictures as PNG")
     parser.add_argument("--patience-s", type=float, default=30.0, help="for how long a refused question is asked again")
     parser.add_argument("--again", type=int, default=0, help="how often to ask anew after the policy failed")
     parser.add_argument("--deadline-ms", type=float)
@@ -285,7 +281,6 @@ def main(argv: list[str] | None = None, kind: type[HttpPolicy] = HttpPolicy) -> 
         args.url,
         args.robot_id,
         args.run,
-        wire=args.wire,
         png=args.png,
         patience=args.patience_s,
         again=args.again,

@@ -188,7 +188,7 @@ def run_demo(
             "--control-hz": control_hz,
             "--run": run or new_run(),
             "--again": again,
-        } | ({} if wire == "openpi" else {"--wire": wire})
+        }
         program = "openpi_robot" if wire == "openpi" else "robot"
         fleet = []
         for i in range(robots):

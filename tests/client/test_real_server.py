@@ -41,9 +41,8 @@ def url_of(server: Server) -> str:
     return f"http://127.0.0.1:{server.port}"
 
 
-@pytest.mark.parametrize("wire", ["msgpack", "json"])
-def test_real_server_answers(make: Make, server: Server, wire: str) -> None:
-    caller = make(url_of(server), api_key="key", wire=wire)
+def test_real_server_answers(make: Make, server: Server) -> None:
+    caller = make(url_of(server), api_key="key")
     for seed in range(3):
         chunk = caller.act(
             state=np.array([0.1, -0.2]), seed=seed, episode_id="épisode", robot_id="r",
@@ -59,9 +58,8 @@ def test_real_server_answers(make: Make, server: Server, wire: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])
-@pytest.mark.parametrize("wire", ["msgpack", "json"])
-def test_real_server_takes_every_encoding(make: Make, seeing: Server, wire: str, encoding: str) -> None:
-    caller = make(url_of(seeing), api_key="key", wire=wire, encoding=encoding)
+def test_real_server_takes_every_encoding(make: Make, seeing: Server, encoding: str) -> None:
+    caller = make(url_of(seeing), api_key="key", encoding=encoding)
     assert caller.act(image=PICTURE, images={"wrist": PICTURE}, state=[0.0, 0.0]).actions.shape == (3, 2)
 
 

@@ -1,8 +1,7 @@
-"""What goes out: fields, pictures and ids, in msgpack and JSON."""
+"""What goes out: fields, pictures and ids."""
 
 from __future__ import annotations
 
-import base64
 import io
 from typing import Any
 
@@ -55,23 +54,19 @@ def test_numbers_of_numpy_are_numbers(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "kind", "exact"), [("png", "PNG", True), ("jpeg", "JPEG", False)])
-@pytest.mark.parametrize("wire", ["msgpack", "json"])
-def test_pictures_go_out_compressed(make: Make, wire: str, encoding: str, kind: str, exact: bool) -> None:
+def test_pictures_go_out_compressed(make: Make, encoding: str, kind: str, exact: bool) -> None:
     with Stub([reply()]) as stub:
-        make(stub.url, wire=wire, encoding=encoding).act(image=PICTURE, state=np.array([1.0, 2.0]))
+        make(stub.url, encoding=encoding).act(image=PICTURE, state=np.array([1.0, 2.0]))
     sent = stub.seen[0].fields["image"]
-    with PIL.Image.open(io.BytesIO(base64.b64decode(sent) if wire == "json" else sent)) as image:
+    with PIL.Image.open(io.BytesIO(sent)) as image:
         assert image.format == kind
         assert (np.asarray(image) == PICTURE).all() == exact
 
 
-def test_json_carries_raw_pictures_as_png_and_files_as_they_are(make: Make) -> None:
-    with Stub([reply(), reply()]) as stub:
-        caller = make(stub.url, wire="json")
-        caller.act(image=PICTURE)
-        caller.act(image=b"\xff\xd8 a file")
-    assert base64.b64decode(stub.seen[0].fields["image"]).startswith(b"\x89PNG")
-    assert base64.b64decode(stub.seen[1].fields["image"]) == b"\xff\xd8 a file"
+def test_files_go_out_as_they_are(make: Make) -> None:
+    with Stub([reply()]) as stub:
+        make(stub.url, encoding="png").act(image=b"\xff\xd8 a file")
+    assert stub.seen[0].fields["image"] == b"\xff\xd8 a file"
 
 
 def test_a_request_id_is_made_and_stays_through_every_attempt(make: Make) -> None:
@@ -105,7 +100,7 @@ def test_what_no_server_could_take_is_not_sent(make: Make, fields: dict[str, Any
     "options",
     [
         {"url": "127.0.0.1:8000"}, {"url": "ftp://x"}, {"url": "http://"}, {"timeout": 0.0}, {"timeout": float("nan")},
-        {"retries": -1}, {"wire": "xml"}, {"encoding": "gif"}, {"api_key": "a\r\nb"},
+        {"retries": -1}, {"encoding": "gif"}, {"api_key": "a\r\nb"},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

@@ -88,7 +88,7 @@ def test_an_unanswered_robot_ends_the_episode_and_goes_on() -> None:
     assert [(e.success, e.steps, e.error) for e in episodes] == [(False, 0, "HTTP 500: broken")] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"png": True}, {"wire": "json"}], ids=["raw", "png", "json"])
+@pytest.mark.parametrize("options", [{}, {"png": True}], ids=["raw", "png"])
 def test_the_server_gets_what_the_robot_sees(
     stub: Stub, policies: Any, seen: RobotView, options: dict[str, Any]
 ) -> None:

@@ -73,9 +73,9 @@ def test_robots_over_the_time_limit_are_late_and_have_not_failed(stub: Stub) -> 
 
 
 def test_a_robot_that_cannot_start_shows_its_message(stub: Stub) -> None:
-    result = run_demo(stub.url, robots=1, episodes=1, wire="smoke")
+    result = run_demo(stub.url, robots=1, episodes=1, execute="many")  # type: ignore[arg-type]
     assert result.robots[0].exit_code == 2
-    assert "invalid choice: 'smoke'" in result.failures[0]
+    assert "invalid int value: 'many'" in result.failures[0]
 
 
 def test_an_exception_in_the_parent_leaves_no_child(stub: Stub) -> None:

@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from bench.load.wires.connection import Connection, reply_of, request
 from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.target import Target
-from reflex_runtime.client.calls import Wire, encoded, observation
+from reflex_runtime.client.calls import Encoding, observation
 from reflex_runtime.client.errors import BadAnswer
 from reflex_runtime.client.exchange import refused
 
@@ -66,7 +67,6 @@ class ActCaller(HttpCaller):
     """POST /act as JSON, pictures as PNG."""
 
     config: ClassVar[str] = "act"
-    wire: ClassVar[Wire] = "json"
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
         """A body of /act: the cameras under `images`, `state`, `instruction`."""
@@ -80,16 +80,25 @@ class ActCaller(HttpCaller):
                 fields[name] = value
         if deadline_ms:
             fields["deadline_ms"] = deadline_ms
-        sent = observation(fields, self.wire, "raw")
-        del sent["request_id"]  # otherwise all requests would have the same id
-        return self._post(encoded(sent, self.wire))
+        return self._post(self._body(fields))
+
+    def _body(self, fields: dict[str, Any]) -> bytes:
+        lists = {"state": fields["state"].tolist()} if "state" in fields else {}
+        return msgspec.json.encode(_sent(fields, "png") | lists)
 
 
 class ActMsgpackCaller(ActCaller):
     """POST /act as msgpack, pictures as raw bytes."""
 
     kind: ClassVar[str] = "application/msgpack"
-    wire: ClassVar[Wire] = "msgpack"
+
+    def _body(self, fields: dict[str, Any]) -> bytes:
+        return msgspec.msgpack.encode(_sent(fields, "raw"))
+
+
+def _sent(fields: dict[str, Any], encoding: Encoding) -> dict[str, Any]:
+    """The fields of /act without an id: all requests would have the same one."""
+    return {name: value for name, value in observation(fields, encoding).items() if name != "request_id"}
 
 
 class JsonNumpyCaller(HttpCaller):

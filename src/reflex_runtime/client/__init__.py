@@ -21,7 +21,7 @@ Errors (`docs/errors.md` has the codes):
 The package imports nothing from the rest of `reflex_runtime` but `pacing`.
 """
 
-from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority, Wire
+from reflex_runtime.client.calls import ActFields, Encoding, Picture, Priority
 from reflex_runtime.client.clients import AsyncClient, Client, Episode
 from reflex_runtime.client.errors import (
     BadAnswer,
@@ -40,5 +40,5 @@ from reflex_runtime.client.exchange import Chunk
 __all__ = [
     "ActFields", "AsyncClient", "BadAnswer", "BadRequest", "Chunk", "Client", "ClientError", "Encoding",
     "Episode", "NotFound", "Picture", "Priority", "ProcessorFailed", "ServerBusy", "ServerError",
-    "StaleRequest", "TimedOut", "Unreachable", "Wire",
+    "StaleRequest", "TimedOut", "Unreachable",
 ]  # fmt: skip

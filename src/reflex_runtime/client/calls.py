@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +18,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, doubling, wit
 Picture = NDArray[np.uint8] | bytes
 """uint8 [height, width, 3], or a PNG or JPEG file's bytes."""
 
-Wire = Literal["msgpack", "json"]
 Encoding = Literal["raw", "png", "jpeg"]
 Priority = Literal["urgent", "default", "background"]
 
@@ -61,7 +57,7 @@ def pause_after(error: ClientError, made: int, spread: float) -> float | None:
     return pause * (1.0 + 0.1 * spread)
 
 
-def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:
+def observation(fields: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     """The fields of POST /act; ValueError for values that no server would accept."""
     if unknown := fields.keys() - ActFields.__annotations__.keys():
         raise TypeError(f"act() has no {', '.join(sorted(unknown))}")
@@ -73,11 +69,11 @@ def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> di
     sent.setdefault("request_id", uuid.uuid4().hex)  # made here, so that every attempt has the same noise
     images = dict(sent.pop("images", {}))
     if "image" in sent:
-        sent["image"] = _picture(sent["image"], "image", wire, encoding)
+        sent["image"] = _picture(sent["image"], "image", encoding)
     if images:
-        sent["images"] = {name: _picture(value, f"images[{name!r}]", wire, encoding) for name, value in images.items()}
+        sent["images"] = {name: _picture(value, f"images[{name!r}]", encoding) for name, value in images.items()}
     if "state" in sent:
-        sent["state"] = _state(sent["state"], wire)
+        sent["state"] = _state(sent["state"])
     check_deadline(sent.get("deadline_ms"))
     return sent
 
@@ -87,42 +83,32 @@ def check_deadline(deadline_ms: float | None) -> None:
         raise ValueError(f"deadline_ms={deadline_ms!r}: must be in (0, 600000]")
 
 
-def encoded(fields: Mapping[str, Any], wire: Wire) -> bytes:
-    if wire == "msgpack":
-        return msgspec.msgpack.encode(dict(fields))
-    return json.dumps(dict(fields)).encode()  # with NaN as it is: the server's error names the field
-
-
-def _state(values: Any, wire: Wire) -> Any:
+def _state(values: Any) -> dict[str, Any]:
     state = np.asarray(values)
     if state.ndim != 1 or state.dtype.kind not in "fiu":
         raise ValueError(f"state: must be numbers [n], is {state.dtype} {list(state.shape)}")
-    if wire == "json":
-        return state.tolist()
     with np.errstate(over="ignore"):  # the server's error names a field beyond float32
         return _array(state.astype(np.float32))
 
 
-def _picture(picture: Any, name: str, wire: Wire, encoding: Encoding) -> Any:
+def _picture(picture: Any, name: str, encoding: Encoding) -> Any:
     if isinstance(picture, (bytes, bytearray, memoryview)):
-        data = bytes(picture)
-    else:
-        pixels = np.asarray(picture)
-        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-            shape = list(pixels.shape)
-            raise ValueError(f"{name}: must be uint8 [height, width, 3] or bytes, is {pixels.dtype} {shape}")
-        if wire == "msgpack" and encoding == "raw":
-            return _array(pixels)
-        jpeg = encoding == "jpeg"
-        data = _compressed(pixels, "JPEG") if jpeg else _compressed(pixels, "PNG", compress_level=1)
-    return data if wire == "msgpack" else base64.b64encode(data).decode()
-
-
-def _compressed(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
+        return bytes(picture)
+    pixels = np.asarray(picture)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+        shape = list(pixels.shape)
+        raise ValueError(f"{name}: must be uint8 [height, width, 3] or bytes, is {pixels.dtype} {shape}")
+    if encoding == "raw":
+        return _array(pixels)
     import PIL.Image  # here: programs that send raw pictures do not need it
 
+    return _file(PIL.Image.fromarray(pixels), encoding)
+
+
+def _file(image: Any, kind: Literal["png", "jpeg"]) -> bytes:
+    """A picture of Pillow as a file."""
     out = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(out, kind, **options)
+    image.save(out, kind, **({"compress_level": 1} if kind == "png" else {}))
     return out.getvalue()
 
 
@@ -135,9 +121,7 @@ def plain_item(value: Any) -> Any:
     if hasattr(value, "model_dump"):  # pydantic
         return value.model_dump()
     if hasattr(value, "save") and hasattr(value, "mode"):  # a picture
-        out = io.BytesIO()
-        value.save(out, "PNG", compress_level=1)
-        return out.getvalue()
+        return _file(value, "png")
     raise TypeError(f"item: of type {type(value).__name__}, which cannot be sent")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -22,9 +23,7 @@ from reflex_runtime.client.calls import (
     ActFields,
     Encoding,
     Priority,
-    Wire,
     check_deadline,
-    encoded,
     observation,
     pause_after,
     plain_item,
@@ -89,9 +88,8 @@ class BaseClient:
     url: http://HOST:PORT, with an optional path prefix. api_key: sent as Authorization: Bearer.
     timeout: most seconds of a call, pauses and further attempts included.
     retries: most further attempts after a refusal, see `pause_after`.
-    wire: "msgpack", with pictures and numbers as bytes, or "json".
-    encoding: of pictures given as arrays: "raw" (uncompressed; over JSON as PNG), "png" (smaller, the same pixels) or
-        "jpeg" (smallest, with loss).
+    encoding: of pictures given as arrays: "raw" (uncompressed), "png" (smaller, the same pixels) or "jpeg" (smallest,
+        with loss).
     uds: path of the server's Unix socket; `url` then gives only Host and prefix.
     proxy: URL of a proxy; by default HTTP_PROXY, HTTPS_PROXY and NO_PROXY, except for a server on this machine.
     verify: True checks TLS against the system's certificates; an ssl.SSLContext has others or a client certificate.
@@ -108,7 +106,6 @@ class BaseClient:
         *,
         timeout: float = 30.0,
         retries: int = 5,
-        wire: Wire = "msgpack",
         encoding: Encoding = "raw",
         uds: str | None = None,
         proxy: str | None = None,
@@ -122,14 +119,12 @@ class BaseClient:
             raise ValueError(f"timeout={timeout!r}: must be seconds > 0")
         if retries < 0:
             raise ValueError(f"retries={retries!r}: must be >= 0")
-        if wire not in ("msgpack", "json"):
-            raise ValueError(f"wire={wire!r}: must be 'msgpack' or 'json'")
         if encoding not in ("raw", "png", "jpeg"):
             raise ValueError(f"encoding={encoding!r}: must be 'raw', 'png' or 'jpeg'")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("api_key: must be printable ASCII")
         self.url, self._api_key, self._timeout, self._retries = url.rstrip("/"), api_key, timeout, retries
-        self._wire, self._encoding, self._clock, self._spread = wire, encoding, clock, spread
+        self._encoding, self._clock, self._spread = encoding, clock, spread
         self._sleep: Callable[[float], Any] = sleep or (time.sleep if isinstance(self, Client) else asyncio.sleep)
         here = host in ("localhost", "::1") or host.startswith("127.")
         self._uds, self._options = uds, {  # the environment's proxies are not for a server on this machine
@@ -152,11 +147,10 @@ class BaseClient:
         deadline. ClientError, by the server's error code; ValueError for arguments that no server would accept.
         """
         began = self._clock()
-        request = observation(fields, self._wire, self._encoding)
+        request = observation(fields, self._encoding)
         request_id, episode = str(request["request_id"]), request.get("episode_id") or request.get("robot_id")
-        deadline_ms = request.get("deadline_ms")
         try:
-            reply, made = await self._ask("POST", "/act", request, self._wire, deadline_ms, episode, began=began)
+            reply, made = await self._ask("POST", "/act", request, request.get("deadline_ms"), episode, began)
             return chunk(reply, request_id, made)
         except ClientError as error:
             error.request_id = error.request_id or request_id
@@ -184,9 +178,7 @@ class BaseClient:
         body = msgspec.msgpack.encode(item, enc_hook=plain_item)
         path = f"/predict/{quote(function, safe='')}" if function else "/predict"
         try:
-            reply, _ = await self._ask(
-                "POST", f"{path}?{urlencode(said)}", None, "msgpack", deadline_ms, body=body
-            )
+            reply, _ = await self._ask("POST", f"{path}?{urlencode(said)}", body, deadline_ms)
         except ClientError as error:
             error.request_id = error.request_id or said["request_id"]
             raise
@@ -194,7 +186,7 @@ class BaseClient:
 
     async def _get(self, path: str) -> dict[str, Any]:
         """GET a JSON object, such as /config; repeated while the server is unreachable or only a proxy answers."""
-        reply, _ = await self._ask("GET", path, None, "json")
+        reply, _ = await self._ask("GET", path, kind="json")
         return decoded(reply)
 
     async def _health(self) -> dict[str, Any]:
@@ -207,7 +199,8 @@ class BaseClient:
     async def _post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> dict[str, Any]:
         """POST a JSON object to a path, such as /admin/split {"split": 50}; returns the answer. episode: its id, for a
         balancer."""
-        reply, _ = await self._ask("POST", path, fields, "json", episode=episode)
+        body = json.dumps(dict(fields)).encode()
+        reply, _ = await self._ask("POST", path, body, episode=episode, kind="json")
         return decoded(reply) if reply.body else {}
 
     async def _report_outcome(
@@ -227,31 +220,30 @@ class BaseClient:
         self,
         method: str,
         path: str,
-        fields: Mapping[str, Any] | None,
-        wire: Wire,
+        body: Mapping[str, Any] | bytes | None = None,
         deadline_ms: float | None = None,
         episode: str | None = None,
-        body: bytes | None = None,
         began: float | None = None,
+        kind: str = "msgpack",
     ) -> tuple[Reply, int]:
         """A 2xx reply and the number of attempts, or the last attempt's error.
 
-        episode: sent as a header, by which a balancer keeps it with one server. body: in place of fields; the rest of
-        the deadline is in a header then. began: when the call did, if earlier.
+        body: of fields, which get the rest of the deadline; bytes have it in a header. episode: sent as a header, by
+        which a balancer keeps it with one server. began: when the call did, if earlier.
         """
-        headers, began = self._headers(wire), self._clock() if began is None else began
+        headers, began = self._headers(kind), self._clock() if began is None else began
         if episode:
             headers["X-Reflex-Episode"] = quote(str(episode), safe="", errors="replace")
         deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
         limit, until, made = min(self._timeout, deadline + GRACE), began + min(self._timeout, deadline), 0
+        sent = body if isinstance(body, bytes) else None
         while True:
             now = self._clock()
             left_ms = None if deadline_ms is None else max(1e-3, deadline_ms - (now - began) * 1e3)
-            if body is not None and left_ms is not None:
+            if isinstance(body, Mapping):
+                sent = msgspec.msgpack.encode(body if left_ms is None else {**body, "deadline_ms": left_ms})
+            elif left_ms is not None:
                 headers["X-Reflex-Deadline-Ms"] = f"{left_ms:.3f}"
-            elif fields is not None and left_ms is not None and now > began:
-                fields = {**fields, "deadline_ms": left_ms}
-            sent = body if fields is None else encoded(fields, wire)
             try:
                 reply = await self._attempt(method, path, headers, sent, max(1e-3, began + limit - now))
                 if 200 <= reply.status < 300:
@@ -275,9 +267,8 @@ class BaseClient:
     async def _pause(self, seconds: float) -> None:
         raise NotImplementedError
 
-    def _headers(self, wire: Wire) -> dict[str, str]:
-        kind = f"application/{wire}"
-        headers = {"Content-Type": kind, "Accept": kind}
+    def _headers(self, kind: str) -> dict[str, str]:
+        headers = dict.fromkeys(("Content-Type", "Accept"), f"application/{kind}")
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         return headers
