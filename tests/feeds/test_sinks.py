@@ -22,7 +22,7 @@ from feeds.fakes import Clock, frame
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs import check_files
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo, annotated
-from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError, record_of
+from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError, line_of
 from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 from reflex_runtime.settings import FeedsConfig
 
@@ -83,7 +83,7 @@ class Uncopied:
     ],
 )
 def test_whatever_a_processor_answers_becomes_json(value: Any, safe: Any) -> None:
-    made = json.loads(record_of(result(0, value)).as_json())["value"]
+    made = json.loads(line_of(result(0, value)))["value"]
     assert made == safe
     assert type(made) is type(safe)
 

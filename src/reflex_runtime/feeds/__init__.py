@@ -3,7 +3,7 @@
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError
 from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
-from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.output import ResultOutput
 from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.plan import FeedSpec, processor_of, source_of_spec, specs_of
 from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
@@ -31,11 +31,9 @@ __all__ = [
     "TrackStage",
     "Webhook",
     "ZoneStage",
-    "mqtt_address",
     "processor_of",
     "source_of",
     "source_of_spec",
     "specs_of",
     "to_supervision",
-    "webhook_address",
 ]

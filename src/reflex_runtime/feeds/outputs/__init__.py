@@ -12,7 +12,8 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, path_name
-from reflex_runtime.feeds.outputs.output import ResultOutput, mqtt_address, webhook_address
+from reflex_runtime.feeds.outputs.output import ResultOutput
+from reflex_runtime.feeds.runtime.pipeline import refusals_of
 from reflex_runtime.observe import files
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
@@ -113,17 +114,14 @@ def video_of(config: FeedsConfig, feed: str) -> Path:
 def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
     """The outputs of --publish and --webhook, not started. Raises ConfigError without secrets."""
     found: list[ResultOutput] = []
-    field = "publish"
-    try:
-        if config.publish:
-            from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
+    if config.publish:
+        from reflex_runtime.feeds.outputs.mqtt import MqttPublisher
 
-            found.append(MqttPublisher(mqtt_address(config.publish), config.publish_qos))
-        field = "webhook"
-        if config.webhook:
-            from reflex_runtime.feeds.outputs.webhook import Webhook
+        with refusals_of("--publish", "="):
+            found.append(MqttPublisher(config.publish, config.publish_qos))
+    if config.webhook:
+        from reflex_runtime.feeds.outputs.webhook import Webhook
 
-            found.append(Webhook(webhook_address(config.webhook)))
-    except ConfigError as error:
-        raise ConfigError(f"--{field}={error.message}", field=field) from None
+        with refusals_of("--webhook", "="):
+            found.append(Webhook(config.webhook))
     return found

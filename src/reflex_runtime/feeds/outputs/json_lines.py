@@ -29,12 +29,9 @@ NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. are other directories
 _PATH_BYTES = 200  # of at most 255 in the name of a file: endings follow, such as .mp4.1
 
 
-class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A result without its picture, which a waiting result must not keep.
-
-    file: the picture's name in a directory, or "". pts: seconds in the stream, or None. latency_ms: from capture to
-    answer.
-    """
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """file: the picture's name in a directory, or "". pts: seconds in the stream, or None. latency_ms: from capture to
+    answer."""
 
     feed: str
     sequence: int
@@ -43,14 +40,20 @@ class ResultRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     latency_ms: float
     value: Any
 
-    def as_json(self) -> bytes:
-        """One line, without its end. Arrays become lists, numbers that are not finite null, unknown objects their
-        text."""
-        try:
-            return _ENCODER.encode(self)
-        except UnicodeEncodeError:  # half a pair of surrogates, such as in the name of a file
-            line = json.dumps(msgspec.to_builtins(self, enc_hook=_plain))
-            return json.dumps(json.loads(line, parse_constant=lambda name: None)).encode()
+
+def line_of(result: Result) -> bytes:
+    """A result as one line of JSON, without its end. Arrays become lists, numbers that are not finite null, unknown
+    objects their text."""
+    frame, latency_ms = result.frame, round(1e3 * result.latency, 3)
+    line = _Line(
+        feed=result.feed, sequence=frame.sequence, file=frame.file, pts=frame.pts, latency_ms=latency_ms,
+        value=result.value,
+    )  # fmt: skip
+    try:
+        return _ENCODER.encode(line)
+    except UnicodeEncodeError:  # half a pair of surrogates, such as in the name of a file
+        text = json.dumps(msgspec.to_builtins(line, enc_hook=_plain))
+        return json.dumps(json.loads(text, parse_constant=lambda name: None)).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -65,15 +68,6 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
-
-
-def record_of(result: Result) -> ResultRecord:
-    """The record of a result."""
-    frame, latency_ms = result.frame, round(1e3 * result.latency, 3)
-    return ResultRecord(
-        feed=result.feed, sequence=frame.sequence, file=frame.file, pts=frame.pts, latency_ms=latency_ms,
-        value=result.value,
-    )  # fmt: skip
 
 
 def path_name(feed: str) -> str:
@@ -91,7 +85,7 @@ class SinkError(ReflexError):
 
 
 class JsonLines:
-    """Writes a line of JSON for each result: see `ResultRecord`. Any number of feeds may share it.
+    """Writes a line of JSON for each result: see `line_of`. Any number of feeds may share it.
 
     target: a path, whose file is kept as PATH.1 (see `files.create`), or a binary stream, which is not closed. gone:
     called instead of an error when the reader of a stream has left; further results are dropped.
@@ -121,7 +115,7 @@ class JsonLines:
 
     def __call__(self, result: Result) -> None:
         """Write a result. Raises SinkError the first time that it cannot."""
-        line = record_of(result).as_json() + b"\n"
+        line = line_of(result) + b"\n"
         with self._lock:
             if self._failed:
                 self.lost += 1

@@ -10,14 +10,18 @@ from __future__ import annotations
 import ssl
 import threading
 from typing import Any, Final
+from urllib.parse import unquote
 from uuid import uuid4
 
-from reflex_runtime.feeds.outputs.json_lines import ResultRecord, path_name
-from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.outputs.json_lines import path_name
+from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultLine, ResultOutput, address_of
 from reflex_runtime.feeds.runtime.pipeline import library
 
 WINDOW: Final = 20  # messages not yet written to the socket (QoS 0) or acknowledged (QoS 1 and 2)
 MOST_BYTES: Final = 1_000_000  # of a message: many brokers end the connection at a larger one
+LONGEST_TOPIC: Final = 200
+PORTS: Final = {False: 1883, True: 8883}  # by TLS
 KEEPALIVE_S: Final = 30
 RECONNECT_S: Final = (1, 30)  # the first and the longest pause
 CONNECT_S: Final = 5.0  # to connect
@@ -25,7 +29,8 @@ FAREWELL_S: Final = 0.3  # for the last status, and for the disconnect
 
 
 class MqttPublisher(ResultOutput):
-    """Publishes every result to TOPIC/feeds/NAME. Raises ConfigError if paho-mqtt is missing.
+    """Publishes every result to TOPIC/feeds/NAME of mqtt[s]://[user:password@]host[:port]/TOPIC. Raises ConfigError for
+    another address, and if paho-mqtt is missing.
 
     qos: when the connection breaks, messages on their way are lost and counted (0), sent again so that they may arrive
     twice (1), or sent again and arrive once (2).
@@ -35,14 +40,14 @@ class MqttPublisher(ResultOutput):
 
     kind = "mqtt"
 
-    def __init__(self, address: ReceiverAddress, qos: int = 0, name: str = "") -> None:
+    def __init__(self, url: str, qos: int = 0, name: str = "") -> None:
+        address = address_of(url, "mqtt", "mqtt://HOST/TOPIC, or mqtts://HOST/TOPIC over TLS")
         super().__init__(address.shown, name=name)
-        self._topic = address.path[1:]
+        self._topic = _topic_of(address)
         self._qos = qos
         self._connected = self._refused = False  # refused: by the broker, at the last try
-        self._on_way: set[int] = set()  # message numbers
-        self._early: set[int] = set()  # acknowledged before `publish` returned their number
-        self._statuses: set[int] = set()  # message numbers of statuses on their way
+        self._on_way: set[int] = set()  # message numbers of results
+        self._acknowledged: set[int] = set()  # message numbers, maybe before `publish` returned them
         self._leaving = False
         self._client = self._made(address)
 
@@ -60,7 +65,7 @@ class MqttPublisher(ResultOutput):
         client.on_connect, client.on_connect_fail = self._on_connect, self._on_connect_fail
         client.on_disconnect, client.on_publish = self._on_disconnect, self._on_publish
         client.on_message = self._on_status
-        client.connect_async(address.host, address.port, KEEPALIVE_S)
+        client.connect_async(address.host, address.port or PORTS[address.secure], KEEPALIVE_S)
         return client
 
     # -- on the output's thread ----------------------------------------------------------------------------------------
@@ -68,36 +73,39 @@ class MqttPublisher(ResultOutput):
     def _send_all(self) -> None:
         self._client.loop_start()
         try:
-            while records := self._next(1, self._ready):
-                self._publish(records[0])
+            while lines := self._next(1, ready=self._ready):
+                self._publish(*lines)
             with self.news:
-                self.news.wait_for(lambda: not self._on_way or not self._connected, self.time_left)
+                self.news.wait_for(lambda: (self._ready() and not self._on_way) or not self._connected, self.time_left)
         finally:
             self._leave()
 
     def _ready(self) -> bool:
+        """Count what is acknowledged. Returns whether a further message may be sent."""
         if self._state == "away" and self.time_left is not None:
             self.signal(0.0)  # it is not waited for
+        self._count_arrived()
+        self._acknowledged.clear()  # the rest are statuses
         return self._connected and len(self._on_way) < WINDOW
 
-    def _publish(self, record: ResultRecord) -> None:
+    def _count_arrived(self) -> None:
+        arrived = self._on_way & self._acknowledged
+        self._on_way -= arrived
+        self._sent(len(arrived))
+
+    def _publish(self, line: ResultLine) -> None:
         """Publish one result. Without the lock, because the client calls back while it holds its own."""
-        text = self._line(record)
-        if text is None:
-            return
+        feed, text = line
         if len(text) > MOST_BYTES:
             self._drop("refused")
-            self._failed(f"a result of {record.feed} has {len(text)} bytes, a message at most {MOST_BYTES}")
+            self._failed(f"a result of {feed} has {len(text)} bytes, a message at most {MOST_BYTES}")
             return
-        told = self._client.publish(f"{self._topic}/feeds/{path_name(record.feed)}", text, qos=self._qos)
+        made = self._client.publish(f"{self._topic}/feeds/{path_name(feed)}", text, qos=self._qos)
         with self.news:
-            if self._qos == 0 and told.rc != 0:  # the connection was lost just now
-                self._back([record])
-            elif told.mid in self._early:
-                self._early.discard(told.mid)
-                self._sent()
+            if self._qos == 0 and made.rc != 0:  # the connection was lost just now
+                self._back([line])
             else:
-                self._on_way.add(told.mid)
+                self._on_way.add(made.mid)
 
     def _leave(self) -> None:
         """Publish `offline` and disconnect, in a bounded time."""
@@ -119,10 +127,10 @@ class MqttPublisher(ResultOutput):
         client.subscribe(f"{self._topic}/status", qos=1)
         self._publish_online()
         with self.news:
-            if self._qos == 0 and self._on_way:  # the client drops these
+            self._count_arrived()
+            if self._qos == 0:  # the client drops the others
                 self._drop("lost", len(self._on_way))
                 self._on_way.clear()
-            self._early.clear()
             self._connected = True
             self._well()
             self.news.notify_all()
@@ -133,7 +141,7 @@ class MqttPublisher(ResultOutput):
             self._publish_online()
 
     def _publish_online(self) -> None:
-        self._statuses.add(self._client.publish(f"{self._topic}/status", "online", qos=1, retain=True).mid)
+        self._client.publish(f"{self._topic}/status", "online", qos=1, retain=True)
 
     def _on_connect_fail(self, _: Any, __: Any) -> None:
         self._lost("nothing answers there as an MQTT broker")
@@ -151,10 +159,13 @@ class MqttPublisher(ResultOutput):
 
     def _on_publish(self, _: Any, __: Any, number: int, ___: Any, ____: Any) -> None:
         with self.news:
-            if number in self._on_way:
-                self._on_way.discard(number)
-                self._sent()
-            elif number in self._statuses:
-                self._statuses.discard(number)
-            else:
-                self._early.add(number)
+            self._acknowledged.add(number)
+            self.news.notify_all()
+
+
+def _topic_of(address: ReceiverAddress) -> str:
+    topic = unquote(address.path[1:])
+    if not 0 < len(topic) <= LONGEST_TOPIC or set(topic) & set("+#\0") or topic[0] in "$/" or topic[-1] == "/":
+        what = f"a topic of 1 to {LONGEST_TOPIC} characters, without + and #, and no / or $ at its ends"
+        raise ConfigError(f"{address.shown}: the path must be {what}")
+    return topic

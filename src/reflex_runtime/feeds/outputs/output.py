@@ -7,12 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final
+from dataclasses import dataclass, field
+from math import inf
+from typing import ClassVar, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.outputs.json_lines import ResultRecord, record_of
+from reflex_runtime.feeds.outputs.json_lines import line_of
 from reflex_runtime.feeds.runtime.health import OUTPUT_DROPS, OutputSnapshot
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.sources.video import without_secrets
@@ -27,8 +28,14 @@ WAITING: Final = 1024  # results that wait in an output
 GRACE_S: Final = 1.0  # for a thread to end after its time is over
 SELDOM: Final = 30.0  # seconds between two log lines on failures
 LONGEST: Final = 2000  # characters of an address
-LONGEST_TOPIC: Final = 200
-_PORTS: Final = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
+
+
+class ResultLine(NamedTuple):
+    """A result as its line, without the picture, which a waiting result must not keep."""
+
+    feed: str
+    data: bytes
+
 
 class ResultOutput:
     """Sends results to one receiver, on its own thread. Every result is counted in exactly one place.
@@ -45,7 +52,7 @@ class ResultOutput:
         self.take = self._take  # one object: a shared sink is recognised by its identity
         self.news = threading.Condition()
         self._capacity = capacity
-        self._waiting: deque[ResultRecord] = deque()
+        self._waiting: deque[ResultLine] = deque()
         self._in_hand = 0  # given to the output's thread, neither sent nor dropped
         self._taken = self._sent_count = 0
         self._drops = dict.fromkeys(OUTPUT_DROPS, 0)
@@ -103,15 +110,23 @@ class ResultOutput:
 
     def _take(self, result: Result) -> None:
         """Never waits. The oldest result is dropped where there is no room."""
-        record = record_of(result)
+        line, fault = b"", None
+        try:
+            with WALL:
+                line = line_of(result)
+        except Exception as error:  # of the value's own class
+            fault = f"a result of {result.feed} cannot be written as JSON: {type(error).__name__}: {error}"
         with self.news:
             self._taken += 1
-            if self._until is not None:
+            if fault is not None:
+                self._drops["refused"] += 1
+                self._failed(fault)
+            elif self._until is not None:
                 self._drops["unsent"] += 1
-                return
-            self._waiting.append(record)
-            self._trim()
-            self.news.notify_all()
+            else:
+                self._waiting.append(ResultLine(result.feed, line))
+                self._trim()
+                self.news.notify_all()
 
     # -- on the output's thread ----------------------------------------------------------------------------------------
 
@@ -119,17 +134,20 @@ class ResultOutput:
         """Send results until there are no more. Called once."""
         raise NotImplementedError
 
-    def _next(self, most: int, ready: Callable[[], bool] = lambda: True) -> list[ResultRecord]:
-        """Wait for results, and until it is `ready`. Returns at most so many, the oldest first; none at the end."""
+    def _next(self, most: int, size: float = inf, ready: Callable[[], bool] = lambda: True) -> list[ResultLine]:
+        """Wait for results, and until it is `ready`. Returns at most so many, the oldest first, and none after `size`
+        bytes; none at the end."""
         with self.news:
-            while not (self._waiting and ready()):
+            while not (ready() and self._waiting):
                 left = self.time_left
                 if left is not None and (left <= 0.0 or not self._waiting):
                     return []
                 self.news.wait(left)
-            if (left := self.time_left) is not None and left <= 0.0:
-                return []
-            found = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            found: list[ResultLine] = []
+            if (left := self.time_left) is None or left > 0.0:
+                while self._waiting and len(found) < most and size > 0:
+                    found.append(self._waiting.popleft())
+                    size -= len(found[-1].data)
             self._in_hand += len(found)
             return found
 
@@ -145,11 +163,11 @@ class ResultOutput:
             if self._settle(count):
                 self._drops[reason] += count
 
-    def _back(self, records: Sequence[ResultRecord]) -> None:
+    def _back(self, lines: Sequence[ResultLine]) -> None:
         """Results in hand wait again, as the oldest."""
         with self.news:
-            if self._settle(len(records)):
-                self._waiting.extendleft(reversed(records))
+            if self._settle(len(lines)):
+                self._waiting.extendleft(reversed(lines))
                 self._trim()
 
     def _pause(self, seconds: float) -> None:
@@ -168,16 +186,6 @@ class ResultOutput:
         self._state = "away"
         self._retries += again
         self._failed(why, again)
-
-    def _line(self, record: ResultRecord) -> bytes | None:
-        """The line of a result in hand, without its end. None if it is no JSON: then it is dropped."""
-        try:
-            with WALL:
-                return record.as_json()
-        except Exception as error:  # of the value's own class
-            self._drop("refused")
-            self._failed(f"a result of {record.feed} cannot be written as JSON: {type(error).__name__}: {error}")
-            return None
 
     def _failed(self, why: object, again: bool = False) -> None:
         """Log a failure, at most one in `SELDOM` seconds."""
@@ -211,36 +219,23 @@ class ResultOutput:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAddress:
-    """Where a receiver is. secure: over TLS. path: with the leading slash, of a web server also with the query.
+    """Where a receiver is. secure: over TLS. path: with the leading slash, and with the query of a web server.
 
     shown: for people, without user, password and query.
     """
 
     secure: bool
     host: str
-    port: int
+    port: int | None
     path: str
     shown: str
     user: str | None = None
     password: str | None = field(default=None, repr=False)
 
 
-def mqtt_address(text: str) -> ReceiverAddress:
-    """mqtt://[user:password@]host[:port]/topic, or mqtts for TLS. Raises ConfigError without secrets."""
-    address = _address(text, ("mqtt", "mqtts"), "mqtt://HOST/TOPIC, or mqtts://HOST/TOPIC over TLS")
-    topic = unquote(address.path[1:])
-    if not 0 < len(topic) <= LONGEST_TOPIC or set(topic) & set("+#\0") or topic[0] in "$/" or topic[-1] == "/":
-        what = f"a topic of 1 to {LONGEST_TOPIC} characters, without + and #, and no / or $ at its ends"
-        raise ConfigError(f"{address.shown}: the path must be {what}")
-    return replace(address, path=f"/{topic}")
-
-
-def webhook_address(text: str) -> ReceiverAddress:
-    """http(s)://[user:password@]host[:port]/path?query. Raises ConfigError without secrets."""
-    return _address(text, ("http", "https"), "http://HOST/PATH or https://HOST/PATH")
-
-
-def _address(text: str, schemes: tuple[str, str], expected: str) -> ReceiverAddress:
+def address_of(text: str, scheme: str, expected: str, query: bool = False) -> ReceiverAddress:
+    """The address SCHEME://[user:password@]host[:port]/path; over TLS the scheme ends in s. query: whether it may have
+    one. Raises ConfigError without secrets."""
     shown = one_line(without_secrets(text))
     wrong = ConfigError(f"{shown}: must be {expected}")
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > LONGEST:
@@ -250,15 +245,11 @@ def _address(text: str, schemes: tuple[str, str], expected: str) -> ReceiverAddr
         port = found.port
     except ValueError:  # a wrong port or address
         raise wrong from None
-    query = found.query if schemes[0] == "http" else ""
-    if found.scheme not in schemes or not found.hostname or port == 0 or found.fragment or query != found.query:
+    secure = found.scheme == f"{scheme}s"
+    if not (secure or found.scheme == scheme) or not found.hostname or port == 0 or found.fragment:
         raise wrong
-    return ReceiverAddress(
-        secure=found.scheme == schemes[1],
-        host=found.hostname,
-        port=port or _PORTS[found.scheme],
-        path=(found.path or "/") + (f"?{query}" if query else ""),
-        shown=shown,
-        user=None if found.username is None else unquote(found.username),
-        password=None if found.password is None else unquote(found.password),
-    )
+    if found.query and not query:
+        raise wrong
+    path = (found.path or "/") + (f"?{found.query}" if found.query else "")
+    user, password = (None if part is None else unquote(part) for part in (found.username, found.password))
+    return ReceiverAddress(secure, found.hostname, port, path, shown, user, password)

@@ -12,8 +12,7 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Final
 
-from reflex_runtime.feeds.outputs.json_lines import ResultRecord
-from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultOutput
+from reflex_runtime.feeds.outputs.output import ResultLine, ResultOutput, address_of
 from reflex_runtime.pacing import doubled
 from reflex_runtime.version import __version__
 
@@ -28,7 +27,8 @@ _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Webhook(ResultOutput):
-    """Posts groups of results as application/x-ndjson, with the lines of --results.
+    """Posts groups of results as application/x-ndjson, with the lines of --results, to
+    http[s]://[user:password@]host[:port]/path?query. Raises ConfigError for another address.
 
     A status of 200 to 299 is success. After 408, 425, 429, 500, 502, 503, 504 and a lost connection the group is sent
     again, after 0.5, then 1, 2 … 30 s, and not before Retry-After (at most 30 s): it may arrive twice. Any other status
@@ -37,9 +37,9 @@ class Webhook(ResultOutput):
 
     kind = "webhook"
 
-    def __init__(self, address: ReceiverAddress, name: str = "") -> None:
-        super().__init__(address.shown.partition("?")[0], name=name)
-        self._address = address
+    def __init__(self, url: str, name: str = "") -> None:
+        self._address = address = address_of(url, "http", "http://HOST/PATH or https://HOST/PATH", query=True)
+        super().__init__(address.shown, name=name)
         self._headers = {"Content-Type": "application/x-ndjson", "User-Agent": f"reflex/{__version__}"}
         if address.user is not None:
             words = f"{address.user}:{address.password or ''}".encode()
@@ -61,55 +61,37 @@ class Webhook(ResultOutput):
     # -- on the output's thread ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        while records := self._next(GROUP):
-            self._send(records)
+        while lines := self._next(GROUP, GROUP_BYTES):
+            self._send(lines)
         self._close()
 
-    def _send(self, records: Sequence[ResultRecord]) -> None:
-        lines, records = self._lines(records)
-        if not lines:
-            return
+    def _send(self, lines: Sequence[ResultLine]) -> None:
         try:
-            answer = self._post(b"".join(lines))
+            answer = self._post(b"".join(line.data + b"\n" for line in lines))
         except (OSError, HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._again(records, f"cannot be reached: {why}")
+            self._again(lines, f"cannot be reached: {why}")
             return
         if 200 <= answer.status < 300:
             self._failures = 0
             self._sent(len(lines))
             self._well()
         elif answer.status in _AGAIN:
-            self._again(records, f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
+            self._again(lines, f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
         else:
             self._failures = 0
             more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
             self._unwell(f"answers {answer.status}{more}; the results are dropped", again=False)
             self._drop("refused", len(lines))
 
-    def _lines(self, records: Sequence[ResultRecord]) -> tuple[list[bytes], list[ResultRecord]]:
-        """The lines of as many results as fit into a request, and these results; the others wait again."""
-        lines: list[bytes] = []
-        kept: list[ResultRecord] = []
-        size = 0
-        for number, record in enumerate(records):
-            if size >= GROUP_BYTES:
-                self._back(records[number:])
-                break
-            if (line := self._line(record)) is not None:
-                lines.append(line + b"\n")
-                kept.append(record)
-                size += len(lines[-1])
-        return lines, kept
-
-    def _again(self, records: Sequence[ResultRecord], why: str, wait: float = 0.0) -> None:
+    def _again(self, lines: Sequence[ResultLine], why: str, wait: float = 0.0) -> None:
         """Put a group back, or give it up after the last attempt, and pause. wait: seconds of Retry-After."""
         self._failures += 1
         self._unwell(why)
         if self._failures % ATTEMPTS:
-            self._back(records)
+            self._back(lines)
         else:
-            self._drop("lost", len(records))
+            self._drop("lost", len(lines))
         if self.time_left is not None:
             self.signal(0.0)  # there is no time to try again
             return

@@ -265,12 +265,12 @@ def opencv() -> Any:
 
 
 @contextmanager
-def refusals_of(where: str) -> Iterator[None]:
+def refusals_of(where: str, then: str = ": ") -> Iterator[None]:
     """Put `where` in front of a ConfigError, in one line."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{where}: {in_one_line(error.message.removeprefix('--'))}") from None
+        raise ConfigError(f"{where}{then}{in_one_line(error.message.removeprefix('--'))}") from None
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
