@@ -18,21 +18,20 @@ from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported
 from reflex_runtime.web.fields import invalid_input
 from reflex_runtime.web.oip import (
+    BYTES,
     Described,
+    InferParameters,
     InferRequest,
     OipAnswer,
     OipCall,
     Tensor,
-    check_names,
     datatype_of,
-    limits_in,
-    rows_of,
     tensor_out,
 )
 
 WIRE: Final = "oip"
 MOST_ROWS: Final = 256  # of a message
-_PLAIN: Final = {bool: "BOOL", int: "INT64", float: "FP64", str: "BYTES", bytes: "BYTES"}
+_PLAIN: Final = {bool: "BOOL", int: "INT64", float: "FP64", str: BYTES, bytes: BYTES}
 
 
 class TensorField(NamedTuple):
@@ -54,7 +53,7 @@ def ports_of(values: Values, alone: str) -> tuple[dict[str, TensorField], bool]:
     found = {name: _port(values, hint) for name, hint in fields.items()}
     if found and None not in found.values():
         return found, True  # type: ignore[return-value]
-    return {alone: TensorField("BYTES", [-1, 1], None)}, False
+    return {alone: TensorField(BYTES, [-1, 1], None)}, False
 
 
 def _port(values: Values, hint: Any) -> TensorField | None:
@@ -62,8 +61,14 @@ def _port(values: Values, hint: Any) -> TensorField | None:
         dims = [-1] if array.dims is None else [-1 if size is None else size for size in array.dims]
         return TensorField("FP32" if array.dtype is None else datatype_of(array.dtype), [-1, *dims], hint)
     if is_picture(hint):
-        return TensorField("BYTES", [-1, 1], hint)
+        return TensorField(BYTES, [-1, 1], hint)
     return TensorField(_PLAIN[hint], [-1, 1], hint) if hint in _PLAIN else None
+
+
+class FunctionParameters(InferParameters, kw_only=True):
+    """The parameters of an inference by a function."""
+
+    client: str | None = None
 
 
 class FunctionAsModel:
@@ -93,9 +98,10 @@ class FunctionAsModel:
         served = self._predict.served
         if served.streams:
             raise NotFound(f"{served.name} streams its results: ask POST /predict/{served.name}")
-        check_names(sent, list(self._items), (), list(self._results))
-        rows, given = rows_of(sent.inputs, MOST_ROWS), {tensor.name: tensor for tensor in sent.inputs}
-        options = options_of(limits_in(sent.parameters, ("priority", "client"), (), call.left_ms))
+        rows = sent.rows(self._items, (), self._results, MOST_ROWS)
+        said, given = FunctionParameters.of(sent), {tensor.name: tensor for tensor in sent.inputs}
+        told = {"deadline_ms": said.deadline_ms(call.left_ms), "priority": said.level, "client": said.client}
+        options = options_of(told)
         items = [self._item(given, row) for row in range(rows)]
         results = await together(self._row(call, row, rows, item, options) for row, item in enumerate(items))
         try:
@@ -135,18 +141,16 @@ def _described(ports: Mapping[str, TensorField]) -> list[Described]:
 
 def _value(tensor: Tensor, row: int, hint: Any) -> Any:
     """One row of a tensor, as a value of the type `hint`."""
-    if isinstance(tensor.values, list):
-        if len(tensor.values) != tensor.shape[0]:
-            raise invalid_input(tensor.name, "must have one element in each row")
-        return tensor.values[row].decode("utf-8", "replace") if hint is str else tensor.values[row]
+    value = tensor.row(row)
+    if tensor.datatype == BYTES:
+        return value.decode("utf-8", "replace") if hint is str else value
     if hint in (bytes, str, None) or is_picture(hint):
         raise invalid_input(tensor.name, "must be BYTES")
-    part = tensor.values[row]
-    if hint in _PLAIN:
-        if part.size != 1:
-            raise invalid_input(tensor.name, "must have one number in each row")
-        return part.item()
-    return np.asarray(part)
+    if hint not in _PLAIN:
+        return np.asarray(value)
+    if value.size != 1:
+        raise invalid_input(tensor.name, "must have one number in each row")
+    return value.item()
 
 
 def _field(result: Any, name: str) -> Any:

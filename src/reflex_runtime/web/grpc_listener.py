@@ -267,7 +267,7 @@ MAX_OTHER: Final = 1 << 20  # bytes of a request that are not raw tensors
 _RAW: Final = 7 << 3 | 2  # tag of the field raw_input_contents
 _CONTENTS: Final = {  # field of the values of a datatype
     "BOOL": "bool", "INT8": "int", "INT16": "int", "INT32": "int", "INT64": "int64", "UINT8": "uint",
-    "UINT16": "uint", "UINT32": "uint", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes",
+    "UINT16": "uint", "UINT32": "uint", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", oip.BYTES: "bytes",
 }  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def encode(model: str, sent_id: str, told: oip.OipAnswer) -> bytes:
     for name, value in told.parameters.items():
         answer.parameters[name].string_param = value
     for tensor in told.outputs:
-        answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
         answer.raw_output_contents.append(oip.bytes_of(tensor))
     return serialize(answer)
 

@@ -8,10 +8,9 @@ the header `Inference-Header-Content-Length` is the length of the JSON, and behi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,104 +21,78 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
 from reflex_runtime.web.batch_server import HasHeaders
-from reflex_runtime.web.errors import (
-    ClientError,
-    HttpResponse,
-    InvalidJson,
-    NotFound,
-    Reported,
-    describe_error,
-    known,
-)
+from reflex_runtime.web.errors import ClientError, HttpResponse, InvalidJson, NotFound, Reported, describe_error, known
 from reflex_runtime.web.fields import encode, invalid_field, invalid_input, printable
 from reflex_runtime.web.openapi import OBJECT, Operation, content
 from reflex_runtime.web.request import LARGE, Handler, HttpRequest, Route
 
-MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
-VERSION: Final = "1"
-_LEVELS: Final = {1: "urgent", 2: "default"}  # 0 is default as well; larger numbers are background
-_DTYPES: Final = {
-    "BOOL": "|b1", "UINT8": "|u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "|i1", "INT16": "<i2",
-    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
-}  # fmt: skip
-
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-Values = NDArray[Any] | list[bytes]
+MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
+BYTES: Final = "BYTES"
+_DTYPES: Final = {
+    "BOOL": "|b1", "UINT8": "|u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "|i1", "INT16": "<i2",
+    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", BYTES: "|O",
+}  # fmt: skip
+# The types of values by the kind of their dtype; of others int.
+_KINDS: Final[Mapping[str, set[type]]] = {"b": {bool}, "f": {int, float}, "O": {str, bytes}}
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One input or output. values: an array of `shape`; for BYTES the elements in C order."""
+class Tensor(NamedTuple):
+    """One input or output. values: an array; the elements of BYTES are objects of `bytes`."""
 
     name: str
     datatype: str
-    shape: tuple[int, ...]
-    values: Values
+    values: NDArray[Any]
+
+    def row(self, row: int) -> Any:
+        """The array of one row; the only element of one of BYTES."""
+        value = self.values[row]
+        if self.datatype != BYTES:
+            return value
+        if np.size(value) != 1:
+            raise invalid_input(self.name, "must have one element in each row")
+        return value.item() if isinstance(value, np.ndarray) else value
 
 
 def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
     """A tensor from raw little-endian bytes; elements of BYTES have a length prefix."""
-    size = _size(name, datatype, shape)
-    if datatype == "BYTES":
-        return Tensor(name, datatype, tuple(shape), _texts(name, size, memoryview(data)))
+    dtype = _dtype(name, datatype, shape)
+    if datatype == BYTES:
+        return tensor_of_values(name, datatype, shape, _texts(name, prod(shape), memoryview(data)))
     try:
-        values = array_in(data, _dtype(name, datatype), list(shape))
+        return Tensor(name, datatype, array_in(data, dtype, list(shape)))
     except ClientError as error:
         raise invalid_input(name, error.message) from None
-    return Tensor(name, datatype, tuple(shape), values)
 
 
 def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
     """A tensor from numbers or texts in C order: a list, which may be nested."""
-    size = _size(name, datatype, shape)
-    flat = _flat(name, values)
-    if len(flat) != size:
-        raise invalid_input(name, f"{len(flat)} values do not make shape {list(shape)}")
-    if datatype == "BYTES":
-        if not all(isinstance(value, (str, bytes)) for value in flat):
-            raise invalid_input(name, "BYTES must be texts")
-        texts = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
-        return Tensor(name, datatype, tuple(shape), texts)
-    dtype = np.dtype(_dtype(name, datatype))
-    try:
-        return Tensor(name, datatype, tuple(shape), _array(name, datatype, flat, dtype).reshape(shape))
-    except ValueError:  # an empty tensor may claim a shape beyond numpy's limits
-        raise invalid_input(name, f"shape {list(shape)} is no array") from None
-
-
-def _array(name: str, datatype: str, flat: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    kinds = {bool} if dtype.kind == "b" else {int, float} if dtype.kind == "f" else {int}
-    if set(map(type, flat)) <= kinds:
-        with suppress(OverflowError):
-            return np.array(flat, dtype)
-    raise invalid_input(name, f"holds what is no {datatype}")
-
-
-def _flat(name: str, values: Any) -> list[Any]:
-    if not isinstance(values, list):
+    dtype, flat = np.dtype(_dtype(name, datatype, shape)), values
+    if not isinstance(flat, list):
         raise invalid_input(name, "its data must be a list")
-    flat: list[Any] = values
     for _ in range(MAX_DIMENSIONS):
         if not flat or not all(isinstance(value, list) for value in flat):
             break
         flat = [value for part in flat for value in part]
-    return flat
+    if not set(map(type, flat)) <= _KINDS.get(dtype.kind, {int}):
+        raise invalid_input(name, f"holds what is no {datatype}")
+    if datatype == BYTES:
+        flat = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
+    try:
+        return Tensor(name, datatype, np.array(flat, dtype).reshape(shape))
+    except (ValueError, OverflowError):  # an empty tensor may claim a shape beyond numpy's limits
+        raise invalid_input(name, f"{len(flat)} values do not make {datatype} of shape {list(shape)}") from None
 
 
-def _size(name: str, datatype: str, shape: Sequence[int]) -> int:
+def _dtype(name: str, datatype: str, shape: Sequence[int]) -> str:
+    """The type of numpy; 422 for an unknown datatype, or a shape that is none."""
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
         raise invalid_input(name, f"shape must have at most {MAX_DIMENSIONS} whole numbers")
-    size = prod(shape)
-    if datatype == "BYTES" and size > MAX_TEXTS:
-        raise invalid_input(name, f"has {size} BYTES, at most {MAX_TEXTS} are read")
-    return size
-
-
-def _dtype(name: str, datatype: str) -> str:
     if datatype not in _DTYPES:
-        known = ", ".join((*_DTYPES, "BYTES"))
-        raise invalid_input(name, f"datatype {datatype[:40]!r} is not one of {known}")
+        raise invalid_input(name, f"datatype {datatype[:40]!r} is not one of {', '.join(_DTYPES)}")
+    if datatype == BYTES and prod(shape) > MAX_TEXTS:
+        raise invalid_input(name, f"has {prod(shape)} BYTES, at most {MAX_TEXTS} are read")
     return _DTYPES[datatype]
 
 
@@ -132,7 +105,7 @@ def _texts(name: str, size: int, data: memoryview) -> list[bytes]:
             break
         found.append(bytes(data[at + 4 : end]))
         at = end
-    if at != len(data) or len(found) != size:
+    if at != len(data):
         raise invalid_input(name, f"{len(data)} bytes do not make {size} BYTES with lengths")
     return found
 
@@ -140,27 +113,29 @@ def _texts(name: str, size: int, data: memoryview) -> list[bytes]:
 def tensor_out(name: str, rows: Sequence[Any]) -> Tensor:
     """An output of one value a row: arrays, numbers, texts or bytes. ValueError if they make no tensor."""
     if all(isinstance(row, str | bytes) for row in rows):
-        return Tensor(name, "BYTES", (len(rows), 1), [row.encode() if isinstance(row, str) else row for row in rows])
+        return tensor_of_values(name, BYTES, [len(rows), 1], list(rows))
     array = np.stack([np.asarray(row) for row in rows])
     array = array.reshape(-1, 1) if array.ndim == 1 else array
-    datatype = datatype_of(array.dtype)
-    return Tensor(name, datatype, array.shape, np.ascontiguousarray(array, _DTYPES[datatype]))
+    return Tensor(name, datatype_of(array.dtype), array)
 
 
 def datatype_of(dtype: Any) -> str:
     """The protocol's name of a type of numpy; ValueError where it has none."""
-    letter = np.dtype(dtype).newbyteorder("<").str
-    found = next((name for name, known in _DTYPES.items() if np.dtype(known).str == letter), None)
+    kind = np.dtype(dtype).newbyteorder("<")
+    found = next((name for name, known in _DTYPES.items() if name != BYTES and np.dtype(known) == kind), None)
     if found is None:
-        raise ValueError(f"{np.dtype(dtype).name} is no type of tensors")
+        raise ValueError(f"{kind.name} is no type of tensors")
     return found
 
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The values of a tensor, little-endian in C order; elements of BYTES with a length prefix."""
-    if isinstance(tensor.values, list):
-        return b"".join(len(text).to_bytes(4, "little") + text for text in tensor.values)
+    if tensor.datatype == BYTES:
+        return b"".join(len(text).to_bytes(4, "little") + text for text in tensor.values.flat)
     return np.ascontiguousarray(tensor.values, _DTYPES[tensor.datatype]).tobytes()
+
+
+# -- requests and answers ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +157,67 @@ class InferRequest:
     id: str = ""
     binary: bool = False
 
+    def rows(self, inputs: Collection[str], optional: Collection[str], outputs: Collection[str], most: int) -> int:
+        """The number of rows, which is the first dimension of all inputs; 422 for one that is missing, unknown or given
+        twice, and for an unknown output."""
+        given = [tensor.name for tensor in self.inputs]
+        all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(inputs)}"
+        for name in given:
+            if name not in inputs:
+                raise invalid_input(name, f"no such input; {all_of}")
+        for name in inputs:
+            if name not in given and name not in optional:
+                raise invalid_input(name, f"missing; {all_of}")
+        if len(set(given)) != len(given):
+            raise invalid_input("inputs", f"one is given twice; {all_of}")
+        for name in self.outputs:
+            if name not in outputs:
+                raise invalid_input(name, f"no such output; there is {', '.join(outputs)}")
+        shapes = [tensor.values.shape for tensor in self.inputs] or [(1,)]
+        for name, shape in zip(given, shapes, strict=False):
+            if not 0 < (shape or (0,))[0] <= most or shape[0] != shapes[0][0]:
+                why = f"has shape {list(shape)}; its first number must be 1 to {most}, the same in all inputs"
+                raise invalid_input(name, why)
+        return int(shapes[0][0])
+
+
+P = TypeVar("P", bound="InferParameters")
+Level = Literal["urgent", "default", "background"]
+_LEVELS: Final[Mapping[int, Level]] = {0: "default", 1: "urgent", 2: "default"}
+
+
+class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The parameters of a request that every model takes. timeout: microseconds, 0 for none."""
+
+    priority: int | Level = 0
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    binary_data_output: bool = False
+
+    @classmethod
+    def of(cls: type[P], sent: InferRequest) -> P:
+        """Those of a request; the 422 names a wrong one."""
+        try:
+            return msgspec.convert(sent.parameters, cls)
+        except msgspec.ValidationError as error:
+            raise invalid_field(error, cls) from None
+
+    @property
+    def level(self) -> Level:
+        """The priority by its name; numbers over 2 are background."""
+        if isinstance(self.priority, str):
+            return self.priority
+        return _LEVELS.get(max(self.priority, 0), "background")
+
+    def deadline_ms(self, left_ms: float | None) -> float | None:
+        """The shorter one of its time limit and the caller's; None without any."""
+        limits = [limit for limit in (self.timeout / 1e3, left_ms) if limit]
+        return min(limits, default=None)
+
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
+VERSION: Final = "1"
 ROOT: Final = "/v2"
 MODELS: Final = "/v2/models/"
 MODEL: Final = MODELS + "{model}"
@@ -195,17 +227,17 @@ BINARY: Final = b"application/octet-stream"
 _SIZE: Final = "binary_data_size"
 
 
-class InputTensor(msgspec.Struct):
+class OutputTensor(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class InputTensor(OutputTensor, kw_only=True):
     name: Annotated[str, Meta(description="as the model's metadata has it")]
     datatype: str
     shape: list[int]
     parameters: Annotated[dict[str, Any], Meta(description="binary_data_size: its bytes follow the JSON")] = {}
     data: Annotated[Any, Meta(description="the values in C order, without binary_data_size")] = msgspec.UNSET
-
-
-class OutputTensor(msgspec.Struct):
-    name: str
-    parameters: dict[str, Any] = {}
 
 
 class InferBody(msgspec.Struct):
@@ -222,34 +254,55 @@ def decode(body: bytes, head: int | None = None) -> InferRequest:
     """Decode a body; 400 or 422 for a wrong one. head: bytes of JSON, if raw tensors follow it."""
     if head is not None and head > len(body):
         raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
-    said = _parse(body if head is None else body[:head])
-    inputs, at = [], len(body) if head is None else head
-    for tensor in said.inputs:
-        size = _binary_size(tensor)
-        inputs.append(_tensor(tensor, memoryview(body)[at:], size))
-        at += size or 0
-    if at != len(body):
-        raise ClientError(f"{len(body) - at} bytes are left behind the tensors")
-    outputs = [output.name for output in said.outputs]
+    text = body if head is None else body[:head]
+    check_json(text)
+    try:
+        said = _json.decode(text)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJson(f"the body is not JSON: {error}") from None
     binary = said.parameters.get("binary_data_output") is True
     for output in said.outputs:
-        _check_parameters(output.name, output.parameters)
         binary = output.parameters.get("binary_data", binary) is True
-    return InferRequest(inputs, said.parameters, outputs, said.id, binary)
+    parts: list[OutputTensor] = [*said.inputs, *said.outputs]
+    for part in parts:
+        for parameter in {"shared_memory_region", "classification"} & part.parameters.keys():
+            raise invalid_input(part.name, f"{parameter} is not served")
+    inputs, raw = [], memoryview(body)[len(text) :]
+    for tensor in said.inputs:
+        size = tensor.parameters.get(_SIZE)
+        inputs.append(_tensor(tensor, size, raw))
+        raw = raw[size or 0 :]
+    if raw:
+        raise ClientError(f"{len(raw)} bytes are left behind the tensors")
+    return InferRequest(inputs, said.parameters, [output.name for output in said.outputs], said.id, binary)
+
+
+def _tensor(tensor: InputTensor, size: Any, raw: memoryview) -> Tensor:
+    name, has_data = tensor.name, tensor.data is not msgspec.UNSET
+    if size is not None and (type(size) is not int or size < 0):
+        raise invalid_input(name, f"{_SIZE} must be a whole number")
+    if size is not None and size > len(raw):
+        raise invalid_input(name, f"{_SIZE} is {size}, and {len(raw)} bytes are left")
+    if has_data is (size is not None):
+        raise invalid_input(name, f"needs either data or {_SIZE}")
+    if size is None:
+        return tensor_of_values(name, tensor.datatype, tensor.shape, tensor.data)
+    return tensor_of_bytes(name, tensor.datatype, tensor.shape, raw[:size])
 
 
 def encode_answer(model: str, sent: InferRequest, answer: OipAnswer) -> tuple[bytes, int | None]:
     """The body of an answer, and the length of its JSON if raw tensors follow it."""
     outputs, raw = [], []
     for tensor in answer.outputs:
-        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.values.shape}
         if sent.binary:
             raw.append(bytes_of(tensor))
             output["parameters"] = {_SIZE: len(raw[-1])}
-        elif isinstance(tensor.values, list):
-            output["data"] = [text.decode("utf-8", "replace") for text in tensor.values]
         else:
-            output["data"] = tensor.values.ravel().tolist()
+            data = tensor.values.ravel().tolist()
+            output["data"] = [text.decode("utf-8", "replace") for text in data] if tensor.datatype == BYTES else data
         outputs.append(output)
     told: dict[str, Any] = {"model_name": model, "model_version": VERSION}
     told |= {"parameters": answer.parameters} if answer.parameters else {}
@@ -258,52 +311,7 @@ def encode_answer(model: str, sent: InferRequest, answer: OipAnswer) -> tuple[by
     return (head + b"".join(raw), len(head)) if sent.binary else (head, None)
 
 
-def _parse(text: bytes) -> InferBody:
-    check_json(text)
-    try:
-        return _json.decode(text)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidJson(f"the body is not JSON: {error}") from None
-
-
-def _tensor(tensor: InputTensor, rest: memoryview, size: int | None) -> Tensor:
-    name, has_data = tensor.name, tensor.data is not msgspec.UNSET
-    _check_parameters(name, tensor.parameters)
-    if has_data is (size is not None):
-        raise invalid_input(name, f"needs either data or {_SIZE}")
-    if size is None:
-        return tensor_of_values(name, tensor.datatype, tensor.shape, tensor.data)
-    if size > len(rest):
-        raise invalid_input(name, f"{_SIZE} is {size}, and {len(rest)} bytes are left")
-    return tensor_of_bytes(name, tensor.datatype, tensor.shape, rest[:size])
-
-
-def _binary_size(tensor: InputTensor) -> int | None:
-    size = tensor.parameters.get(_SIZE)
-    if size is not None and (type(size) is not int or size < 0):
-        raise invalid_input(tensor.name, f"{_SIZE} must be a whole number")
-    return size
-
-
-def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
-    for parameter in ("shared_memory_region", "classification"):
-        if parameter in parameters:
-            raise invalid_input(name, f"{parameter} is not served")
-
-
-# -- HTTP --------------------------------------------------------------------------------------------------------------
-
-
-def _refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
-    return HttpResponse(
-        error.http_status, encode(describe_error(error, request_id) | {"error": error.message, "code": error.code})
-    )
-
-
-FORM: Final = _refuse
-"""Our form of errors with the message in `error`, which clients of this protocol show, and the code in `code`."""
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 class OipCall(HasHeaders, Protocol):
@@ -377,49 +385,17 @@ def metadata_of(model: OipModel) -> dict[str, Any]:
     return {"name": model.names[0], "versions": [VERSION], "platform": "reflex", **told}
 
 
-def check_names(sent: InferRequest, expected: Sequence[str], optional: Collection[str], outputs: Sequence[str]) -> None:
-    """422 for a tensor that is missing, unknown or given twice, and for an unknown output."""
-    given = [tensor.name for tensor in sent.inputs]
-    all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(expected)}"
-    for name in given:
-        if name not in expected:
-            raise invalid_input(name, f"no such input; {all_of}")
-    for name in expected:
-        if name not in given and name not in optional:
-            raise invalid_input(name, f"missing; {all_of}")
-    if len(set(given)) != len(given):
-        raise invalid_input("inputs", f"one is given twice; {all_of}")
-    for name in sent.outputs:
-        if name not in outputs:
-            raise invalid_input(name, f"no such output; there is {', '.join(outputs)}")
+# -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(given: Sequence[Tensor], most: int) -> int:
-    """The number of rows, which is the first dimension of all inputs."""
-    for tensor in given:
-        if not tensor.shape or not 0 < tensor.shape[0] <= most or tensor.shape[0] != given[0].shape[0]:
-            why = f"has shape {list(tensor.shape)}; its first number must be 1 to {most}, the same in all inputs"
-            raise invalid_input(tensor.name, why)
-    return given[0].shape[0] if given else 1
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
+    return HttpResponse(
+        error.http_status, encode(describe_error(error, request_id) | {"error": error.message, "code": error.code})
+    )
 
 
-def limits_in(
-    parameters: Mapping[str, Any], own: Sequence[str], more: Collection[str], most_ms: float | None
-) -> dict[str, Any]:
-    """The parameters of the names in `own`, with `deadline_ms`; `priority` by its name. more: further known ones; 422
-    for others."""
-    known = {*own, *more, "timeout", "binary_data_output"}
-    for name in parameters.keys() - known:
-        raise invalid_input(name, f"no such parameter; there are {', '.join(sorted(known))}")
-    found = {name: parameters[name] for name in own if name in parameters}
-    level = found.get("priority")
-    if type(level) is int:
-        found["priority"] = _LEVELS.get(level, "background") if level > 0 else "default"
-    timeout = parameters.get("timeout", 0)
-    if type(timeout) is not int or timeout < 0:
-        raise invalid_input("timeout", "must be a whole number of microseconds")
-    limits = ([timeout / 1e3] if timeout else []) + ([most_ms] if most_ms is not None else [])
-    return found | ({"deadline_ms": min(limits)} if limits else {})
+FORM: Final = _refuse
+"""Our form of errors with the message in `error`, which clients of this protocol show, and the code in `code`."""
 
 
 def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:

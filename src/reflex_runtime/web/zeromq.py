@@ -1,7 +1,6 @@
 """ZeroMQ clients on a listener of their own: messages in, one answer to each, on the event loop.
 
-libzmq reads and writes in a thread of its own. Its descriptor becomes readable once for each change, so the socket is
-read again after each message that is taken or sent. There is no timer and no polling.
+libzmq reads and writes in a thread of its own; `zmq.asyncio` waits for it on the loop.
 
 - REQ, DEALER: an answer repeats the frames in front of the message.
 - A message over `most` bytes gets an error; one over twice that closes its connection.
@@ -17,13 +16,13 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import zmq
+import zmq.asyncio
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, known
 
 MAX_WAITING: Final = 4096  # messages that are being answered
-TURN: Final = 16  # messages taken in one turn of the loop
 PER_CLIENT: Final = 4  # messages of one connection that libzmq reads ahead
 UNREAD_MS: Final = 1000  # at the end, for clients to read their answers
 
@@ -55,13 +54,10 @@ class ZmqListener:
         failed: Callable[[ZmqMessage, ReflexError], bytes],
     ) -> None:
         self._app, self._most, self._answer_to, self._failed = app, most, answer, failed
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._descriptor = int(self._socket.getsockopt(zmq.FD))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting = 0  # messages that are being answered
-        self._again = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._reading: asyncio.Task[None] | None = None
+        self._answering: set[asyncio.Task[None]] = set()
         for option, value in (
             (zmq.MAXMSGSIZE, 2 * most),
             (zmq.RCVHWM, PER_CLIENT),
@@ -81,64 +77,42 @@ class ZmqListener:
 
     def begin(self) -> None:
         """Take messages from now on, those that wait included."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._read)
-        self._look()
+        self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def close(self) -> None:
         """Refuse waiting messages, wait a little until all answers are sent, and end."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._descriptor)
-            self._loop = None
-        while self._something_came:
-            self._take()
+        if self._reading is None:
+            self.begin()
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # noqa: ASYNC110 (`_read` takes one each turn)
+            await asyncio.sleep(0)
         self._socket.close()
         self._context.term()
 
-    def _send(self, message: ZmqMessage, data: bytes) -> None:
-        """Send the answer to a message."""
-        self._waiting -= 1
-        self._app.bodies.release(message)
-        if not self._socket.closed:
-            self._socket.send_multipart([*message.envelope, data], zmq.NOBLOCK)
-            self._look()
-        self._app.leave()
-
-    @property
-    def _something_came(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def _look(self) -> None:
-        """Read in a later turn of the loop if there are messages: the descriptor does not become readable again."""
-        if self._loop is not None and not self._again and self._something_came:
-            self._again = True
-            self._loop.call_soon(self._read)
-
-    def _read(self) -> None:
-        self._again = False
-        for _ in range(TURN):
-            if self._loop is None or not self._something_came:
-                return
-            self._take()
-        self._look()
-
-    def _take(self) -> None:
-        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        head = frames.index(b"") + 1 if b"" in frames[:-1] else 0
-        body = frames[head:]
-        message = ZmqMessage(self._app.enter(), [peer, *frames[:head]], body[0] if body else b"")
-        self._waiting += 1
-        try:
-            self._check(message, len(body))
-        except Exception as error:
-            self._send(message, self._failed(message, known(error, message.id)))
-        else:
-            task = asyncio.get_running_loop().create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def _read(self) -> None:
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            head = frames.index(b"") + 1 if b"" in frames[:-1] else 0
+            body = frames[head:]
+            message = ZmqMessage(self._app.enter(), [peer, *frames[:head]], body[0] if body else b"")
+            try:
+                self._check(message, len(body))
+            except Exception as error:
+                self._send(message, self._failed(message, known(error, message.id)))
+            else:
+                task = asyncio.get_running_loop().create_task(self._answer(message))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            await asyncio.sleep(0)  # a message that waits is read without a turn of the loop
 
     async def _answer(self, message: ZmqMessage) -> None:
         self._send(message, await self._answer_to(message))
+
+    def _send(self, message: ZmqMessage, data: bytes) -> None:
+        """Send the answer to a message; a ROUTER never waits, and drops what nobody reads."""
+        self._app.bodies.release(message)
+        if not self._socket.closed:
+            self._socket.send_multipart([*message.envelope, data], zmq.NOBLOCK)
+        self._app.leave()
 
     def _check(self, message: ZmqMessage, frames: int) -> None:
         self._app.check_open()
@@ -146,6 +120,6 @@ class ZmqListener:
             raise ClientError(f"a message has one frame, and this one {frames}")
         if len(message.data) > self._most:
             raise BodyTooLarge(f"the message has {len(message.data)} bytes, at most {self._most} may come")
-        if self._waiting > MAX_WAITING:
-            raise Overloaded(f"{self._waiting} messages are being answered", retry_after=1.0)
+        if len(self._answering) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} messages are being answered", retry_after=1.0)
         self._app.bodies.take(message, len(message.data))

@@ -3,34 +3,31 @@ are one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.policy.spec import PolicySpec, WireMap
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.question import MAX_ROWS, OIP, ObservationReader, Question
+from reflex_runtime.robots.serving.question import MAX_ROWS, OIP, ObservationReader, Question, RequestLimits
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
-from reflex_runtime.robots.wires.common import Episodes, answer_details, limits_of, question_of
+from reflex_runtime.robots.wires.common import Episodes, answer_details, question_of
 from reflex_runtime.web.fields import check_id, encode, invalid_input
 from reflex_runtime.web.oip import (
+    BYTES,
     Described,
+    InferParameters,
     InferRequest,
     OipAnswer,
     OipCall,
     OipModels,
     Tensor,
-    check_names,
-    limits_in,
     oip_routes,
-    rows_of,
 )
 from reflex_runtime.web.request import Route
 
@@ -41,8 +38,6 @@ if TYPE_CHECKING:
 MAX_SEQUENCES: Final = 4096
 ACTIONS: Final = "actions"
 _STATE, _INSTRUCTION, _SEED = "state", "instruction", "seed"
-_LIMITS: Final = ("robot_id", "episode_id", "executed", "delay", "priority")
-_SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def routes(handler: RequestHandler) -> list[Route]:
@@ -105,7 +100,7 @@ class PolicyAsModel:
         answers = await self._handler.infer_all(_pending(call), asked, call.received or None)
         actions = np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
         details = encode([answer_details(answer) for answer in answers]).decode()
-        return OipAnswer([Tensor(ACTIONS, "FP32", actions.shape, actions)], {"reflex": details})
+        return OipAnswer([Tensor(ACTIONS, "FP32", actions)], {"reflex": details})
 
     def refused(self, call: OipCall, error: ReflexError) -> None:
         self._handler.refused(_pending(call), error)
@@ -121,11 +116,23 @@ def inputs_of(spec: PolicySpec) -> list[Described]:
     if spec.takes_state:
         inputs.append((_STATE, "FP32", [-1, spec.state_dim]))
     if spec.takes_text:
-        inputs.append((_INSTRUCTION, "BYTES", [-1, 1]))
+        inputs.append((_INSTRUCTION, BYTES, [-1, 1]))
     return [*inputs, (_SEED, "INT64", [-1, 1])]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class PolicyParameters(InferParameters, kw_only=True):
+    """The parameters of an inference by a policy."""
+
+    robot_id: str | None = None
+    episode_id: str | None = None
+    executed: int | None = None
+    delay: int | None = None
+    sequence_id: int | str | None = None
+    sequence_start: bool = False
+    sequence_end: bool = False
 
 
 class Sequences:
@@ -135,24 +142,18 @@ class Sequences:
     def __init__(self) -> None:
         self._episodes: Lru[str, Episodes] = Lru(MAX_SEQUENCES)
 
-    def episode(self, parameters: Mapping[str, Any]) -> str | None:
+    def episode(self, said: PolicyParameters) -> str | None:
         """The episode of a request; None without a sequence."""
-        sequence = parameters.get("sequence_id")
-        start, end = (parameters.get(name, False) for name in ("sequence_start", "sequence_end"))
-        if not isinstance(start, bool) or not isinstance(end, bool):
-            raise invalid_input("sequence_start, sequence_end", "must be true or false")
-        if sequence in (None, 0, ""):
+        if not said.sequence_id:
             return None
-        if not isinstance(sequence, (str, int)) or isinstance(sequence, bool):
-            raise invalid_input("sequence_id", "must be a whole number or a text")
-        name = str(sequence)
+        name = str(said.sequence_id)
         check_id("sequence_id", name)
         known = name in self._episodes
         episodes = self._episodes.use(name, partial(Episodes, name))
-        if start and known:
+        if said.sequence_start and known:
             episodes.reset()
         episode = episodes.of(None, None)
-        if end:
+        if said.sequence_end:
             episodes.reset()
         return episode
 
@@ -164,35 +165,29 @@ def questions(
     spec: PolicySpec, sequences: Sequences, sent: InferRequest, most_ms: float | None = None
 ) -> list[Question]:
     """A question for each row; the 422 names a wrong field. most_ms: the longest time that the caller waits."""
-    expected = [name for name, _, _ in inputs_of(spec)]
     prompted = {_INSTRUCTION} if spec.default_prompt is not None else set()
-    check_names(sent, expected, {_SEED, *spec.optional_images, *prompted}, [ACTIONS])
-    rows = rows_of(sent.inputs, MAX_ROWS)
-    limits = limits_of(limits_in(sent.parameters, _LIMITS, _SEQUENCE, most_ms))
-    robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
+    optional = {_SEED, *spec.optional_images, *prompted}
+    rows = sent.rows([name for name, _, _ in inputs_of(spec)], optional, [ACTIONS], MAX_ROWS)
+    said = PolicyParameters.of(sent)
+    episode = said.episode_id or sequences.episode(said)
     reading, found = ObservationReader(spec, WireMap(prompt=_INSTRUCTION)), []
     for row in range(rows):
         part = f"/{row}" if rows > 1 else ""
-        seen = {tensor.name: _row(tensor, row) for tensor in sent.inputs}
-        own = msgspec.structs.replace(
-            limits,
-            robot_id=robot + part if robot else None,
+        seen = {tensor.name: tensor.row(row) for tensor in sent.inputs}
+        limits = RequestLimits(
+            robot_id=said.robot_id + part if said.robot_id else None,
             request_id=sent.id + part if sent.id else None,
             seed=_seed(seen.pop(_SEED)) if _SEED in seen else None,
+            priority=said.level,
+            deadline_ms=said.deadline_ms(most_ms),
+            executed=said.executed,
+            delay=said.delay,
         )
-        found.append(question_of(reading.read(seen), own, None, episode + part if episode else None))
+        found.append(question_of(reading.read(seen), limits, None, episode + part if episode else None))
     return found
 
 
-def _row(tensor: Tensor, row: int) -> NDArray[Any] | bytes:
-    """One picture, state, text or seed; a picture may be a PNG or JPEG in BYTES."""
-    if isinstance(tensor.values, list) and len(tensor.values) != tensor.shape[0]:
-        raise invalid_input(tensor.name, "must be BYTES of shape [n] or [n, 1]")
-    value: NDArray[Any] | bytes = tensor.values[row]
-    return value
-
-
-def _seed(value: NDArray[Any] | bytes) -> int:
+def _seed(value: Any) -> int:
     number = np.asarray(value)
     if number.dtype.kind not in "iu" or number.size != 1:
         raise invalid_input(_SEED, "must be INT64 of shape [n] or [n, 1]")
