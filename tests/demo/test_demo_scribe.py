@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.serving import kind_of
 from reflex_runtime.demo import SCRIBE, model_directory
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
@@ -101,7 +101,7 @@ def test_scribe_names_the_bundled_model_unless_a_directory_is_called_so(
     monkeypatch.chdir(tmp_path)
     assert model_directory("scribe") == SCRIBE
     assert model_directory("other") == Path("other")
-    assert names_model(["scribe", "--port", "0"])
+    assert kind_of(["scribe", "--port", "0"]) == "model"
     (tmp_path / "scribe").mkdir()
     assert model_directory("scribe") == Path("scribe")
-    assert not names_model(["scribe"])
+    assert kind_of(["scribe"]) != "model"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from reflex_runtime.cli import main
 from reflex_runtime.functions import server as server_of_functions
 from reflex_runtime.functions import source as sources
 from reflex_runtime.functions.server import FunctionServer
@@ -70,6 +71,11 @@ def test_h10_provider_and_threads_are_those_of_a_graph(monkeypatch: pytest.Monke
             read_functions([str(tmp_path / "a.onnx")], config)
     assert {"CUDAExecutionProvider", 3} <= {*made[0]}
     assert not {"CUDAExecutionProvider", 3} & {*made[1]}
+
+
+def test_h10_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "python:nowhere:f", "--ssl-keyfile", "key.pem"]) == 2
+    assert "--ssl-keyfile needs --ssl-certfile" in capsys.readouterr().err
 
 
 def test_h10_max_concurrent_of_functions_is_429() -> None:

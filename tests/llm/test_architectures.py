@@ -22,7 +22,7 @@ import pytest
 
 from llm.models import ANY, Oracle, random_checkpoint, random_model
 from llm.steps import Lane, greedy, shuffled
-from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.serving import kind_of
 from reflex_runtime.core.batch import RequestPreempted
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import SamplingParams
@@ -180,8 +180,8 @@ def test_l8_what_is_no_model_is_told_apart(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
     assert "is an adapter (PEFT) of 'a/b', not a model" in refusal(adapter)
     for word in (tmp_path / "model.gguf", tmp_path, adapter):  # reflex serve asks the language models about it
-        assert names_model([str(word)])
-    assert not names_model([str(tmp_path / "none")])
+        assert kind_of([str(word)]) == "model"
+    assert kind_of([str(tmp_path / "none")]) != "model"
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -29,7 +29,7 @@ from typing import Any, Self
 import psutil
 
 from forked import Forked, reflex
-from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.serving import kind_of
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 UNHEARD = 0.05  # seconds until a test asks again for what rings no bell
@@ -181,7 +181,7 @@ class Server:
             self._gate = os.open(pipe, os.O_RDWR)  # for both, so that neither end ever waits to be opened
             before += _HELD.format(pipe=pipe)
             options = (*options, "--watchdog-s", "0", "--brief-ms", "0")  # a busy machine takes its time
-        warm = not cold and not names_model([str(export)])
+        warm = not cold and kind_of([str(export)]) != "model"
         self._bell = -1
         if warm:
             pipe = f"{self._folder.name}/bell"

@@ -147,9 +147,9 @@ def _adds(verb: str, words: Sequence[str]) -> Callable[[Any], None]:
     if verb in _TOGETHER:
         function = f"add_{verb.replace('-', '_')}"
     elif verb == "serve":
-        from reflex_runtime.cli.serving import names_functions, names_model
+        from reflex_runtime.cli.serving import kind_of
 
-        module = "serve_llm" if names_model(words) else "serve_functions" if names_functions(words) else "serve"
+        module = {"model": "serve_llm", "functions": "serve_functions"}.get(kind_of(words), "serve")
     adds: Callable[[Any], None] = getattr(import_module(f"reflex_runtime.cli.{module}"), function)
     return adds
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.console import console
-from reflex_runtime.cli.serving import PYTHON, names_functions, names_model
+from reflex_runtime.cli.serving import PYTHON, kind_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory, policy_source, write_policy
 from reflex_runtime.run.modules import imported
@@ -72,9 +72,10 @@ def doctor(args: argparse.Namespace) -> int:
     from reflex_runtime.run.onnx_session import PROVIDERS
 
     args.source = policy_source(args.source)
-    if names_model([args.source]):
+    kind = kind_of([args.source])
+    if kind == "model":
         return _of_model(args)
-    if args.source.startswith(PYTHON) and names_functions([args.source]):
+    if args.source.startswith(PYTHON) and kind == "functions":
         imported(args.source.removeprefix(PYTHON), args.source, "python:package.module:make")  # or its own error
         told = "is a function, and doctor checks policies and language models"
         raise ConfigError(f"{args.source}: {told}; reflex serve {args.source} checks it before the port opens")

@@ -6,27 +6,16 @@ import argparse
 import logging
 import os
 import re
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reflex_runtime.cli.serving import (
-    check_outputs,
-    options_of,
-    run_server,
-    serve_parser,
-    show_settings,
-    supervised,
-)
+from reflex_runtime.cli import serving
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.statistics import DEFAULT_COST
 from reflex_runtime.demo import policy_source, told_apart
-from reflex_runtime.extras import not_installed
-from reflex_runtime.observe import logs
 from reflex_runtime.settings import (
     DEFAULT_POLICY,
     MAX_POLICIES,
@@ -36,13 +25,8 @@ from reflex_runtime.settings import (
     ServeConfig,
 )
 from reflex_runtime.settings.declare import Places, one_line
-from reflex_runtime.settings.read import POLICIES, environment, own_settings, read, tables_of
-from reflex_runtime.web.access import warn_if_open
-from reflex_runtime.web.replicas import devices_of, settings_of
-
-if TYPE_CHECKING:
-    from reflex_runtime.robots.serving.runtime import PolicyPlan
-    from reflex_runtime.web.supervisor import Parent
+from reflex_runtime.settings.read import POLICIES, own_settings, tables_of
+from reflex_runtime.web.replicas import devices_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _EXAMPLES = """\
@@ -62,8 +46,8 @@ options of their own: reflex serve python:my_module:embed --help and reflex serv
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a policy."""
     what = "Serve a robot policy over HTTP. Concurrent requests share forward passes, within a cost budget."
-    elsewhere = options_of(LLMServeConfig, "language models")
-    parser = serve_parser(verbs, ServeConfig, what, _EXAMPLES, elsewhere=elsewhere)
+    elsewhere = serving.options_of(LLMServeConfig, "language models")
+    parser = serving.serve_parser(verbs, run, ServeConfig, what, _EXAMPLES, elsewhere=elsewhere)
     parser.add_argument(
         "source",
         nargs="?",
@@ -71,99 +55,56 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="export directory (docs/exports.md), demo (the bundled policy), lerobot:DIR, openpi:DIR, or "
         "python:package.module:make for a policy of your own (docs/policies.md); may be left out with --policy-a",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    logs.begin()
-    config, places = read(ServeConfig, "serve", args.config, environment(), vars(args), (POLICIES,))
-    logs.use(config.log_format)
+    config, places = serving.settings(ServeConfig, args, (POLICIES,))
     asked = policies_of(config, args.source, args.config)
-    devices = devices_of(config, places)
-    serve = partial(_serve, config, places, asked, devices)
-    return supervised(config, lambda: _checked(config, places, asked), serve, len(devices))
+    return serving.supervised(config, partial(_plan, config, places, asked), devices_of(config, places))
 
 
-def _serve(
-    config: ServeConfig,
-    places: Places,
-    asked: Sequence[PolicyAsked],
-    devices: Sequence[str],
-    sockets: Sequence[socket.socket],
-    parent: Parent | None,
-) -> int:
-    """The server itself: alone, or one of the workers below a supervisor."""
-    from reflex_runtime.robots.app import serving
+def _plan(
+    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked], changed: Mapping[str, Any]
+) -> serving.Served:
+    """The server of these policies. changed: settings of this process."""
+    from reflex_runtime.robots import app
 
-    number = 0 if parent is None else parent.number
-    changed, env = settings_of(config, devices, number)
-    if changed or env:
-        os.environ.update(env)
-        config = replace(config, **changed)
-        asked = [replace(policy, config=replace(policy.config, **changed)) for policy in asked]
-    plans = _checked(config, places, asked)
-    if number == 0:
-        models = [spec.model_id for plan in plans for spec in plan.specs.values()]
-        _announce(config, asked, ", ".join(dict.fromkeys(models)))
-    sources = ", ".join(told_apart(source) for policy in asked for source in policy.sources.values())
-    return run_server(config, serving(config, plans), sockets, sources, _ready, parent, warn=False)  # the runtime warns
+    config = replace(config, **changed)
+    asked = [replace(policy, config=replace(policy.config, **changed)) for policy in asked]
+    plans = app.plans_of(config, places, asked)
+    serving.check_outputs(config)
+    serving.check_listener("gr00t", config.gr00t, config.api_key, "zmq")
+    serving.check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
+    serving.check_listener("lerobot", config.lerobot, config.api_key, "grpc")
+    models = dict.fromkeys(spec.model_id for plan in plans for spec in plan.specs.values())
+    sources = [told_apart(source) for policy in asked for source in policy.sources.values()]
+    return serving.Served(
+        config, app.serving(config, plans), ", ".join(models), ", ".join(sources), _ready,
+        [_row(policy) for policy in asked if len(asked) > 1], [(logging.WARNING, text) for text in _warnings(config)],
+    )  # fmt: skip
 
 
-def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
-    """The policies to serve. ConfigError for every fault that can be found before a model is loaded."""
-    from reflex_runtime.robots.app import plans_of
-
-    plans = plans_of(config, places, asked)
-    check_outputs(config)
-    check_listener("gr00t", config.gr00t, config.api_key, "zmq")
-    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
-    check_listener("lerobot", config.lerobot, config.api_key, "grpc")
-    return plans
-
-
-def check_listener(name: str, address: str, key: str, module: str) -> None:
-    """ConfigError unless a further listener has a loopback address or a key, and its package is installed."""
-    from reflex_runtime.web.access import is_loopback
-
-    if not address:
-        return
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if not (key or host == "localhost" or is_loopback(host)):
-        raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: other machines can reach it")
-    if find_spec(module) is None:
-        raise not_installed(module, f"--{name}")
-
-
-def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str) -> None:
-    """Print the settings in force, and warn of risky ones."""
-    show_settings(config, model_id, _own(asked) if len(asked) > 1 else ())
+def _warnings(config: ServeConfig) -> Iterator[str]:
     if config.max_batch > 1:
-        budget = config.max_batch * DEFAULT_COST * 1e3
-        logging.warning(
-            "--max-batch=%d is ignored: batches are bounded by cost; use --max-batch-cost-ms %g (about N x 50)",
-            config.max_batch,
-            budget,
-        )
-    warn_if_open(config)
+        budget = f"use --max-batch-cost-ms {config.max_batch * DEFAULT_COST * 1e3:g} (about N x 50)"
+        yield f"--max-batch={config.max_batch} is ignored: batches are bounded by cost; {budget}"
     for fault in config.inject_fault:
-        logging.warning("FAULT INJECTION IS ON: --inject-fault %s", fault)
+        yield f"FAULT INJECTION IS ON: --inject-fault {fault}"
     if config.inject_latency_ms:
-        logging.warning("FAULT INJECTION IS ON: --inject-latency-ms %g", config.inject_latency_ms)
+        yield f"FAULT INJECTION IS ON: --inject-latency-ms {config.inject_latency_ms:g}"
 
 
-def _own(asked: Sequence[PolicyAsked]) -> Iterator[tuple[str, str]]:
-    """A row for each policy: its sources, its weight and its own settings."""
-    for policy in asked:
-        parts = [f"{slot} {source}" for slot, source in policy.sources.items()]
-        parts += [f"weight {policy.weight:g}"]
-        parts += [f"{name} {getattr(policy.config, name)}" for name in policy.places if name in OWN_SETTINGS]
-        yield f"policy {policy.name}", ", ".join(parts)
+def _row(policy: PolicyAsked) -> tuple[str, str]:
+    """A policy in the settings in force: its sources, its weight and its own settings."""
+    parts = [f"{slot} {source}" for slot, source in policy.sources.items()]
+    parts += [f"weight {policy.weight:g}"]
+    parts += [f"{name} {getattr(policy.config, name)}" for name in policy.places if name in OWN_SETTINGS]
+    return f"policy {policy.name}", ", ".join(parts)
 
 
-def _ready(runtime: Any, where: str) -> None:
-    modes = ", ".join(dict.fromkeys(served.spec.inference_mode for served in runtime.policies.values()))
-    logging.info("ready on %s (%s), pages: %s/dashboard and /docs", where, modes, where)
+def _ready(runtime: Any) -> str:
+    return f" ({', '.join(dict.fromkeys(served.spec.inference_mode for served in runtime.policies.values()))})"
 
 
 # -- which policies: SOURCE, --policy NAME=SOURCE and the tables [policies.NAME] ---------------------------------------
@@ -185,12 +126,12 @@ def policies_of(config: ServeConfig, source: str | None, file: Path | None = Non
         base = config
         if not (plain and name == DEFAULT_POLICY):
             base = replace(config, policy_a="", policy_b="", shadow_policy="")
-        own, settings, places = own_settings(file, POLICIES, name, tables.get(name, {}), base, OWN_SETTINGS)
-        settings = replace(settings, inject_fault=_faults(config.inject_fault, name, names))
+        own, mine, places = own_settings(file, POLICIES, name, tables.get(name, {}), base, OWN_SETTINGS)
+        mine = replace(mine, inject_fault=_faults(config.inject_fault, name, names))
         given = source if plain and name == DEFAULT_POLICY else named.get(name) or own.source or None
-        asked = PolicyAsked(name, {}, settings, places, own.weight, where)
+        asked = PolicyAsked(name, {}, mine, places, own.weight, where)
         with asked.named():
-            found.append(replace(asked, sources=slots_of(settings, given)))
+            found.append(replace(asked, sources=slots_of(mine, given)))
     return found
 
 

@@ -6,35 +6,19 @@ import argparse
 import logging
 import os
 import signal
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from reflex_runtime.cli.console import status_of
-from reflex_runtime.cli.serve import check_listener
-from reflex_runtime.cli.serving import (
-    bound,
-    check_outputs,
-    options_of,
-    run_server,
-    serve_parser,
-    show_settings,
-    supervised,
-)
+from reflex_runtime.cli import serving
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe import logs
 from reflex_runtime.settings import FunctionsConfig, ServeConfig
-from reflex_runtime.settings.read import environment, read
-from reflex_runtime.web.access import warn_if_open
-from reflex_runtime.web.replicas import devices_of, settings_of
+from reflex_runtime.settings.declare import check_needs
+from reflex_runtime.web.replicas import devices_of
 from reflex_runtime.web.supervisor import die_with
-
-if TYPE_CHECKING:
-    from reflex_runtime.functions.source import ServedFunction
-    from reflex_runtime.web.supervisor import Parent
 
 LOOK_EVERY: Final = 0.3  # seconds between looks at the files of --reload
 _EXAMPLES = """\
@@ -52,68 +36,57 @@ then:
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for functions."""
     what = "Serve functions of your own, or ONNX models, over HTTP. Concurrent requests share calls."
-    elsewhere = options_of(ServeConfig, "policies")
-    parser = serve_parser(verbs, FunctionsConfig, what, _EXAMPLES, elsewhere=elsewhere, anywhere="sources")
+    elsewhere = serving.options_of(ServeConfig, "policies")
+    parser = serving.serve_parser(verbs, run, FunctionsConfig, what, _EXAMPLES, elsewhere=elsewhere, anywhere="words")
     parser.add_argument(
-        "sources", nargs="+", metavar="[NAME=]SOURCE",
+        "words", nargs="+", metavar="[NAME=]SOURCE",
         help="python:module:function, python:module:Class, an ONNX file, or a directory with one",
     )  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    logs.begin()
-    given = {name: value for name, value in vars(args).items() if name != "sources"}
-    config, places = read(FunctionsConfig, "serve", args.config, environment(), given)
-    logs.use(config.log_format)
+    config, places = serving.settings(FunctionsConfig, args)
+    check_needs(config, places)
     devices = devices_of(config, places)
-    if config.reload and len(devices) > 1:
+    plan = partial(_plan, config, args.words)
+    if not config.reload:
+        return serving.supervised(config, plan, devices)
+    if len(devices) > 1:
         raise ConfigError("--reload: is for one process; leave --devices and --replicas out", field="reload")
-    serve = partial(_serve, config, args.sources, devices)
-    if config.reload:
-        return _again_and_again(config, serve)
-    return supervised(config, lambda: _checked(config, args.sources), serve, len(devices))
+    return _again_and_again(config, plan, devices)
 
 
-def _serve(
-    config: FunctionsConfig,
-    sources: Sequence[str],
-    devices: Sequence[str],
-    sockets: Sequence[socket.socket],
-    parent: Parent | None,
-) -> int:
-    """The server itself: alone, or one of the workers below a supervisor."""
-    from reflex_runtime.functions.app import serving
+def _plan(config: FunctionsConfig, sources: Sequence[str], changed: Mapping[str, Any]) -> serving.Served:
+    """The server of these functions. changed: settings of this process."""
+    from reflex_runtime.functions import app
+    from reflex_runtime.functions.source import read_functions
 
-    number = 0 if parent is None else parent.number
-    changed, env = settings_of(config, devices, number)
-    os.environ.update(env)
     config = replace(config, **changed)
-    functions = _checked(config, sources)
-    if number == 0:
-        show_settings(config, ", ".join(served.name for served in functions))
-        warn_if_open(config)
-        for served in functions:
-            if served.note:
-                logging.info("%s", served.note)
+    serving.check_outputs(config)
+    serving.check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
+    functions = read_functions(sources, config)
     names = [served.name for served in functions]
-    return run_server(config, serving(config, functions), sockets, ", ".join(names), partial(_ready, names), parent)
+    told = ", ".join(names)
+    paths = "/predict" if len(names) == 1 else ", ".join(f"/predict/{name}" for name in names)
+    notes = [(logging.INFO, served.note) for served in functions if served.note]
+    make = app.serving(config, functions)
+    return serving.Served(config, make, told, told, lambda _: f": POST {paths}", notes=notes)
 
 
-def _again_and_again(config: FunctionsConfig, serve: Callable[[Sequence[socket.socket], None], int]) -> int:
+def _again_and_again(config: FunctionsConfig, plan: serving.Plan, devices: Sequence[str]) -> int:
     """Serve, and restart when a Python file changes. A file that cannot be served waits for its next change."""
     waits = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
     signal.pthread_sigmask(signal.SIG_BLOCK, waits)
-    with bound(config) as sock:
+    with serving.bound(config, plan) as sock:
         while True:
             seen, above = _changes(), os.getpid()
             pid = os.fork()
             if not pid:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, waits)
                 die_with(above)
-                logs.leave(status_of(lambda: serve([sock], None), ("reflex", "serve")))
+                logs.leave(serving.run_placed(config, plan, devices, [sock]))
             lives = True
             while _changes() == seen:
                 signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY)
@@ -142,17 +115,3 @@ def _changes() -> dict[str, float]:
                 with suppress(OSError):
                     found[os.path.join(folder, name)] = os.stat(os.path.join(folder, name)).st_mtime
     return found
-
-
-def _checked(config: FunctionsConfig, sources: Sequence[str]) -> list[ServedFunction]:
-    """The functions to serve. ConfigError for every fault that can be found before one is loaded."""
-    from reflex_runtime.functions.source import read_functions
-
-    check_outputs(config)
-    check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
-    return read_functions(sources, config)
-
-
-def _ready(names: Sequence[str], server: Any, where: str) -> None:
-    paths = "/predict" if len(names) == 1 else ", ".join(f"/predict/{name}" for name in names)
-    logging.info("ready on %s: POST %s, pages: %s/dashboard and /docs", where, paths, where)

@@ -11,36 +11,26 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from reflex_runtime.cli.serving import (
-    check_trace,
-    options_of,
-    run_server,
-    serve_parser,
-    show_settings,
-    supervised,
-)
+from reflex_runtime.cli import serving
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory, told_apart
 from reflex_runtime.llm.server.model_host import adapters_of, check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.observe import logs
 from reflex_runtime.settings import LLMServeConfig, ServeConfig
-from reflex_runtime.settings.declare import one_line
-from reflex_runtime.settings.read import environment, load
-from reflex_runtime.web.access import warn_if_open
+from reflex_runtime.settings.declare import check_needs, one_line
+from reflex_runtime.settings.read import load
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
     from reflex_runtime.llm.server.lifecycle import ServerState
-    from reflex_runtime.llm.server.model_host import ModelPlan, Open
-    from reflex_runtime.web.supervisor import Parent
+    from reflex_runtime.llm.server.model_host import Open
 
 BATCHER = "generate_batcher"  # a table of the configuration file
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
@@ -62,32 +52,28 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a language model."""
     what = "Serve a language model over HTTP with the OpenAI API, by continuous batching."
     tables = "a table [serve], [generate_batcher] for --workers"
-    elsewhere = options_of(ServeConfig, "policies")
-    parser = serve_parser(verbs, LLMServeConfig, what, _EXAMPLES, tables, elsewhere=elsewhere)
+    elsewhere = serving.options_of(ServeConfig, "policies")
+    parser = serving.serve_parser(verbs, run, LLMServeConfig, what, _EXAMPLES, tables, elsewhere=elsewhere)
     parser.add_argument(
         "model", metavar="MODEL_DIR",
         help="directory: config.json, tokenizer.json, and safetensors or an export to OpenVINO (openvino_model.xml); "
         "scribe is the bundled model",
     )  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the settings, then open the port, then load."""
     from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 
-    logs.begin()
-    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), (BATCHER,))
-    logs.use(config.log_format)
+    config, places = serving.settings(LLMServeConfig, args, (BATCHER,))
+    check_needs(config, places)
     if config.log_format != "text":
         os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for runtime processes, from their first line on
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     if batcher != GenerateBatcherConfig() and not config.workers:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
     config = replace(config, lora=tuple(_adapters(config.lora)))
-    directory = model_directory(args.model)
-    serve = partial(_serve, config, batcher, directory)
-    return supervised(config, lambda: plan_of(config, directory), serve)
+    return serving.supervised(config, partial(_plan, config, batcher, model_directory(args.model)))
 
 
 def _adapters(given: tuple[str, ...]) -> Iterator[str]:
@@ -107,79 +93,46 @@ def _adapters(given: tuple[str, ...]) -> Iterator[str]:
         yield f"{name}={Path(directory).resolve()}"
 
 
-def plan_of(config: LLMServeConfig, directory: Path) -> ModelPlan:
-    """The plan of the model. Raises ConfigError for errors that show before it is loaded."""
-    from reflex_runtime.llm.engine.load import describe, sampling_defaults
-    from reflex_runtime.llm.engine.tokenizer import HFTokenizer
-    from reflex_runtime.llm.server.model_host import ModelPlan
-    from reflex_runtime.observe.tracing import check_otel
-
-    for path in _traces(config):
-        check_trace(path)
-    check_otel(config.otel)
-    check_model(config, describe(directory))
-    HFTokenizer.load(directory, quiet=True)  # a check; it is loaded again with the model
-    name = config.served_model_name or directory.resolve().name
-    return ModelPlan(name, config, directory, tuple(adapters_of(config)), sampling_defaults(directory))
-
-
-def _serve(
-    config: LLMServeConfig,
-    batcher: GenerateBatcherConfig,
-    directory: Path,
-    sockets: Sequence[socket.socket],
-    parent: Parent | None,
-) -> int:
-    """Run the server, with or without a supervisor."""
+def _plan(
+    config: LLMServeConfig, batcher: GenerateBatcherConfig, directory: Path, changed: Mapping[str, Any]
+) -> serving.Served:
+    """The server of the model. changed: settings of this process, none."""
     from reflex_runtime.ipc.spawn import spawned
-    from reflex_runtime.llm.app import serving
+    from reflex_runtime.llm import app
+    from reflex_runtime.llm.engine.load import authors_said, describe, sampling_defaults
     from reflex_runtime.llm.engine.tokenizer import HFTokenizer
     from reflex_runtime.llm.server.local_model import open_model
+    from reflex_runtime.llm.server.model_host import ModelPlan
     from reflex_runtime.llm.server.workers import WorkersConfig, one_bound, open_workers
 
-    plan = plan_of(config, directory)
+    traces = [trace_of(config.trace, number) for number in range(config.workers) if config.trace]
+    for trace in traces or [config.trace]:  # each runtime process has its own
+        serving.check_outputs(replace(config, trace=trace))
+    check_model(config, describe(directory))
+    tokenizer = HFTokenizer.load(directory, quiet=True)  # also a check; it is loaded again with the model
+    open: Open = partial(open_model, load_model)
+    rows = list[tuple[str, str]]()
     if config.workers:
-        config, batcher = one_bound(config, batcher)  # as they are shown
-        plan = replace(plan, config=config)
+        config, batcher = one_bound(config, batcher)
         command = [sys.executable, "-m", "reflex_runtime", "worker"]
         workers = WorkersConfig(
             spawn=lambda number: spawned(command, env=gpu_of(config, number)), options=settings_of, batcher=batcher
         )
-        open: Open = partial(open_workers, workers, HFTokenizer.load(plan.directory, quiet=True))
-    else:
-        open = partial(open_model, load_model)
-    _announce(plan, batcher)
-    warn = not config.workers  # runtime processes have ended
-    return run_server(config, serving(plan, open), sockets, told_apart(str(directory)), _ready, parent, warn)
-
-
-def _traces(config: LLMServeConfig) -> list[str]:
-    """The files of --trace: one, or one for each runtime process."""
-    if not config.trace:
-        return []
-    return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
-
-
-def _announce(plan: ModelPlan, batcher: GenerateBatcherConfig) -> None:
-    """Log the settings and warnings."""
-    rows = list[tuple[str, str]]()
-    if plan.config.workers:
+        open = partial(open_workers, workers, tokenizer)
         own = asdict(batcher).items() - asdict(type(batcher)()).items()
         rows = [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
-    show_settings(plan.config, plan.name, rows)
-    warn_if_open(plan.config)
-    from reflex_runtime.llm.engine.load import authors_said
+    name, defaults = config.served_model_name or directory.resolve().name, sampling_defaults(directory)
+    plan = ModelPlan(name, config, directory, tuple(adapters_of(config)), defaults)
+    said = authors_said(defaults)
+    notes = [(logging.INFO, f"requests without these fields get {said} (generation_config.json)")] if said else []
+    return serving.Served(config, app.serving(plan, open), name, told_apart(str(directory)), _ready, rows, notes)
 
-    if said := authors_said(plan.defaults):
-        logging.info("requests without these fields get %s (generation_config.json)", said)
 
-
-def _ready(model: ServerState, where: str) -> None:
+def _ready(model: ServerState) -> str:
     assert model.host is not None
     runner, limits = model.host.health()["runner"], model.host.limits
     what = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-    names = ", ".join(model.names)
-    logging.info("ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, what, names, where)
+    return f" ({runner}, {what}), as {', '.join(model.names)}"
 
 
 # -- reflex worker -----------------------------------------------------------------------------------------------------

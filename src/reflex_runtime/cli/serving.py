@@ -9,25 +9,31 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from reflex_runtime.cli.console import status_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo import model_directory
-from reflex_runtime.observe import files
-from reflex_runtime.observe.logs import leave
+from reflex_runtime.extras import not_installed
+from reflex_runtime.observe import files, logs
 from reflex_runtime.run.model_files import CHECKPOINT_KEYS, json_keys
-from reflex_runtime.settings.declare import add_options, flag, one_line, table
+from reflex_runtime.settings import FunctionsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.settings.declare import Places, add_options, flag, one_line, table
+from reflex_runtime.settings.read import environment, read
+from reflex_runtime.web.access import is_loopback, warn_if_open
+from reflex_runtime.web.replicas import settings_of
 
 if TYPE_CHECKING:
     from reflex_runtime.web.serve import Make
     from reflex_runtime.web.supervisor import Parent
 
+C = TypeVar("C", ServeConfig, FunctionsConfig, LLMServeConfig)
 PYTHON: Final = "python:"
 _CLOSING: Final = """
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
@@ -37,50 +43,28 @@ when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
 
 
-def serve_parser(
-    verbs: argparse._SubParsersAction[Any],
-    config: type[Any],
-    description: str,
-    examples: str,
-    tables: str = "a table [serve]",
-    **more: Any,
-) -> argparse.ArgumentParser:
-    """Add the verb with the options of `config`. tables: what its TOML file may have. more: arguments of `Parser`."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "serve",
-        description=description,
-        epilog=examples + _CLOSING,
-        **more,
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file with {tables}")
-    add_options(parser, config)
-    return parser
+# -- which kind of source ----------------------------------------------------------------------------------------------
 
 
-def names_model(args: Sequence[str]) -> bool:
-    """Whether a word is the directory of a language model, and none that of a policy."""
-    words = [word for word in args if not word.startswith("-")]
-    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the others are
-        return False
-    files = [os.path.join(model_directory(word), "config.json") for word in words]
-    if any(os.path.isfile(file) for file in files):
-        return any(os.path.isfile(file) and not json_keys(Path(file)) >= CHECKPOINT_KEYS for file in files)
-    return any(_resembles_model(word) for word in words)
+def kind_of(words: Sequence[str]) -> str:
+    """What `reflex serve` serves with these words: a "policy", a "model" of language, or "functions"."""
+    kinds = {_kind_of(word) for word in words if not word.startswith("-")}
+    return next((kind for kind in ("policy", "model", "functions") if kind in kinds), "policy")
 
 
-def names_functions(words: Sequence[str]) -> bool:
-    """Whether a word is an ONNX file or a Python function of items; `make(device)` makes a policy."""
-    words = [word.partition("=")[2] if "=python:" in word else word for word in words if not word.startswith("-")]
-    sources = [word for word in words if word.startswith(PYTHON)]
-    return any(map(_is_graph, words)) or any(not _makes_policy(source) for source in sources)
-
-
-def _is_graph(word: str) -> bool:
-    """Whether it is an ONNX file, or a directory with one that is no export."""
-    if os.path.isdir(word):
-        names = os.listdir(word)
-        return not {"reflex_config.json", "config.json"} & {*names} and any(name.endswith(".onnx") for name in names)
-    return word.endswith(".onnx")
+def _kind_of(word: str) -> str:
+    """The kind that a word names, or resembles, so that the errors of that kind explain it; "" if it may be any."""
+    if os.path.isfile(os.path.join(word, "reflex_config.json")):
+        return "policy"
+    if os.path.isfile(config := os.path.join(model_directory(word), "config.json")):
+        return "" if json_keys(Path(config)) >= CHECKPOINT_KEYS else "model"
+    source = word.partition("=")[2] if "=python:" in word else word
+    if source.startswith(PYTHON):
+        return "" if _makes_policy(source) else "functions"
+    names = os.listdir(word) if os.path.isdir(word) else [word]
+    if "adapter_config.json" in names or any(name.endswith(".gguf") and os.path.exists(word) for name in names):
+        return "model"
+    return "functions" if any(name.endswith(".onnx") for name in names) else ""
 
 
 def _makes_policy(source: str) -> bool:
@@ -101,105 +85,63 @@ def _makes_policy(source: str) -> bool:
     return False
 
 
-def supervised(
-    config: Any,
-    check: Callable[[], object],
-    serve: Callable[[Sequence[socket.socket], Parent | None], int],
-    workers: int = 1,
-) -> int:
-    """Serve below a supervisor, unless `supervise` is off. check: raises ConfigError for what is served.
-    serve: the server itself, with its sockets: the one that all workers share first, then, where there are several, a
-    loopback port of each worker's own."""
-    from reflex_runtime.web.supervisor import bind, check_tls, supervise
-
-    if config.ssl_certfile:
-        check_tls(config.ssl_certfile, config.ssl_keyfile)
-    if not config.supervise:
-        check()
-        with bound(config) as sock:
-            return serve([sock], None)
-    prefix = ("reflex", "serve")
-    with ExitStack() as stack:
-        try:
-            sockets = [stack.enter_context(bound(config))]
-        except ConfigError:
-            check()  # its faults come first: another port would not help
-            raise
-        if workers > 1:
-            sockets += [bind("127.0.0.1", 0) for _ in range(workers)]
-        watched = getattr(config, "watchdog_s", 0.0)
-        return supervise(lambda parent: status_of(lambda: serve(sockets, parent), prefix), workers, watched)
+# -- options and settings ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def bound(config: Any) -> Iterator[socket.socket]:
-    """The listening socket of these settings. The file of a Unix socket is removed at the end."""
-    from reflex_runtime.web.supervisor import bind
-
-    yield bind(config.host, config.port, config.uds)
-    if config.uds:
-        with suppress(OSError):
-            os.unlink(config.uds)
-
-
-def run_server(
-    config: Any,
-    make: Make,
-    sockets: Sequence[socket.socket],
-    loading: str,
-    ready: Callable[[Any, str], None],
-    parent: Parent | None,
-    warn: bool = True,
-) -> int:
-    """Serve until a signal, and return the exit status. If a thread still hangs in a model then, leave at once: the
-    interpreter could crash at its end.
-
-    loading: names of the models, for the log. ready: logs that the server is ready, given its address. warn: of a hang.
-    """
-    from reflex_runtime.run.process import loop_factory
-    from reflex_runtime.web.serve import serve
-    from reflex_runtime.web.supervisor import url_of
-
-    where, *own_urls = [url_of(sock, bool(config.ssl_certfile)) for sock in sockets]
-    own = [sockets[0]]
-    if parent is not None and own_urls:
-        parent.own_urls = own_urls
-        own.append(sockets[1 + parent.number])
-    for sock in sockets:
-        if sock not in own:
-            sock.close()
-
-    def settled(served: Any) -> None:
-        if served.state == "ready":
-            ready(served, where)
-        else:
-            logging.error("not serving on %s: %s: %s", where, served.state, served.error)
-
-    def listening() -> None:
-        if parent is not None and own_urls:
-            logging.info("worker %d: its own pages on %s", parent.number, own_urls[parent.number])
-        logging.info("listening on %s, loading %s", where, loading)
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        status, clean = runner.run(serve(make, own, config, listening, settled, parent))
-    if not clean:
-        if warn:
-            logging.warning("the model is still at work; leaving without it")
-        leave(status)
-    return status
-
-
-def _resembles_model(word: str) -> bool:
-    """Whether it looks like a language model that cannot be served: the errors of models explain it."""
-    if os.path.isfile(word):
-        return word.endswith(".gguf")
-    names = os.listdir(word) if os.path.isdir(word) else []
-    return "adapter_config.json" in names or any(name.endswith(".gguf") for name in names)
+def serve_parser(
+    verbs: argparse._SubParsersAction[Any],
+    run: Callable[[argparse.Namespace], int],
+    config: type[Any],
+    description: str,
+    examples: str,
+    tables: str = "a table [serve]",
+    **more: Any,
+) -> argparse.ArgumentParser:
+    """Add the verb with the options of `config`. tables: what its TOML file may have. more: arguments of `Parser`."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "serve", description=description, epilog=examples + _CLOSING, **more
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file with {tables}")
+    add_options(parser, config)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def options_of(kind: type[Any], served: str) -> dict[str, str]:
     """A hint for each option, for commands without it. served: the kind of model that has these options."""
     return {flag(field.name): f"; {flag(field.name)} is an option of {served}" for field in fields(kind)}
+
+
+def settings(kind: type[C], args: argparse.Namespace, beside: tuple[str, ...] = ()) -> tuple[C, Places]:
+    """The settings of the command line, its file and the environment; the log begins in their form."""
+    logs.begin()
+    found = read(kind, "serve", args.config, environment(), vars(args), beside)
+    logs.use(found[0].log_format)
+    return found
+
+
+def check_listener(name: str, address: str, key: str, module: str) -> None:
+    """ConfigError unless a further listener has a loopback address or a key, and its package is installed."""
+    if not address:
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not (key or host == "localhost" or is_loopback(host)):
+        raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: other machines can reach it")
+    if find_spec(module) is None:
+        raise not_installed(module, f"--{name}")
+
+
+def check_outputs(config: Any) -> None:
+    """ConfigError if a recording, a trace or spans cannot be written."""
+    from reflex_runtime.observe.tracing import check_otel
+
+    if record := getattr(config, "record", ""):
+        with files.refused(f"--record={one_line(record)}", "be made"):
+            Path(record).mkdir(parents=True, exist_ok=True)
+    if config.trace:
+        with files.refused(f"--trace={one_line(config.trace)}"):
+            files.check(config.trace)
+    check_otel(config.otel)
 
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
@@ -221,19 +163,119 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
     print(f"reflex serve {name}", *rows, sep="\n", file=sys.stderr, flush=True)
 
 
-def check_trace(path: str) -> None:
-    """ConfigError if --trace cannot be written."""
-    if path:
-        with files.refused(f"--trace={one_line(path)}"):
-            files.check(path)
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
-def check_outputs(config: Any) -> None:
-    """ConfigError if a recording, a trace or spans cannot be written."""
-    from reflex_runtime.observe.tracing import check_otel
+class Served(NamedTuple):
+    """The server of one process, with its settings. names: of what it serves; loading: names in the log while it loads.
+    ready: what the log says of a ready host. rows: of the settings in force beside those of `config`. notes: lines for
+    the log, each with its level."""
 
-    if config.record:
-        with files.refused(f"--record={one_line(config.record)}", "be made"):
-            Path(config.record).mkdir(parents=True, exist_ok=True)
-    check_trace(config.trace)
-    check_otel(config.otel)
+    config: ServeConfig | FunctionsConfig | LLMServeConfig
+    make: Make
+    names: str
+    loading: str
+    ready: Callable[[Any], str]
+    rows: Sequence[tuple[str, str]] = ()
+    notes: Sequence[tuple[int, str]] = ()
+
+
+Plan = Callable[[Mapping[str, Any]], Served]  # with these settings changed. Raises ConfigError before anything loads
+
+
+def supervised(config: Any, plan: Plan, devices: Sequence[str] = ("",)) -> int:
+    """Serve below a supervisor, unless `supervise` is off. devices: of the workers."""
+    from reflex_runtime.web.supervisor import bind, supervise
+
+    if not config.supervise:
+        served = _placed(config, plan, devices)  # its faults come before the port opens
+        with bound(config, plan) as sock:
+            return run_server(served, [sock])
+    with bound(config, plan) as sock:
+        sockets = [sock]
+        if len(devices) > 1:
+            sockets += [bind("127.0.0.1", 0) for _ in devices]
+
+        return supervise(partial(run_placed, config, plan, devices, sockets), len(devices), config.watchdog_s)
+
+
+def run_placed(
+    config: Any, plan: Plan, devices: Sequence[str], sockets: Sequence[socket.socket], parent: Parent | None = None
+) -> int:
+    """Run the server of one worker, and return its exit status."""
+    number = 0 if parent is None else parent.number
+    return status_of(lambda: run_server(_placed(config, plan, devices, number), sockets, parent), ("reflex", "serve"))
+
+
+def _placed(config: Any, plan: Plan, devices: Sequence[str], number: int = 0) -> Served:
+    """The server of a worker, whose process is put on its device."""
+    changed, env = settings_of(config, devices, number)
+    os.environ.update(env)
+    return plan(changed)
+
+
+@contextmanager
+def bound(config: Any, plan: Plan) -> Iterator[socket.socket]:
+    """The listening socket of these settings. The file of a Unix socket is removed at the end."""
+    from reflex_runtime.web.supervisor import bind, check_tls
+
+    if config.ssl_certfile:
+        check_tls(config.ssl_certfile, config.ssl_keyfile)
+    try:
+        sock = bind(config.host, config.port, config.uds)
+    except ConfigError:
+        plan({})  # its faults come first: another port would not help
+        raise
+    with sock:
+        yield sock
+    if config.uds:
+        with suppress(OSError):
+            os.unlink(config.uds)
+
+
+def run_server(served: Served, sockets: Sequence[socket.socket], parent: Parent | None = None) -> int:
+    """Serve until a signal, and return the exit status. If a thread still hangs in a model then, leave at once: the
+    interpreter could crash at its end.
+
+    sockets: the one that all workers share first, then, if there are several, a loopback port of each worker's own.
+    """
+    from reflex_runtime.run.process import loop_factory
+    from reflex_runtime.web.serve import serve
+    from reflex_runtime.web.supervisor import url_of
+
+    number = 0 if parent is None else parent.number
+    if number == 0:
+        _announce(served)
+    where, *own_urls = [url_of(sock, bool(served.config.ssl_certfile)) for sock in sockets]
+    own = [sockets[0]]
+    if parent is not None and own_urls:
+        parent.own_urls = own_urls
+        own.append(sockets[1 + number])
+    for sock in sockets:
+        if sock not in own:
+            sock.close()
+
+    def settled(host: Any) -> None:
+        if host.state == "ready":
+            logging.info("ready on %s%s, pages: %s/dashboard and /docs", where, served.ready(host), where)
+        else:
+            logging.error("not serving on %s: %s: %s", where, host.state, host.error)
+
+    def listening() -> None:
+        if own_urls:
+            logging.info("worker %d: its own pages on %s", number, own_urls[number])
+        logging.info("listening on %s, loading %s", where, served.loading)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        status, clean = runner.run(serve(served.make, own, served.config, listening, settled, parent))
+    if not clean:
+        logs.leave(status)
+    return status
+
+
+def _announce(served: Served) -> None:
+    """Print the settings in force, and warn of risky ones."""
+    show_settings(served.config, served.names, served.rows)
+    warn_if_open(served.config)
+    for level, note in served.notes:
+        logging.log(level, "%s", note)

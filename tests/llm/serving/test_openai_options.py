@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.serving import names_model
+from reflex_runtime.cli.serving import kind_of
 from reflex_runtime.core.batch import BatchScheduled
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
@@ -457,7 +457,7 @@ def test_what_is_served_decides_which_options_there_are(model_dir: Path, tmp_pat
         (both / name).write_text("{}")
     assert "--max-batch-cost-ms" in helps(str(both))
     assert "--max-batch-cost-ms" in helps(str(both), "--record", str(model_dir))
-    assert not names_model(["x" * 5000, "\0"])
+    assert kind_of(["x" * 5000, "\0"]) != "model"
 
 
 def test_a_models_directory_is_checked_first_and_the_error_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -7,6 +7,7 @@ there is no runtime process; `draining`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.server.workers import Workers
 
     ModelHost: TypeAlias = LocalModel | Workers  # generates tokens in this process, or in runtime processes
+
+log = logging.getLogger("reflex.server")
 
 NAMED = 20  # names in an error
 UNSENT = 1.0  # seconds to send the last answers, with which their spans end
@@ -139,6 +142,8 @@ class ServerState(Host):
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         if self.host is not None:
             self._clean = await self.host.close(True, max(0.0, until - asyncio.get_running_loop().time()))
+        if not (self._clean or self.plan.config.workers):  # runtime processes have ended
+            log.warning("the model is still at work; leaving without it")
         if self.spans is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(UNSENT):
