@@ -104,7 +104,7 @@ class Observation:
         return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
 
 
-@dataclass(slots=True, eq=False)  # only the guard writes to one, and only its report
+@dataclass(slots=True, eq=False)  # only `GuardedProcessor` writes to one
 class ActionChunk:
     """The output of a policy.
 

@@ -19,6 +19,7 @@ meets the same fault again, and a drill can be repeated exactly.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -125,28 +126,22 @@ class Fault:
         return f"{self.slot}:{self.kind}:{self.rate:g}{tail}"
 
 
+_NUMBER: Final = r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+_FAULT: Final = re.compile(rf"({'|'.join(SLOTS)}):({'|'.join(get_args(FaultKind))}):{_NUMBER}(?::{_NUMBER})?")
+
+
 def parse_fault(text: str) -> Fault:
     """A fault from SLOT:KIND:RATE[:MS]; ConfigError for a wrong part."""
-    slot, _, rest = text.partition(":")
-    kind, _, rest = rest.partition(":")
-    rate, given, ms = rest.partition(":")
-    lasts = kind in _DEFAULT_SECONDS
-    seconds = _number(ms) / 1e3 if given else _DEFAULT_SECONDS.get(kind, 0.0)
-    right = 0.0 < seconds <= 3600.0 if lasts else not given
-    if slot not in SLOTS or kind not in get_args(FaultKind) or not 0.0 <= _number(rate) <= 1.0 or not right:
+    slot, kind, rate, ms = found.groups() if (found := _FAULT.fullmatch(text)) else ("", "", "2", None)
+    seconds = _DEFAULT_SECONDS.get(kind, 0.0) if ms is None else float(ms) / 1e3
+    right = 0.0 < seconds <= 3600.0 if kind in _DEFAULT_SECONDS else ms is None
+    if float(rate) > 1.0 or not right:
         slots, kinds = ", ".join(SLOTS), ", ".join(get_args(FaultKind))
         raise ConfigError(
             f"--inject-fault {text!r}: must be SLOT:KIND:RATE, SLOT one of {slots}, KIND one of {kinds}, RATE in "
             f"[0, 1]; {' and '.join(_DEFAULT_SECONDS)} may have :MS, in (0, 3600000]"
         )
-    return Fault(slot, cast("FaultKind", kind), _number(rate), seconds)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+    return Fault(slot, cast("FaultKind", kind), float(rate), seconds)
 
 
 # -- both, around a policy ---------------------------------------------------------------------------------------------
@@ -190,23 +185,27 @@ class GuardedProcessor:
         faults, guard = tuple(self.faults), self.guard
         for fault in faults:
             self._before(fault, batch)
-        results = self._inner.run(batch)
+        results = list(self._inner.run(batch))
         if len(results) != len(batch.grants):
             return results
-        pairs = list(zip(batch.grants, results, strict=True))
+        chunks = {
+            ticket: result.value
+            for ticket, result in zip(batch.grants, results, strict=True)
+            if isinstance(result, Done) and isinstance(result.value, ActionChunk)
+        }
         for fault in faults:
-            if fault.kind == "nan":
-                pairs = [(t, _poisoned(result) if self._marked(fault, t.id) else result) for t, result in pairs]
-        chunks = [r.value for _, r in pairs if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
+            for ticket, chunk in chunks.items():
+                if fault.kind == "nan" and self._marked(fault, ticket.id):
+                    chunk.actions = np.full_like(chunk.actions, np.nan)
         if guard is None or not chunks:
-            return [result for _, result in pairs]
-        if len(chunks) < len(pairs) or not guard.clean(chunks):
-            return [_checked(guard, ticket, result, batch) for ticket, result in pairs]
-        for chunk, (ticket, _) in zip(chunks, pairs, strict=True):
-            chunk.guard = _CLEAN
-            if guard.on_bad_action == "hold":
+            return results
+        if guard.clean(list(chunks.values())):
+            for ticket, chunk in chunks.items():
+                chunk.guard = _CLEAN
                 guard.keep(chunk.actions, _episode(ticket))
-        return results
+            return results
+        checked = {ticket: _checked(guard, ticket, chunk, batch.notes) for ticket, chunk in chunks.items()}
+        return [checked.get(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
 
     def _before(self, fault: Fault, batch: Batch) -> None:
         """Faults of the whole call, before it has changed anything."""
@@ -239,24 +238,16 @@ def served_by(
     return GuardedProcessor(policy, guard or ActionGuard(policy.spec.embodiment), mine, latency)
 
 
-def _poisoned(result: Any) -> Any:
-    if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
-        return result
-    return Done(replace(result.value, actions=np.full_like(result.value.actions, np.nan)))
-
-
-def _checked(guard: ActionGuard, ticket: Ticket, result: Any, batch: Batch) -> Any:
-    if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
-        return result
+def _checked(guard: ActionGuard, ticket: Ticket, chunk: ActionChunk, notes: dict[str, Any]) -> Done | NonFiniteResult:
     checked: Done | NonFiniteResult
     try:
-        chunk = guard.check(result.value, _episode(ticket))
-        checked, report = Done(chunk), chunk.guard or _CLEAN
+        checked = Done(chunk := guard.check(chunk, _episode(ticket)))
+        report = chunk.guard or _CLEAN
         note = "held" if report["held"] else "clamped" if report["clamped"] else ""
     except NonFiniteResult as error:
         checked, note = error, "refused"
     if note:  # a sum: a bisected batch is several calls
-        batch.notes[note] = batch.notes.get(note, 0) + 1
+        notes[note] = notes.get(note, 0) + 1
     return checked
 
 
