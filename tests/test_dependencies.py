@@ -18,7 +18,7 @@ FOR_US = {"bench", "dev"}  # extras of the repository: the package imports none 
 BROUGHT = {
     "lerobot": "lerobot", "openvino": "openvino", "ray": "ray", "paho": "paho-mqtt", "google": "protobuf",
     "opentelemetry": "opentelemetry-sdk", "requests": "opentelemetry-exporter-otlp-proto-http",
-    "safetensors": "lerobot", "onnxscript": "onnxscript", "trackers": "trackers", "metaworld": "metaworld",
+    "onnxscript": "onnxscript", "trackers": "trackers", "metaworld": "metaworld",
 }  # fmt: skip
 """Imports whose distribution has another name, comes with another one, or may not be installed here."""
 

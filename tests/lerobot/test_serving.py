@@ -382,7 +382,7 @@ def _adapter(root: Path) -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no weights": (_without("model.safetensors"), "model.safetensors: not found: copy the whole directory"),
-    "half of the weights": (_short, "it is truncated; copy it again"),
+    "half of the weights": (_short, "is truncated, damaged, or not safetensors (incomplete metadata"),
     "no processors": (_without("policy_preprocessor.json"), "saved by LeRobot before 0.4. Convert it: python -m"),
     "unknown type": (_config(type="nosuch"), "type nosuch is not known to predict chunks and to keep"),
     "streaming type": (_config(type="lingbot_va"), "type lingbot_va is not known to predict chunks and to keep"),

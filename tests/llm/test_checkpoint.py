@@ -238,12 +238,10 @@ def test_missing_files_are_named(root: Path) -> None:
     assert refusal(root) == "ROOT/config.json: cannot be read: No such file or directory"
 
 
-def test_a_truncated_file_is_named_with_the_tensor_that_is_cut(root: Path) -> None:
+def test_a_truncated_file_is_named(root: Path) -> None:
     file = root / "model.safetensors"
     data = file.read_bytes()
-    file.write_bytes(data[:-20])
-    assert "model.safetensors: tensor model.layers.1.post_attention_layernorm.weight: ends at byte" in refusal(root)
-    for size in (0, 7, 8, 100):
+    for size in (0, 7, 8, 100, len(data) - 20):
         file.write_bytes(data[:size])
         assert "truncated" in (said := refusal(root))
         assert said.endswith("; copy it again (git lfs pull, where it was cloned)")
@@ -257,12 +255,9 @@ def test_wrong_tensors_are_named(root: Path) -> None:
     assert f"model.safetensors: tensor {Q}: found shape [8, 4], expected [8, 8]" in refusal(root)
     write_weights(file, SHAPES, dtype="I16")
     assert "dtype I16: must be one of F32, F16, BF16, F8_E4M3" in refusal(root)
-    write_weights(file, {**SHAPES, "x": (2,)}, y=3)
-    assert "tensor y: expected dtype, shape and data_offsets, found 3" in refusal(root)
-    write_weights(file, SHAPES, y={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]})
-    assert "tensor y: 4 bytes do not fit F32 of shape [2]" in refusal(root)
-    write_weights(file, SHAPES, y={"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]})
-    assert "tensor y: expected dtype" in refusal(root)
+    for y in (3, {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [-1]}):
+        write_weights(file, {**SHAPES, "x": (2,)}, y=y)
+        assert "model.safetensors: is truncated, damaged, or not safetensors (invalid" in refusal(root)
 
 
 def test_an_index_that_leads_nowhere_or_outside_is_refused(root: Path) -> None:

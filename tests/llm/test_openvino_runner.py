@@ -464,11 +464,11 @@ def test_wrong_settings_are_refused(build: Build, settings: dict[str, Any], mess
     assert message in caught.value.message
 
 
-def test_a_broken_checkpoint_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_refused_by_file(tmp_path: Path) -> None:
     path = random_model("llama", tmp_path)
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"model\.safetensors: tensor model\.norm\.weight: .* truncated"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: is truncated"):
         runner(path)
 
 

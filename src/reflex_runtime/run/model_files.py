@@ -2,8 +2,7 @@
 
 - `check_files`: transformers, LeRobot and onnxruntime open every file of a directory; a pipe or a device in the place
   of a file would hold the load for ever.
-- A safetensors file is a length, a table in JSON, and bytes. Its tensors must cover the bytes without a gap and without
-  sharing any: with overlapping offsets another model than the trained one would load.
+- `read_table`: with overlapping offsets in a safetensors file another model than the trained one would load.
 - `JsonObject` reads JSON as msgspec structs. msgspec checks types and bounds; errors name the file, the value found and
   the description in the field's `msgspec.Meta`.
 """
@@ -17,25 +16,19 @@ import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar, get_args
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import needed_by
 
 MOST_TEXT: Final = 64 << 20  # bytes of a JSON file or template; the largest tokenizers have about half of it
 MOST_FILES: Final = 100_000  # of a model's directory and its folders
-_MOST_AXES: Final = 64  # of a tensor; NumPy has no more, and a product of millions of lengths takes minutes
-_MAX_HEADER: Final = 100_000_000  # bytes; the format's own bound
 _AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
 LFS: Final = b"version https://git-lfs."
 _SUFFIXES: Final = (".json", ".safetensors", ".onnx", ".data", ".bin", ".xml", ".jinja")
-_BITS: Final = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
-}  # fmt: skip
 
 
 def check_files(root: Path) -> None:
@@ -127,62 +120,27 @@ class StoredTensor:
 
 
 def read_table(file: Path) -> dict[str, StoredTensor]:
-    """The table of a safetensors file, without its weights. ConfigError for a file that differs from its table."""
+    """The table of a safetensors file, without its weights. ConfigError for a file that differs from its table: the
+    package `safetensors` checks that every byte belongs to one tensor."""
+    with needed_by(f"{file}:"):
+        from safetensors import SafetensorError, safe_open
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
-            head = stream.read(len(LFS))
-            length = int.from_bytes(head[:8], "little")
-            stream.seek(8)
-            text = stream.read(length) if 2 <= length <= min(_MAX_HEADER, size - 8) else b""
+            check_fetched(file, stream.read(len(LFS)))
+            with safe_open(str(file), framework="np"):
+                stream.seek(0)
+                length = int.from_bytes(stream.read(8), "little")
+                table = json.loads(stream.read(length))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
-    check_fetched(file, head)
-    if size < 8:
-        raise ConfigError(f"{file}: is {size} bytes, too short for a safetensors file: truncated; {_AGAIN}")
-    if not text:
-        raise ConfigError(f"{file}: its header claims {length} bytes of {size}: truncated or not safetensors; {_AGAIN}")
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: its header is not JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"{file}: expected a JSON object, found {shorten(repr(table))}")
+    except SafetensorError as error:
+        why = str(error).removeprefix("Error while deserializing header: ")
+        raise ConfigError(f"{file}: is truncated, damaged, or not safetensors ({shorten(why)}); {_AGAIN}") from None
     table.pop("__metadata__", None)
-    tensors = {name: _entry(file, name, entry, 8 + length, size) for name, entry in table.items()}
-    _check_covered(file, tensors, 8 + length, size)
-    return tensors
-
-
-def _entry(file: Path, name: str, entry: Any, begin: int, end: int) -> StoredTensor:
-    """begin, end: of the file's data."""
-    try:
-        dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        sound = len(shape) <= _MOST_AXES and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-        sound = sound and start <= stop
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    where = f"{file}: tensor {shorten(name)}"
-    if not sound:
-        raise ConfigError(f"{where}: expected dtype, shape and data_offsets, found {shorten(repr(entry))}")
-    if begin + stop > end:
-        missing = f"ends at byte {stop} of the data, which has {end - begin}"
-        raise ConfigError(f"{where}: {missing}: it is truncated; {_AGAIN}")
-    if dtype in _BITS and 8 * (stop - start) != prod(shape) * _BITS[dtype]:
-        raise ConfigError(f"{where}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
-    return StoredTensor(dtype, shape, begin + start, begin + stop)
-
-
-def _check_covered(file: Path, tensors: dict[str, StoredTensor], begin: int, end: int) -> None:
-    """Check that every byte of the data belongs to one tensor."""
-    last, at = "the header", begin
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if tensor.start != at:
-            apart = "shares bytes with" if tensor.start < at else "leaves bytes unused behind"
-            raise ConfigError(f"{file}: tensor {shorten(name)}: {apart} {shorten(last)}: its table is wrong; {_AGAIN}")
-        last, at = name, tensor.stop
-    if at != end:
-        raise ConfigError(f"{file}: has {end - at} bytes behind its last tensor: its table is wrong; {_AGAIN}")
+    return {
+        name: StoredTensor(entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+        for name, entry in table.items()
+    }
 
 
 # -- JSON objects as structs -------------------------------------------------------------------------------------------
