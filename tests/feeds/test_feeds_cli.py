@@ -34,7 +34,7 @@ class _EndsBetween(threading.Event):
 
 
 def test_f11_a_signal_that_comes_as_the_start_ends_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "log_console", lambda: None)
+    monkeypatch.setattr(session, "begin_log", lambda: None)
     run = session.FeedsSession(plan_of([ENDLESS], None, {}), Detector(), sys.stdout)
     run._begun = _EndsBetween()
     run._signalled(signal.SIGTERM)
@@ -42,7 +42,7 @@ def test_f11_a_signal_that_comes_as_the_start_ends_stops_the_run(monkeypatch: py
 
 
 def test_i18_many_hangups_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "log_console", lambda: None)
+    monkeypatch.setattr(session, "begin_log", lambda: None)
     plan, read = plan_of([ENDLESS], None, {}), threading.Semaphore(0)
 
     def again() -> FeedPlan:

@@ -25,7 +25,7 @@ from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStage
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.stages import stages_of
-from reflex_runtime.feeds.table import EVERY_S, lines_of, log_console, summary, undecoded
+from reflex_runtime.feeds.table import EVERY_S, begin_log, lines_of, print_summary, undecoded
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.run.coordinator import BatchCoordinator, BatchProcessor
 from reflex_runtime.run.modules import in_one_line
@@ -60,7 +60,7 @@ class FeedsSession:
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
-        self._console = log_console()
+        begin_log()
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to stop
         self._begun = threading.Event()  # the start has ended, or was given up
         self._signal = 0  # the first one that stops the run
@@ -106,7 +106,7 @@ class FeedsSession:
             logging.info("stopped: the reader of standard output has left")
         elif why in signal.Signals.__members__:
             logging.info("stopped by %s", why)
-        self._console.print(summary(self._runtime.snapshot()), soft_wrap=False)
+        print_summary(self._runtime.snapshot())
         complete = self._complete(report)
         return (0 if complete or why == _READER_GONE else 1), not report.detached
 

@@ -69,20 +69,31 @@ def _number(label: Any, names: Sequence[str] | None) -> int:
 
 def _masks(masks: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
     """[k, height, width]. Masks that cannot be drawn are empty."""
-    width, height = size
-    found = np.zeros((len(masks), height, width), np.bool_)
+    found = np.zeros((len(masks), size[1], size[0]), np.bool_)
     for whole, mask in zip(found, masks, strict=True):
-        cells = cells_of(mask)
-        if cells is None:
-            continue
-        x0, y0, x1, y1 = (round(v) for v in mask["box"])
-        if not (0 < x1 - x0 <= 2 * width and 0 < y1 - y0 <= 2 * height):
-            continue
-        inner = Image.fromarray(cells).resize((x1 - x0, y1 - y0), Image.Resampling.NEAREST)
-        left, top, right, bottom = max(0, x0), max(0, y0), min(width, x1), min(height, y1)
-        if left < right and top < bottom:
-            whole[top:bottom, left:right] = np.asarray(inner)[top - y0 : bottom - y0, left - x0 : right - x0]
+        if (placed := mask_picture(mask, size)) is not None:
+            picture = Image.new("L", size)
+            picture.paste(*placed)
+            whole[:] = np.asarray(picture)
     return found
+
+
+def mask_picture(
+    mask: Any, size: tuple[int, int], by: int = 1, level: int = 255
+) -> tuple[Image.Image, tuple[int, int]] | None:
+    """A mask of a result with `level` where it covers a picture of this size, and its upper left corner there. by: how
+    many times larger the frame is. None for a mask of another form, or far larger than the picture."""
+    cells = cells_of(mask)
+    if cells is None:
+        return None
+    try:
+        x0, y0, x1, y1 = (round(float(v) / by) for v in mask["box"])
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return None
+    if not (0 < x1 - x0 <= 2 * size[0] and 0 < y1 - y0 <= 2 * size[1]):
+        return None
+    picture = Image.fromarray(cells.astype(np.uint8) * level)
+    return picture.resize((x1 - x0, y1 - y0), Image.Resampling.NEAREST), (x0, y0)
 
 
 def cells_of(mask: Any) -> NDArray[np.bool_] | None:

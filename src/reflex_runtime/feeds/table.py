@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from reflex_runtime.feeds.runtime.health import (
@@ -19,41 +19,29 @@ from reflex_runtime.feeds.runtime.health import (
     frames,
 )
 from reflex_runtime.observe.batch_metrics import BatchMetrics
+from reflex_runtime.observe.top_view import ms, state_text
 from reflex_runtime.run.modules import in_one_line, told
 
 EVERY_S: Final = 5.0  # seconds between lines on the feeds
 LINES: Final = 8  # most feeds with a line each; more have one together
 WIDE: Final = 160  # columns without a terminal
-_LEVELS: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
-_STYLES: Final = {"running": "green", "ended": "dim", "stopped": "dim", "failed": "bold red"}
 
 
-def log_console() -> Console:
-    """Standard error, also for all log lines: one console, so that lines of two threads do not mix."""
-    terminal = sys.stderr.isatty()
-    console = Console(file=sys.stderr, highlight=False, width=None if terminal else WIDE, soft_wrap=not terminal)
-    logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(console)], force=True)
-    return console
+def begin_log() -> None:
+    """Log to standard error."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    logging.getLogger().handlers[0].setFormatter(_LineLog("%(asctime)s %(levelname)s %(message)s"))
 
 
-class _ConsoleLog(logging.Handler):
-    """Logs one line each, an exception too: in colour with the time on a terminal, else with date and level."""
+class _LineLog(logging.Formatter):
+    """One line for each record, an exception too."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-        self.formatter = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S") if console.is_terminal else plain
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            error = record.exc_info[1] if record.exc_info else None
-            said = in_one_line(record.getMessage()) + (f": {told(error)}" if error else "")
-            line = {"msg": said, "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
-            text = self.format(logging.makeLogRecord(record.__dict__ | line))
-            self._console.print(Text(text, _LEVELS.get(record.levelno, "")), soft_wrap=True)
-        except Exception:
-            self.handleError(record)
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        said = record.getMessage() + (f": {told(error)}" if error else "")
+        return super().format(logging.makeLogRecord(record.__dict__ | {
+            "msg": in_one_line(said), "args": None, "exc_info": None, "exc_text": None, "stack_info": None,
+        }))  # fmt: skip
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -66,7 +54,7 @@ def lines_of(feeds: list[FeedSnapshot]) -> list[str]:
 
 def line_of(feed: FeedSnapshot) -> str:
     """The state and figures of a feed, in a line."""
-    age = "" if feed.age is None else f", newest answer {seconds(feed.age)} old"
+    age = "" if feed.age is None else f", newest answer {ms(feed.age)} old"
     answered = f"{feed.processed}/{feed.total}" if feed.total and feed.mode == "file" else str(feed.processed)
     lost = dropped(feed.drops, feed.corrupt)
     return f"{feed.name}: {state(feed)}, {answered} answered, {feed.fps:.1f}/s{age}{lost}"
@@ -105,15 +93,6 @@ def undecoded(pictures: int) -> str:
     return f"{pictures} picture{'s'[: pictures != 1]} missing or broken" if pictures else ""
 
 
-def seconds(value: float | None) -> str:
-    """A duration for people."""
-    if value is None:
-        return ""
-    if value < 0.0095:
-        return f"{1e3 * value:.1f} ms"
-    return f"{1e3 * value:.0f} ms" if value < 1.0 else f"{value:.1f} s" if value < 99.95 else f"{value:.0f} s"
-
-
 def line_of_counts(feed: FeedSnapshot) -> str:
     """The counts of a feed's zones and lines, in a line; empty without any."""
     zones = [f"{count} in {name}" for name, count in feed.zones.items()]
@@ -127,7 +106,7 @@ def line_of_stages(feed: FeedSnapshot) -> str:
     if not lost or not feed.stages:
         return ""
     name, slowest = max(feed.stages.items(), key=lambda stage: stage[1].seconds)
-    each = seconds(slowest.seconds / max(1, slowest.runs))
+    each = ms(slowest.seconds / max(1, slowest.runs))
     return f"{feed.name}: {frames(lost)} dropped while a stage ran; {name} takes {each} a frame"
 
 
@@ -146,30 +125,26 @@ def clock(value: float) -> str:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_RIGHT: Final = {"justify": "right", "no_wrap": True}
-_LAST: Final[tuple[tuple[str, Callable[[FeedSnapshot], Any], dict[str, Any]], ...]] = (  # head, cell, options
-    ("feed", lambda feed: feed.name, {"overflow": "fold"}),
-    ("state", lambda feed: Text(feed.state, style=_STYLES.get(feed.state, "yellow")), {"no_wrap": True}),
-    ("frames", lambda feed: str(feed.frames), _RIGHT),
-    ("answered", lambda feed: str(feed.processed), _RIGHT),
-    ("p50", lambda feed: seconds(feed.latency.p50), _RIGHT),
-    ("p95", lambda feed: seconds(feed.latency.p95), _RIGHT),
-    ("dropped", lambda feed: ", ".join(filter(None, (reasons(feed.drops), undecoded(feed.corrupt)))), {}),
-)
+
+def print_summary(snapshot: RuntimeSnapshot) -> None:
+    """Print the figures of a run that has ended to standard error."""
+    console = Console(file=sys.stderr, highlight=False, width=None if sys.stderr.isatty() else WIDE)
+    console.print(summary(snapshot))
 
 
 def summary(snapshot: RuntimeSnapshot) -> RenderableType:
     """The figures of a run that has ended."""
     feeds = list(snapshot.feeds.values())
-    table = Table(box=None, pad_edge=False)
-    for head, _, options in _LAST:
-        table.add_column(head, **options)
+    figures = (Column(name, justify="right", no_wrap=True) for name in ("frames", "answered", "p50", "p95"))
+    table = Table(Column("feed", overflow="fold"), "state", *figures, "dropped", box=None, pad_edge=False)
     for feed in feeds:
-        table.add_row(*(cell(feed) for _, cell, _ in _LAST))
+        times = ms(feed.latency.p50), ms(feed.latency.p95)
+        lost = ", ".join(filter(None, (reasons(feed.drops), undecoded(feed.corrupt))))
+        table.add_row(feed.name, state_text(feed.state), str(feed.frames), str(feed.processed), *times, lost)
     if len(feeds) > 1:
         read, answered = sum(f.frames for f in feeds), sum(f.processed for f in feeds)
-        lost = sum(sum(f.drops.values()) for f in feeds)
-        table.add_row("together", "", str(read), str(answered), "", "", str(lost or ""), style="bold")
+        lost = str(sum(sum(f.drops.values()) for f in feeds) or "")
+        table.add_row("together", "", str(read), str(answered), "", "", lost, style="bold")
     lines = [_batches(in_one_line(name), one, snapshot.uptime) for name, one in snapshot.coordinators.items()]
     lines += map(line_of_output, snapshot.outputs.values())
     lines += [line for feed in feeds for line in (line_of_counts(feed), line_of_stages(feed)) if line]
@@ -185,5 +160,5 @@ def _batches(name: str, metrics: BatchMetrics, uptime: float) -> str:
     busy = f", busy {100 * work.total / uptime:.0f} % of the time" if uptime else ""
     return (
         f"{name}: {n} batch{'es'[: 2 * (n != 1)]} of {size:.1f} frames on average{failed}, "
-        f"{seconds(work.mean) or '?'} each{busy}"
+        f"{ms(work.mean)} each{busy}"
     )

@@ -9,7 +9,7 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import cache, lru_cache
 from io import FileIO
-from math import ceil, floor
+from math import ceil, floor, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from reflex_runtime.feeds.outputs.json_lines import SinkError
 from reflex_runtime.feeds.runtime.pipeline import Result, library
-from reflex_runtime.feeds.stages import cells_of
+from reflex_runtime.feeds.stages import mask_picture
 from reflex_runtime.observe import files
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1
@@ -32,8 +32,8 @@ MOST_BOXES = 1000  # drawn in a picture
 MOST_CORNERS = 64  # of a polygon
 FARTHEST = 20_000.0  # pixels; a polygon with a corner farther away is drawn as its box
 MOST_TEXT = 500  # characters drawn of a text
-VEIL = 110  # of 255: how much of the colour of a mask covers the picture
 _SHORT = 40  # most characters of a text whose picture is kept
+VEIL = 110  # of 255: how much of the colour of a mask covers the picture
 
 
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int = 1) -> NDArray[np.uint8]:
@@ -51,11 +51,13 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
         sign = _sign(caption, DARK, height)
         _paste(picture, sign, (min(2, picture.width - sign.picture.width), picture.height - sign.picture.height))
     if isinstance(value, Mapping):
-        boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"), by)]
+        boxes = _boxes(value.get("boxes"), picture.size, by)
         words = [_words(value, i) for i in range(len(boxes))]
         thick = max(1, min(4, (min(picture.size) + 120) // 180))
         for mask, (_, colour) in zip(_items(value.get("masks")), words, strict=False):
-            _tint(picture, mask, colour, by)
+            if (placed := mask_picture(mask, picture.size, by, VEIL)) is not None:
+                veil, corner = placed
+                picture.paste(colour, (*corner, corner[0] + veil.width, corner[1] + veil.height), veil)
         polygons = _polygons(value.get("polygons"), len(boxes), by)
         for box, polygon, (_, colour) in zip(boxes, polygons, words, strict=True):
             if polygon is not None:
@@ -72,14 +74,15 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
     return np.asarray(picture)
 
 
-def _boxes(boxes: Any, by: int) -> list[Box | None]:
-    """Boxes with ordered corners; None for a row that is no box."""
+def _boxes(boxes: Any, size: tuple[int, int], by: int) -> list[Box | None]:
+    """Boxes with ordered corners, cut off just outside of the picture: drawing takes time for every pixel. None for a
+    row that is no box."""
     rows = _numbers(boxes)
     if rows.ndim != 2 or rows.shape[1] != 4:
         return []
     found: list[Box | None] = []
-    for x0, y0, x1, y1 in (rows[:MOST_BOXES] / by).tolist():
-        finite = np.isfinite((x0, y0, x1, y1)).all()
+    for x0, y0, x1, y1 in (rows[:MOST_BOXES] / by).clip(-1.0, (*size, *size)).tolist():
+        finite = not any(map(isnan, (x0, y0, x1, y1)))
         found.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)) if finite else None)
     return found
 
@@ -94,25 +97,6 @@ def _polygons(polygons: Any, count: int, by: int) -> list[list[tuple[float, floa
         near = bool((np.abs(row) < FARTHEST).all())  # False for NaN
         found.append([(x, y) for x, y in row.tolist()] if near else None)
     return found
-
-
-def _within(box: Box, size: tuple[int, int]) -> Box:
-    """The box cut off just outside of the picture: drawing takes time for every pixel."""
-    x0, y0, x1, y1 = (min(max(v, -1.0), float(most)) for v, most in zip(box, (*size, *size), strict=True))
-    return x0, y0, x1, y1
-
-
-def _tint(picture: Image.Image, mask: Any, colour: Colour, by: int) -> None:
-    """Paint the cells of a mask, transparent."""
-    cells = cells_of(mask)
-    boxes = _boxes([mask.get("box")], by) if cells is not None else []
-    if cells is None or not boxes or boxes[0] is None:
-        return
-    x0, y0, x1, y1 = (round(v) for v in boxes[0])
-    if not (0 < x1 - x0 <= 2 * picture.width and 0 < y1 - y0 <= 2 * picture.height):
-        return
-    veil = Image.fromarray(cells.astype(np.uint8) * VEIL).resize((x1 - x0, y1 - y0), Image.Resampling.NEAREST)
-    picture.paste(colour, (x0, y0, x1, y1), veil)
 
 
 def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int, by: int) -> None:
