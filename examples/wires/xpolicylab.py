@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +30,7 @@ from reflex_runtime.robots.wires.common import (
     MessageSession,
     answer_details,
     limits_in,
-    nd_in,
+    packer,
     question_of,
     socket_route,
     unpack,
@@ -74,7 +73,7 @@ class LabFrame:
 
 def decode(data: bytes) -> LabFrame:
     """The message in a frame, arrays as read-only views of it; ClientError when there is none."""
-    value = unpack(data, nd_in)
+    value = unpack(data)
     if not isinstance(value, dict):
         raise ClientError("the frame must be a map with message_type, message_id and payload")
     kind, payload = value.get("message_type"), value.get("payload") or {}
@@ -93,14 +92,12 @@ def encode(frame: LabFrame) -> bytes:
     """A frame."""
     sent_at = datetime.now(UTC).isoformat()
     value = {"message_type": frame.type, **frame.envelope, "sent_at": sent_at, "payload": frame.payload}
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    return _packed(value)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        data, dtype = value.tobytes(), value.dtype.str
-        return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": value.shape, b"data": data}
-    raise NotImplementedError(f"{type(value).__name__} is not written")
+_packed = packer(
+    lambda a: {b"nd": True, b"type": a.dtype.str, b"kind": b"", b"shape": a.shape, b"data": a.tobytes()}
+)
 
 
 # -- the websocket -----------------------------------------------------------------------------------------------------
@@ -125,15 +122,15 @@ class XPolicyLabSession(MessageSession):
         self._trial = ""
         self._resets = 0  # of this trial, without the first
 
-    def read(self, frame: bytes) -> None:
+    def read(self, frame: bytes) -> LabFrame:
         self._sent = _NONE
-        self._sent = decode(frame)
+        sent = decode(frame)
+        self._sent = replace(sent, payload={})  # for answers; without the pictures
+        return sent
 
-    async def take(self, message: SocketMessage) -> bytes | None:
-        sent = self._sent
-        self._sent = replace(sent, payload={})  # drop the reference to the pictures
+    async def take(self, message: SocketMessage, sent: LabFrame) -> bytes | None:
         if sent.type == "infer":
-            return await self.infer(message, partial(self._question, sent))
+            return self._answered(await self.infer(message, partial(self._question, sent)))
         if sent.type == "hello":
             self._hello = sent.envelope
             return await self.greet()
@@ -152,7 +149,7 @@ class XPolicyLabSession(MessageSession):
         told = {"model_id": spec.model_id, "model_hash": spec.model_hash, **ObservationReader(spec, NAMES).describe()}
         return encode(LabFrame("hello_ack", self._hello, {"ok": True, "server": "reflex", "reflex": told}))
 
-    def answered(self, answer: ActAnswer) -> bytes:
+    def _answered(self, answer: ActAnswer) -> bytes:
         steps = [dict(_split(action, self._groups)) for action in answer.actions]
         told = answer_details(answer)
         return self._reply("infer_result", {"actions": steps, "latency_ms": answer.timing.total_ms, "reflex": told})

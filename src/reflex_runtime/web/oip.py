@@ -187,10 +187,10 @@ _LEVELS: Final[Mapping[int, Level]] = {0: "default", 1: "urgent", 2: "default"}
 
 
 class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The parameters of a request that every model takes. timeout: microseconds, 0 for none."""
+    """The parameters of a request that every model takes. timeout: microseconds, at most 600 s; 0 for none."""
 
     priority: int | Level = 0
-    timeout: Annotated[int, Meta(ge=0)] = 0
+    timeout: Annotated[int, Meta(ge=0, le=600_000_000)] = 0
     binary_data_output: bool = False
 
     @classmethod

@@ -18,9 +18,9 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, known
+from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded
 
 MAX_WAITING: Final = 4096  # messages that are being answered
 PER_CLIENT: Final = 4  # messages of one connection that libzmq reads ahead
@@ -51,7 +51,7 @@ class ZmqListener:
         address: str,
         most: int,
         answer: Callable[[ZmqMessage], Awaitable[bytes]],
-        failed: Callable[[ZmqMessage, ReflexError], bytes],
+        failed: Callable[[ZmqMessage, Exception], bytes],
     ) -> None:
         self._app, self._most, self._answer_to, self._failed = app, most, answer, failed
         self._context = zmq.asyncio.Context()
@@ -97,7 +97,7 @@ class ZmqListener:
             try:
                 self._check(message, len(body))
             except Exception as error:
-                self._send(message, self._failed(message, known(error, message.id)))
+                self._send(message, self._failed(message, error))
             else:
                 task = asyncio.get_running_loop().create_task(self._answer(message))
                 self._answering.add(task)

@@ -290,6 +290,7 @@ def test_w36_options_name_robot_episode_and_environment(tiny: Path, tmp_path: Pa
         robot.call("reset", {"options": {"robot_id": "arm", "episode_id": 7, "env_id": 5}})
         robot.act(tiny_state(0, 1), env_id=[4, 5], priority="urgent", request_id="r")
         assert robot.act(tiny_state(0, 1), env_id=[4])["field"] == "env_id"
+        assert robot.act(tiny_state(0), env_id=[4, 5])["field"] == "env_id"
         assert robot.act(tiny_state(0), deadline_ms=-1)["field"] == "deadline_ms"
         server.stop()
     found = recorded(tmp_path)

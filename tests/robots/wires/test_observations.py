@@ -111,6 +111,8 @@ def test_w8_a_block_names_what_no_preset_does(tmp_path: Path) -> None:
         ({"observation/state": "1, 2"}, "observation/state", "must be numbers"),
         ({"observation/state": np.array(["1", "2"])}, "observation/state", "must be numbers"),
         ({"observation/state": [True, False]}, "observation/state", "must be numbers"),
+        ({"observation/state": [0.5, 10**400]}, "observation/state", "must be numbers"),
+        ({"observation/state": 10**400}, "observation/state", "must be numbers"),
         ({"observation/state": np.zeros(100_000)}, "observation/state", "must be numbers"),
         ({"observation/image": [[0]]}, "observation/image", "must be an array"),
         ({"prompt": 1}, "prompt", "must be a text"),

@@ -120,6 +120,7 @@ def test_w47_what_does_not_fit_is_refused_by_name(export: Export, seeing: Export
     assert wrong(export, STATE, tensor_of_values("seed", "FP32", [1], [1.0])) == "seed"
     assert wrong(export, STATE, tensor_of_values("seed", "INT64", [1, 2], [1, 2])) == "seed"
     assert wrong(export, STATE, timeout=-1) == "timeout"
+    assert wrong(export, STATE, timeout=10**400) == "timeout"
     assert wrong(export, STATE, sequence_id=1.5) == "sequence_id"
     assert wrong(export, STATE, priority="high") == "priority"
     assert wrong(export, STATE, robot_id="\n") == "robot_id"

@@ -251,6 +251,14 @@ class RequestHandler:
         """Count a request that failed, or was refused before it could be read."""
         self.admit(pending).refuse(error)
 
+    def reported(self, failure: Exception, message: PendingRequest) -> Reported:
+        """The error that answers a message; counted here unless one of its requests was."""
+        if isinstance(failure, Reported):
+            return failure
+        error = known(failure, message.request_id)
+        self.refused(message, error)
+        return Reported(error, message.request_id)
+
     async def infer(self, pending: PendingRequest, asked: Asked, received: float | None = None) -> ActAnswer:
         """The policy's answer. received: when the last byte of the request was read; by default now."""
         pending.received = time.monotonic() if received is None else received

@@ -439,10 +439,10 @@ def _stripped(name: str) -> str:
 
 def _numbers(name: str, value: Any) -> NDArray[np.float64]:
     """A part of the state as a vector, from an array, a list, or one number."""
-    if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
-        value = None
-    if isinstance(value, (list, int, float)) and not isinstance(value, bool):
-        return np.array(value, np.float64, ndmin=1)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
         return value.astype(np.float64).reshape(-1)
+    values = value if isinstance(value, list) else [value]
+    if len(values) <= MAX_STATE and all(type(v) in (int, float) for v in values):
+        with suppress(OverflowError):  # a whole number may have thousands of digits
+            return np.array(values, np.float64)
     raise invalid_input(name, "must be numbers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Final
 import msgpack
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
@@ -24,8 +26,8 @@ from reflex_runtime.robots.serving.question import (
     text_of,
 )
 from reflex_runtime.web.arrays import array_in, type_of
-from reflex_runtime.web.errors import ClientError, NotFound, Reported, known
-from reflex_runtime.web.fields import check_id, invalid_field, invalid_input
+from reflex_runtime.web.errors import ClientError, NotFound
+from reflex_runtime.web.fields import brief, check_id, invalid_field, invalid_input, printable
 from reflex_runtime.web.request import (
     INTERNAL,
     UNSUPPORTED,
@@ -39,20 +41,65 @@ from reflex_runtime.web.request import (
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
-def nd_in(found: Mapping[str, Any]) -> Any:
-    """The array or number in a map of msgpack-numpy: `nd`, `type`, `kind`, `shape`, `data`. Nothing is unpickled.
-    Another map is returned as it is."""
+def array_of_map(found: dict[str, Any]) -> Any:
+    """The array, number or encoded picture that a map represents in one of the forms of the field; another map as it
+    is. Nothing is unpickled, and PNG and JPEG stay encoded.
+
+    openpi:        {"__ndarray__": True, "data": bytes, "dtype": "<f8", "shape": [8]}
+                   {"__npgeneric__": True, "data": 0.5, "dtype": "<f8"}
+    vla-eval:      {"__image__": True, "format": "png", "data": bytes, "shape": [256, 256, 3]}    or jpeg, or raw
+    GR00T:         {"__ndarray_class__": True, "as_npy": bytes of numpy.save}
+    msgpack-numpy: {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}      nd: False for a number
+    """
+    data = found.get("data")
+    if "__image__" in found and (form := found.get("format")) != "raw":
+        if form not in ("png", "jpeg") or not isinstance(data, bytes):
+            raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {brief(form)}"))
+        return data
+    if "__image__" in found or "__ndarray__" in found:
+        return array_in(data, found.get("dtype"), found.get("shape"))
+    if "__npgeneric__" in found:
+        type_of(found.get("dtype"))
+        if not isinstance(data, (bool, int, float, str, bytes)):
+            raise ClientError("a numpy scalar needs data that is a number or a text")
+        return data
+    if "__ndarray_class__" in found:
+        return _npy(found.get("as_npy"))
     if "nd" not in found or "data" not in found:
         return found
-    kind = found.get("kind", b"")
-    if kind not in (b"", ""):  # V: structures; O: a pickle
+    if found.get("kind", b"") not in (b"", ""):  # V: structures; O: a pickle
         raise ClientError("an array of kind O or V is not read: send numbers or texts")
     if found["nd"] is True:
-        return array_in(found["data"], found.get("type"), found.get("shape"))
-    dtype, data = type_of(found.get("type")), found["data"]
+        return array_in(data, found.get("type"), found.get("shape"))
+    dtype = type_of(found.get("type"))
     if not isinstance(data, bytes) or len(data) != dtype.itemsize:
         raise ClientError("a numpy scalar needs as many bytes as its type has")
     return np.ndarray((), dtype, buffer=data).item()
+
+
+def _npy(data: Any) -> Any:
+    """The array in a file of numpy.save, as a view: numpy reads only its header."""
+    if not isinstance(data, bytes):
+        raise ClientError("as_npy is no file of numpy.save")
+    file, form = io.BytesIO(data), np.lib.format
+    try:
+        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+        shape, turned, dtype = read(file, max_header_size=1024)
+    except Exception as error:  # numpy parses the header as Python, which may raise anything
+        raise ClientError(f"as_npy is no file of numpy.save: {str(error)[:100]}") from None
+    array = array_in(memoryview(data)[file.tell() :], dtype.str, list(shape[::-1] if turned else shape))
+    return array.T if turned else array
+
+
+def packer(form: Callable[[NDArray[Any]], Mapping[Any, Any]]) -> Callable[[Any], bytes]:
+    """Writes values with arrays as msgpack. form: makes the map that represents an array."""
+
+    def array(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return form(value)
+        raise NotImplementedError(f"{type(value).__name__} is not written")
+
+    return msgspec.msgpack.Encoder(enc_hook=array).encode
 
 
 # -- identity and limits -----------------------------------------------------------------------------------------------
@@ -157,9 +204,8 @@ FRAME_VALUES: Final = 20_000
 Hook = Callable[[dict[str, Any]], Any]
 
 
-def unpack(data: bytes, hook: Hook) -> Any:
-    """The value of a frame; ClientError for a malformed one. Keys of maps become text. Each map passes through `hook`,
-    because the wires write arrays as maps in different ways.
+def unpack(data: bytes, hook: Hook = array_of_map) -> Any:
+    """The value of a frame; ClientError for a malformed one. Keys of maps become text. Each map passes through `hook`.
 
     A frame has at most `FRAME_VALUES` values, keys included. The library bounds only single containers, and 16 MB of
     empty maps take a gigabyte: so its hooks count all values. Nested lists reserve their lengths first: 160 MB at most,
@@ -241,20 +287,16 @@ class MessageSession(ABC):
         self._wire = wire
 
     @abstractmethod
-    def read(self, frame: bytes) -> None:
-        """Decode a message for `take` and `error`."""
+    def read(self, frame: bytes) -> Any:
+        """Decode a message for `take`."""
 
     @abstractmethod
-    async def take(self, message: SocketMessage) -> Frame | None:
-        """The frame that answers the decoded message, or None. Exceptions are answered as errors."""
+    async def take(self, message: SocketMessage, sent: Any) -> Frame | None:
+        """The frame that answers what was decoded, or None. Exceptions are answered as errors."""
 
     @abstractmethod
     def hello(self) -> bytes:
         """The frame that describes the policy."""
-
-    @abstractmethod
-    def answered(self, answer: ActAnswer) -> bytes:
-        """The frame for an answer of the policy."""
 
     @abstractmethod
     def error(self, error: ReflexError, request_id: str) -> Frame:
@@ -279,15 +321,12 @@ class MessageSession(ABC):
     async def answer(self, message: SocketMessage, data: bytes) -> Frame | None:
         """The frame that answers a message."""
         try:
-            self.read(data)
+            sent = self.read(data)
             self.socket.app.check_open()
-            return await self.take(message)
-        except Reported as reported:
-            return self.error(reported.error, reported.request_id)
+            return await self.take(message, sent)
         except Exception as failure:
-            error = known(failure, message.id)
-            self.handler.refused(self.pending(message), error)
-            return self.error(error, message.id)
+            reported = self.handler.reported(failure, self.pending(message))
+            return self.error(reported.error, reported.request_id)
 
     async def greet(self) -> bytes | None:
         """`hello`, once a policy is ready."""
@@ -296,9 +335,9 @@ class MessageSession(ABC):
         await self.socket.close(INTERNAL, "the policy could not be started")
         return None
 
-    async def infer(self, message: SocketMessage, question: Callable[[], Question]) -> bytes:
-        """The frame for the policy's answer. question: called once the request is admitted."""
-        return self.answered(await self.handler.infer_row(self.pending(message), 0, question, message.received))
+    async def infer(self, message: SocketMessage, question: Callable[[], Question]) -> ActAnswer:
+        """The policy's answer. question: called once the request is admitted."""
+        return await self.handler.infer_row(self.pending(message), 0, question, message.received)
 
     def pending(self, message: SocketMessage) -> PendingRequest:
         return PendingRequest(self._wire, message.id, self.robot, message.started, self.socket)

@@ -1,10 +1,7 @@
 """GR00T's protocol over ZeroMQ. Each row of a call is a request.
 
-Messages are msgpack, with arrays in one of two forms. The keys of these maps may be text or bytes. Answers have the
-first form, which all clients read. No array is unpickled: numpy reads only the header of the first form.
-
-    {"__ndarray_class__": True, "as_npy": bytes}                           numpy.save: until the release of N1.7
-    {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   msgpack-numpy: N1.7 as it is now
+Messages are msgpack, with arrays in one of two forms of `common.array_of_map`: numpy.save until the release of N1.7,
+msgpack-numpy since. Answers have the first one, which all clients read.
 
 Observations have flat or nested names. The number of an array's dimensions shows whether it has a batch axis. Of
 several steps T the last counts.
@@ -28,7 +25,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.question import (
@@ -46,19 +42,11 @@ from reflex_runtime.robots.wires.common import (
     answer_details,
     limits_among,
     limits_of,
-    nd_in,
+    packer,
     question_of,
     unpack,
 )
-from reflex_runtime.web.arrays import array_in
-from reflex_runtime.web.errors import (
-    ClientError,
-    NotFound,
-    Reported,
-    Unauthorized,
-    describe_error,
-    known,
-)
+from reflex_runtime.web.errors import ClientError, NotFound, Unauthorized, describe_error
 from reflex_runtime.web.fields import brief, check_id, invalid, invalid_input, printable
 
 if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
@@ -78,45 +66,23 @@ def decode(frame: bytes) -> dict[str, Any]:
 
 def decode_answer(frame: bytes) -> Any:
     """The value in an answer, arrays in either form."""
-    return unpack(frame, _decoded)
+    return unpack(frame)
 
 
-def encode(value: Any) -> bytes:
-    """A message in the form of N1.6."""
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+def _npy(array: NDArray[Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return {"__ndarray_class__": True, "as_npy": file.getvalue()}
+
+
+encode = packer(_npy)
+"""A message in the form of N1.6."""
 
 
 def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, Any]:
     """One modality in the answer to get_modality_config. as_text: in the form of N1.5."""
     told = {"delta_indices": list(range(steps)), "modality_keys": names}
     return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
-
-
-def _decoded(found: dict[str, Any]) -> Any:
-    """The array in a map, else the map."""
-    return _npy(found.get("as_npy")) if "__ndarray_class__" in found else nd_in(found)
-
-
-def _npy(data: Any) -> Any:
-    """The array in a file of numpy.save, as a view: numpy reads only its header."""
-    if not isinstance(data, bytes):
-        raise ClientError("as_npy is no file of numpy.save")
-    file, form = io.BytesIO(data), np.lib.format
-    try:
-        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
-        shape, turned, dtype = read(file, max_header_size=1024)
-    except Exception as error:  # numpy parses the header as Python, which may raise anything
-        raise ClientError(f"as_npy is no file of numpy.save: {str(error)[:100]}") from None
-    array = array_in(memoryview(data)[file.tell() :], dtype.str, list(shape[::-1] if turned else shape))
-    return array.T if turned else array
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        file = io.BytesIO()
-        np.save(file, value, allow_pickle=False)
-        return {"__ndarray_class__": True, "as_npy": file.getvalue()}
-    raise NotImplementedError(f"{type(value).__name__} is not written")
 
 
 # -- observations ------------------------------------------------------------------------------------------------------
@@ -316,10 +282,8 @@ class GrootSession:
         """The answer to a message, also an error."""
         try:
             return await self._answer(message)
-        except Reported as reported:
-            return _error(reported.error, reported.request_id)
         except Exception as failure:
-            return self.failed(message, known(failure, message.id))
+            return self.failed(message, failure)
 
     async def _answer(self, message: ZmqMessage) -> bytes:
         sent = decode(message.data)
@@ -345,12 +309,13 @@ class GrootSession:
             raise NotFound("kill is not served")
         raise NotFound(printable(f"Unknown endpoint: {brief(endpoint)}"))
 
-    def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
-        """Count an error and return the message for it."""
+    def failed(self, message: ZmqMessage, failure: Exception) -> bytes:
+        """The message for an error, which is counted."""
         client = self._clients.get(message.peer)
-        name = message.id if client is None else client.name
-        self._handler.refused(PendingRequest(GROOT, message.id, name, message.started), error)
-        return _error(error, message.id)
+        reported = self._handler.reported(failure, _pending(message, message.id if client is None else client.name))
+        told = describe_error(reported.error, reported.request_id)
+        del told["message"]
+        return encode(told | {"error": reported.error.message, "code": reported.error.code})
 
     def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> RequestHandler:
         """The handler of the policy that a client's options name, or those of its last reset."""
@@ -380,8 +345,7 @@ class GrootSession:
         if len(questions) > 1 and limits.request_id:
             for row, question in enumerate(questions):
                 question.request_id = f"{limits.request_id}.{row}"
-        pending = PendingRequest(GROOT, message.id, client.name, message.started)
-        answers = await handler.infer_all(pending, questions, message.received)
+        answers = await handler.infer_all(_pending(message, client.name), questions, message.received)
         actions = observation.actions(reading, [answer.actions for answer in answers])
         if not nested:
             return encode(actions)
@@ -397,10 +361,8 @@ def _question(
     return question_of(observed, own, None, client.episodes(part).of(name, observed[2]))
 
 
-def _error(error: ReflexError, request_id: str) -> bytes:
-    told = describe_error(error, request_id)
-    del told["message"]
-    return encode(told | {"error": error.message, "code": error.code})
+def _pending(message: ZmqMessage, name: str) -> PendingRequest:
+    return PendingRequest(GROOT, message.id, name, message.started)
 
 
 def _map(sent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -426,12 +388,12 @@ def options_of(data: Mapping[str, Any], names: Collection[str] = OPTIONS) -> dic
     return options | {name: str(options[name]) for name in ("robot_id", "episode_id") if type(options.get(name)) is int}
 
 
-def _parts(environments: Any, rows: int = 1) -> list[str]:
-    """The suffix of each row's robot and episode: its environment, else its number."""
+def _parts(environments: Any, rows: int | None = None) -> list[str]:
+    """The suffix of each row's robot and episode: its environment, else its number. rows: of an observation."""
     if environments is None:
-        return [""] if rows == 1 else [f"/{row}" for row in range(rows)]
+        return [""] if rows is None or rows == 1 else [f"/{row}" for row in range(rows)]
     named = environments if isinstance(environments, list) else [environments]
-    if any(type(name) not in (int, str) for name in named) or len(named) > MAX_ROWS or rows not in (1, len(named)):
+    if any(type(name) not in (int, str) for name in named) or len(named) > MAX_ROWS or rows not in (None, len(named)):
         raise invalid("env_id", "env_id: must be a number or a text, or a list of them, one for each row")
     for name in named:
         check_id("env_id", str(name))

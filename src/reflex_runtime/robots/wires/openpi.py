@@ -1,15 +1,9 @@
 """openpi's websocket: the metadata first, then an answer for each observation. One socket is one robot.
 
 An error is a text frame with our JSON; stock clients raise it and may go on. `{"batch": [...]}` has many observations,
-each answered or refused by itself. docs/wires.md lists what a caller may send. Frames are msgpack, with arrays and
-numpy scalars as maps:
-
-    {b"__ndarray__": True, b"data": bytes, b"dtype": "<f8", b"shape": [8]}
-    {b"__npgeneric__": True, b"data": 0.5, b"dtype": "<f8"}
-    {b"nd": True, b"type": "<f8", b"kind": b"", b"shape": [8], b"data": bytes}    of the package msgpack-numpy
-
-The keys of these maps may be text or bytes. Answers have bytes, which stock clients need, and the form of the
-question's arrays; the first form where the question has both.
+each answered or refused by itself. docs/wires.md lists what a caller may send. Frames are msgpack; answers have the
+form of the question's arrays, openpi's own (see `common.array_of_map`) or msgpack-numpy's; the first one where the
+question has both. Their keys are bytes, which stock clients need.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
@@ -31,14 +24,14 @@ from reflex_runtime.robots.wires.common import (
     Frame,
     MessageSession,
     answer_details,
+    array_of_map,
     limits_in,
     limits_of,
-    nd_in,
+    packer,
     question_of,
     socket_route,
     unpack,
 )
-from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import PLAIN, ClientError, Reported, describe_error
 from reflex_runtime.web.fields import invalid_input
 from reflex_runtime.web.request import Route, SocketMessage, WebSocket
@@ -56,7 +49,7 @@ def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
     forms: set[bool] = set()
 
     def array(found: dict[str, Any]) -> Any:
-        value = _array(found)
+        value = array_of_map(found)
         if value is not found:
             forms.add("nd" in found)
         return value
@@ -69,36 +62,13 @@ def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
 
 def encode(value: Any, packaged: bool = False) -> bytes:
     """A frame. packaged: with arrays in the form of msgpack-numpy."""
-    return msgspec.msgpack.encode(value, enc_hook=_packaged if packaged else _plain)
+    return (_packaged if packaged else _plain)(value)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {
-            b"__ndarray__": True,
-            b"data": value.tobytes(),
-            b"dtype": value.dtype.str,
-            b"shape": value.shape,
-        }
-    raise NotImplementedError(f"{type(value).__name__} is not written")
-
-
-def _packaged(value: Any) -> Any:
-    plain = _plain(value)
-    return {b"nd": True, b"type": plain[b"dtype"], b"kind": b"", b"shape": plain[b"shape"], b"data": plain[b"data"]}
-
-
-def _array(found: dict[str, Any]) -> Any:
-    """The array or number that a map represents, otherwise the map."""
-    if "__ndarray__" in found:
-        return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
-    if "__npgeneric__" in found:
-        type_of(found.get("dtype"))
-        data = found.get("data")
-        if not isinstance(data, (bool, int, float, str, bytes)):
-            raise ClientError("a numpy scalar needs data that is a number or a text")
-        return data
-    return nd_in(found)
+_plain = packer(lambda a: {b"__ndarray__": True, b"data": a.tobytes(), b"dtype": a.dtype.str, b"shape": a.shape})
+_packaged = packer(
+    lambda a: {b"nd": True, b"type": a.dtype.str, b"kind": b"", b"shape": a.shape, b"data": a.tobytes()}
+)
 
 
 # -- the websocket -----------------------------------------------------------------------------------------------------
@@ -120,13 +90,13 @@ class OpenpiSession(MessageSession):
 
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
         super().__init__(OPENPI, handler, socket)
-        self._sent: dict[str, Any] = {}
-        self._packaged = False
+        self._packaged = False  # the form of the present answer
         self._episodes: Lru[str, Episodes] = Lru(MAX_EPISODES)  # by the suffix of a robot's name
         self._spent: float | None = None  # milliseconds until the last answer
 
-    def read(self, frame: bytes) -> None:
-        self._sent, self._packaged = decode_form(frame)
+    def read(self, frame: bytes) -> dict[str, Any]:
+        sent, self._packaged = decode_form(frame)
+        return sent
 
     def hello(self) -> bytes:
         """The metadata."""
@@ -142,8 +112,7 @@ class OpenpiSession(MessageSession):
         }
         return encode({**reading.wire.metadata, "reflex": own})
 
-    async def take(self, message: SocketMessage) -> Frame:
-        sent, self._sent = self._sent, {}  # drop the reference to the pictures
+    async def take(self, message: SocketMessage, sent: dict[str, Any]) -> Frame:
         endpoint = text_of(sent.get("endpoint", "infer"))
         if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
             raise invalid_input("endpoint", "must be infer or reset")
@@ -154,7 +123,8 @@ class OpenpiSession(MessageSession):
         apart = "batch" in sent
         seen = _batch_of(sent) if apart else self.handler.reading(OPENPI).split(sent)
         if seen is None:
-            return await self.infer(message, partial(self._question, sent, ""))
+            answer = await self.infer(message, partial(self._question, sent, ""))
+            return encode(self._told(answer), self._packaged)
         questions = [partial(self._question, one, f"/{part}") for part, one in seen.items()]
         if apart:
             return encode({"batch": await self._each(message, questions)}, self._packaged)
@@ -162,9 +132,6 @@ class OpenpiSession(MessageSession):
         actions = np.stack([answer.actions for answer in answers])
         told = {"actions": actions, **self._timing(answers), "reflex": [answer_details(answer) for answer in answers]}
         return encode(told, self._packaged)
-
-    def answered(self, answer: ActAnswer) -> bytes:
-        return encode(self._told(answer), self._packaged)
 
     def error(self, error: ReflexError, request_id: str) -> str:
         return PLAIN(error, request_id, False).body.decode()

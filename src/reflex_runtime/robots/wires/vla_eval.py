@@ -2,10 +2,7 @@
 
 The policy answers with chunks. A session keeps the rest of the last chunk and answers the next observations from it. A
 new episode drops it. docs/wires.md lists what a benchmark may send. Frames are msgpack maps
-{type, payload, seq, timestamp}, and in them
-
-    {"__ndarray__": True, "data": bytes, "dtype": "<f4", "shape": [7]}
-    {"__image__": True, "format": "png", "data": bytes, "shape": [256, 256, 3]}    or jpeg, or raw with a dtype
+{type, payload, seq, timestamp}, with arrays and pictures in the forms of `common.array_of_map`.
 """
 
 from __future__ import annotations
@@ -16,16 +13,14 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.robots.serving.handler import RequestHandler
-from reflex_runtime.robots.serving.question import PROMPTS, VLA_EVAL, ActAnswer, Question, text_of
-from reflex_runtime.robots.wires.common import MessageSession, limits_in, question_of, socket_route, unpack
+from reflex_runtime.robots.serving.question import PROMPTS, VLA_EVAL, Question, text_of
+from reflex_runtime.robots.wires.common import MessageSession, limits_in, packer, question_of, socket_route, unpack
 from reflex_runtime.version import __version__
-from reflex_runtime.web.arrays import array_in
 from reflex_runtime.web.errors import ClientError, describe_error
-from reflex_runtime.web.fields import brief, check_id, printable
+from reflex_runtime.web.fields import check_id, printable
 from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -42,7 +37,7 @@ class EvalMessage(msgspec.Struct, frozen=True):
 def decode(frame: bytes) -> EvalMessage:
     """The message in a frame, arrays as views of it; ClientError when there is none. PNG and JPEG stay encoded."""
     try:
-        return msgspec.convert(unpack(frame, _array), EvalMessage)
+        return msgspec.convert(unpack(frame), EvalMessage)
     except msgspec.ValidationError as error:
         raise ClientError(printable(f"the frame must be a map with type, payload and seq: {error}")) from None
 
@@ -50,25 +45,10 @@ def decode(frame: bytes) -> EvalMessage:
 def encode(message: EvalMessage) -> bytes:
     """A frame."""
     value = {"type": message.type, "payload": message.payload, "seq": message.seq, "timestamp": time.time()}
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    return _packed(value)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
-    raise NotImplementedError(f"{type(value).__name__} is not written")
-
-
-def _array(found: dict[str, Any]) -> Any:
-    """The array or encoded picture that a map represents, otherwise the map."""
-    if "__image__" in found and found.get("format") != "raw":
-        data, form = found.get("data"), found.get("format")
-        if form not in ("png", "jpeg") or not isinstance(data, bytes):
-            raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {brief(form)}"))
-        return data
-    if "__image__" in found or "__ndarray__" in found:
-        return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
-    return found
+_packed = packer(lambda a: {"__ndarray__": True, "data": a.tobytes(), "dtype": a.dtype.str, "shape": a.shape})
 
 
 # -- the websocket -----------------------------------------------------------------------------------------------------
@@ -95,16 +75,15 @@ class VlaEvalSession(MessageSession):
         self._left: deque[Any] = deque()  # actions of the last chunk
         self._executed: int | None = None  # how many of the episode's last chunk
         self._told: tuple[Any, ...] = ()  # texts and ids of the last observation, for which the chunk was made
-        self._sent = EvalMessage("", {}, 0)
-        self._hello = 0
+        self._seq = self._hello = 0  # of the present message, and of the hello
 
-    def read(self, frame: bytes) -> None:
-        self._sent = EvalMessage("", {}, 0)
-        self._sent = decode(frame)
+    def read(self, frame: bytes) -> EvalMessage:
+        self._seq = 0
+        sent = decode(frame)
+        self._seq = sent.seq
+        return sent
 
-    async def take(self, message: SocketMessage) -> bytes | None:
-        sent = self._sent
-        self._sent = msgspec.structs.replace(sent, payload={})  # drop the reference to the pictures
+    async def take(self, message: SocketMessage, sent: EvalMessage) -> bytes | None:
         if sent.type not in TYPES:
             raise ClientError(printable(f"type {sent.type[:40]!r}: must be one of {', '.join(TYPES)}"))
         if sent.type == "observation":
@@ -131,13 +110,8 @@ class VlaEvalSession(MessageSession):
         }
         return encode(EvalMessage("hello", told, self._hello))
 
-    def answered(self, answer: ActAnswer) -> bytes:
-        self._left.extend(answer.actions[: self.handler.reading(VLA_EVAL).wire.execute or answer.num_actions])
-        self._executed = len(self._left)
-        return self._action()
-
     def error(self, error: ReflexError, request_id: str) -> bytes:
-        return encode(EvalMessage("error", describe_error(error, request_id), self._sent.seq))
+        return encode(EvalMessage("error", describe_error(error, request_id), self._seq))
 
     def _begin(self, payload: dict[str, Any]) -> None:
         recording = payload.get("recording")
@@ -161,7 +135,10 @@ class VlaEvalSession(MessageSession):
             self._executed -= len(self._left)
         self._left.clear()
         self._told = told
-        return await self.infer(message, partial(self._question, observation))
+        answer = await self.infer(message, partial(self._question, observation))
+        self._left.extend(answer.actions[: self.handler.reading(VLA_EVAL).wire.execute or answer.num_actions])
+        self._executed = len(self._left)
+        return self._action()
 
     def _question(self, observation: dict[str, Any]) -> Question:
         limits = limits_in(observation)
@@ -171,4 +148,4 @@ class VlaEvalSession(MessageSession):
         return question_of(self.handler.reading(VLA_EVAL).read(observation), limits, self.robot, episode, self.said)
 
     def _action(self) -> bytes:
-        return encode(EvalMessage("action", {"actions": self._left.popleft()}, self._sent.seq))
+        return encode(EvalMessage("action", {"actions": self._left.popleft()}, self._seq))
