@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
@@ -17,10 +19,12 @@ from reflex_runtime.core.batch import (
     RequestSettled,
 )
 from reflex_runtime.core.errors import QueueFull
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import TURN, Audience
-from reflex_runtime.run.thread_driver import Delivery
+from reflex_runtime.run.processor import FunctionProcessor
+from reflex_runtime.run.thread_driver import ThreadDriver
 from run.helpers import PATIENCE
 
 
@@ -28,8 +32,15 @@ def rejected(at: float) -> Event:
     return RequestRejected(at, Request(None), QueueFull("full"))
 
 
-@pytest.mark.parametrize("begin", [Delivery.deliver, lambda delivery: delivery.after(lambda: None)])
-def test_what_a_sink_causes_is_told_after_what_it_was_told(begin: Callable[[Delivery], None]) -> None:
+def driver_of(take: Callable[[], list[Event]], *sinks: Callable[[Event], None]) -> ThreadDriver:
+    """A driver whose device has these events."""
+    made = ThreadDriver(GroupConfig(), FunctionProcessor(list), inf, time.monotonic, "made", sinks)
+    made.device.take_events = take  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize("begin", [ThreadDriver.deliver, lambda driver: driver.between(lambda: None)])
+def test_what_a_sink_causes_is_told_after_what_it_was_told(begin: Callable[[ThreadDriver], None]) -> None:
     waiting = [rejected(1.0), rejected(2.0)]
     told: list[float] = []
 
@@ -41,14 +52,14 @@ def test_what_a_sink_causes_is_told_after_what_it_was_told(begin: Callable[[Deli
     def causes(event: Event) -> None:
         if event.at == 1.0:
             waiting.append(rejected(3.0))
-            assert delivery.current
-            delivery.deliver()
-            assert delivery.after(lambda: told == [])
+            assert driver.answers_here
+            driver.deliver()
+            assert driver.between(lambda: told == [])
 
-    delivery = Delivery(take, Audience([causes, lambda event: told.append(event.at)]))
-    begin(delivery)
+    driver = driver_of(take, causes, lambda event: told.append(event.at))
+    begin(driver)
     assert told == [1.0, 2.0, 3.0]
-    assert not delivery.current
+    assert not driver.answers_here
 
 
 def test_a_second_thread_leaves_its_events_to_the_first_and_does_not_wait() -> None:
@@ -66,12 +77,12 @@ def test_a_second_thread_leaves_its_events_to_the_first_and_does_not_wait() -> N
         assert go_on.wait(PATIENCE)
         told.append(event.at)
 
-    delivery = Delivery(take, Audience([slow]))
-    first = threading.Thread(target=delivery.deliver)
+    driver = driver_of(take, slow)
+    first = threading.Thread(target=driver.deliver)
     first.start()
     assert entered.wait(PATIENCE)
     waiting.append(rejected(2.0))
-    delivery.deliver()
+    driver.deliver()
     assert told == []
     go_on.set()
     first.join(PATIENCE)
@@ -92,10 +103,10 @@ def test_after_a_sink_that_ends_its_thread_the_next_delivery_tells_the_rest() ->
             raise SystemExit
         told.append(event.at)
 
-    delivery = Delivery(take, Audience([ends]))
+    driver = driver_of(take, ends)
     with pytest.raises(SystemExit):
-        delivery.deliver()
-    delivery.deliver()
+        driver.deliver()
+    driver.deliver()
     assert told == [2.0]
 
 
@@ -110,13 +121,13 @@ def test_what_comes_while_another_thread_acts_after_a_delivery_is_told_by_it() -
 
     def act() -> None:
         waiting.append(rejected(1.0))
-        other = threading.Thread(target=delivery.deliver)
+        other = threading.Thread(target=driver.deliver)
         other.start()
         other.join(PATIENCE)  # it found the lock taken, and left its event behind
         assert told == []
 
-    delivery = Delivery(take, Audience([lambda event: told.append(event.at)]))
-    delivery.after(act)
+    driver = driver_of(take, lambda event: told.append(event.at))
+    driver.between(act)
     assert told == [1.0]
 
 

@@ -17,7 +17,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Literal, TypeVar
 
-from reflex_runtime.core.batch import Done, Event
+from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Rejected, WaitTimeout
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
@@ -29,57 +29,6 @@ from reflex_runtime.run.processor import Processor
 log = logging.getLogger("reflex.threads")
 
 T = TypeVar("T")
-_Bell = Literal["alarm", "stop", "end"]
-
-
-class Delivery:
-    """Passes events to an audience, on the threads that cause them.
-
-    One thread delivers at a time, so events stay in order; it delivers those of other threads too, which do not wait.
-    take: returns the events since the last call. If a sink or callback ends its thread, the next delivery has the rest.
-    """
-
-    def __init__(self, take: Callable[[], Iterable[Event]], audience: Audience) -> None:
-        self._take, self._audience = take, audience
-        self._lock = threading.RLock()  # a callback may call `after`
-        self._thread: int | None = None
-        self._news = False
-
-    @property
-    def current(self) -> bool:
-        """Whether the caller is a sink or a callback of this delivery."""
-        return self._thread == threading.get_ident()
-
-    def deliver(self) -> None:
-        """Deliver the new events, or leave them to the thread that is delivering."""
-        self._news = True
-        while self._news and not self.current and self._lock.acquire(blocking=False):
-            try:
-                self._tell()
-            finally:
-                self._lock.release()
-
-    def after(self, action: Callable[[], T]) -> T:
-        """Deliver everything up to now, then call `action` before anything else is delivered. Returns its result."""
-        try:
-            with self._lock:
-                if not self.current:
-                    self._news = True
-                    self._tell()
-                return action()
-        finally:
-            if self._news:  # of threads that found the lock taken meanwhile
-                self.deliver()
-
-    def _tell(self) -> None:
-        """Deliver until there are no new events. The lock is held."""
-        self._thread = threading.get_ident()
-        try:
-            while self._news:
-                self._news = False  # first: what comes from now on is another round
-                self._audience.tell(self._take(), all=True)
-        finally:
-            self._thread = None
 
 
 # -- threads that wait for answers -------------------------------------------------------------------------------------
@@ -193,6 +142,9 @@ class Relay:
 class ThreadDriver:
     """One group on one device, for callers on any thread.
 
+    One thread at a time delivers events, so they stay in order; it delivers those of other threads too, which do not
+    wait. If a sink or callback ends its thread, the next delivery has the rest.
+
     A second thread, the timekeeper, expires requests at their deadlines while the processor is busy, and gives up a
     batch that runs for `watchdog` seconds (inf: none). It starts with the first request, and ends with the device.
 
@@ -218,12 +170,14 @@ class ThreadDriver:
         self.device = Device(
             scheduler, {group.name: processor}, self.deliver, clock, self.died, name, watchdog, one_thread=one_thread
         )
-        self._delivery = Delivery(self.device.take_events, self._audience)
+        self._delivering = threading.RLock()  # a callback may call `between`
+        self._deliverer: int | None = None  # the thread that delivers
+        self._news = False
         self.relay = Relay(clock, self.device.wake)
         self._setting = threading.Lock()  # of what follows
         self._started = False
         self._alarm = inf  # when the timekeeper looks next
-        self._bell = SimpleQueue[_Bell]()  # for the timekeeper; it takes no lock that the garbage collector may hold
+        self._bell = SimpleQueue[Literal["alarm", "stop", "end"]]()  # for the timekeeper; safe in the garbage collector
 
     def admit(self, request: Request, settled: Callable[[Ticket], None], wake: bool = True) -> Ticket:
         """Admit a request, or raise `Rejected`. Requests of threads that were answered together wake the device
@@ -269,19 +223,39 @@ class ThreadDriver:
     @property
     def answers_here(self) -> bool:
         """Whether the calling thread delivers answers, and so must not wait for one."""
-        return self.device.current or self._delivery.current
+        return self.device.current or self._deliverer == threading.get_ident()
 
     def deliver(self) -> None:
-        """Deliver the new events and answers, then wake the threads that have theirs."""
-        self._delivery.deliver()
+        """Deliver the new events and answers, or leave them to the thread that is delivering; then wake the threads
+        that have theirs."""
+        self._news = True
+        while self._news and self._deliverer != threading.get_ident() and self._delivering.acquire(blocking=False):
+            try:
+                self._deliver_all()
+            finally:
+                self._delivering.release()
         self.relay.go()
 
     def between(self, action: Callable[[], T]) -> T:
         """Deliver every event up to now, then call `action` before the next one. Returns its result."""
         try:
-            return self._delivery.after(action)
+            with self._delivering:
+                if self._deliverer != threading.get_ident():
+                    self._news = True
+                    self._deliver_all()
+                return action()
         finally:
-            self.deliver()  # the answers among them have woken nobody
+            self.deliver()  # what threads left that found the lock taken; the answers so far have woken nobody
+
+    def _deliver_all(self) -> None:
+        """Deliver until there are no new events. The lock is held."""
+        self._deliverer = threading.get_ident()
+        try:
+            while self._news:
+                self._news = False  # first: what comes from now on is another round
+                self._audience.tell(self.device.take_events(), all=True)
+        finally:
+            self._deliverer = None
 
     def add_sink(self, sink: Sink) -> None:
         """Call the sink with every event from now on, in order, on any thread. It must be quick."""
