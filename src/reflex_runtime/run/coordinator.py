@@ -528,7 +528,15 @@ class BatchCoordinator(ThreadDriver):
         try:
             return super().admit(request, settled, wake)
         except Rejected as error:
-            raise self._worded(error, request.client) from None
+            words = {
+                QueueFull: f"{self.config.capacity} frames wait already, the frame is dropped",
+                InFlightCapReached: f"feed {request.client!r} has {self.config.max_in_flight_per_feed} frames in "
+                "flight already",
+                Closed: f"the coordinator {'is stopping' if self.lost is None else f'died: {self.lost.message}'}",
+            }.get(type(error))  # not of a kind of Closed, whose message has the reason
+            if words is None:
+                raise
+            raise type(error)(f"{self.id}: {words}", retry_after=error.retry_after, **error.details) from None
 
     def metrics(self) -> BatchMetrics:
         """All counts, as one consistent snapshot."""
@@ -559,19 +567,6 @@ class BatchCoordinator(ThreadDriver):
             more = f"more feeds than queue_capacity={self.config.capacity}"
             log.warning("%s: %s: frames are refused even when each feed has one", self.id, more)
         return numbers
-
-    def _worded(self, error: Rejected, feed_id: object) -> Rejected:
-        """The refusal, with a message for feeds."""
-        more: dict[str, Any] = {"retry_after": error.retry_after, **error.details}
-        if isinstance(error, QueueFull):
-            return QueueFull(f"{self.id}: {self.config.capacity} frames wait already, the frame is dropped", **more)
-        if isinstance(error, InFlightCapReached):
-            most = self.config.max_in_flight_per_feed
-            return InFlightCapReached(f"{self.id}: feed {feed_id!r} has {most} frames in flight already", **more)
-        if type(error) is Closed:  # not a kind of it, whose message has the reason
-            why = "is stopping" if self.lost is None else f"died: {self.lost.message}"
-            return Closed(f"{self.id}: the coordinator {why}", **more)
-        return error
 
     # -- its thread ----------------------------------------------------------------------------------------------------
 

@@ -92,14 +92,13 @@ WAKING = 0.0002  # seconds from the end of a thread's sleep until it has the int
 SLACK = 0.0002  # seconds by which it may form too early, rather than sleep once more
 ERROR = 0.05  # of a predicted time
 PAYS = 0.01  # least share of a batch's time that forming takes
-MISSES = 2  # batches in a row that could not be formed ahead, after which none is tried until one is full
 FULL = frozenset({Cause.SIZE, Cause.FULL})
 
 
 class FormingAhead:
     """Forms the next batch on a thread of its own, shortly before the running one is predicted to end.
 
-    While batches are not full it sleeps: each is then formed when the device is free.
+    Only while a full one runs: after others the next one is formed when the device is free.
     lock: guards the scheduler, and is held at every call. settle: completes what has ended, before a batch is formed.
     """
 
@@ -117,20 +116,18 @@ class FormingAhead:
         self._thread: threading.Thread | None = None
         self._at = inf  # when to form
         self._next = inf  # when the thread will probably be needed next
-        self._misses = MISSES
         self._takes = 0.0
         self._ends = False
 
     def formed(self, batch: Batch, seconds: float) -> None:
         """The device thread formed a batch itself, in so many seconds."""
         if batch.cause in FULL:
-            self._misses = 0
             self._took(seconds)
 
     def began(self, batch: Batch, now: float) -> None:
         """A batch was started: plan the next one, if forming it ahead may pay."""
         expected = batch.expected
-        if self._misses >= MISSES or self._ends or not expected * PAYS < self._takes:
+        if batch.cause not in FULL or self._ends or not expected * PAYS < self._takes:
             self._at = inf
             return
         self._at = now + expected - (WAKING + 2.0 * self._takes + ERROR * expected)
@@ -173,13 +170,10 @@ class FormingAhead:
         planned, self._at, self._next = self._at, inf, inf
         self._settle()
         batch = self._scheduler.form_ahead(now)
-        if batch is None:
-            self._misses += 1
-            return
-        self._misses = 0
-        self._took(self._clock() - now)
-        # It is needed again when this batch is about to end: with a time of its own nobody has to wake it.
-        self._next = planned + batch.expected
+        if batch is not None:
+            self._took(self._clock() - now)
+            # It is needed again when this batch is about to end: with a time of its own nobody has to wake it.
+            self._next = planned + batch.expected
 
 
 # -- brief batches run on the event loop -------------------------------------------------------------------------------
