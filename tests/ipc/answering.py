@@ -12,10 +12,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.frames import (
     APPLICATION_ERROR,
     METHOD_NOT_FOUND,
-    Notification,
     Reader,
     RpcError,
-    RpcRequest,
+    RpcMessage,
 )
 from reflex_runtime.ipc.messages import PROTOCOL
 from reflex_runtime.ipc.peer import Peer
@@ -29,7 +28,7 @@ class Child:
     def __init__(self, behaviour: str) -> None:
         self.behaviour = behaviour
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         params = PLAIN.read(request.params)
         match request.method:
             case "runtime/info":
@@ -63,7 +62,7 @@ class Child:
             case other:
                 peer.refuse(request, RpcError(METHOD_NOT_FOUND, other))
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         peer.notify("stream.event", {"heard": PLAIN.read(note.params)})
 
     def lost(self, peer: Peer, error: Exception | None) -> None:

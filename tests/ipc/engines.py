@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, Drained, ReflexError
-from reflex_runtime.ipc.frames import Notification, Reader, RpcRequest
+from reflex_runtime.ipc.frames import Reader, RpcMessage
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
     CHUNK,
@@ -123,10 +123,10 @@ class Front:
         self.lost_with: list[Exception | None] = []
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         raise AssertionError(request)
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         self.said.append((note.method, _READERS[note.method].read(note.params)))
         self._look()
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import Cancelled, ReflexError, Rejected
-from reflex_runtime.ipc.frames import Notification, RpcError, RpcRequest
+from reflex_runtime.ipc.frames import RpcError, RpcMessage
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS, GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost, Peer
@@ -54,7 +54,7 @@ class Runtime:
         self.wrong = 0
         self.obeys, self.brief = True, False
         self.messages: list[tuple[str, list[dict[str, Any]]]] = []
-        self.calls: list[RpcRequest] = []
+        self.calls: list[RpcMessage] = []
         self.live: dict[str, None] = {}
         self.cancels: list[str] = []
         self.credits: Counter[str] = Counter()
@@ -137,7 +137,7 @@ class Runtime:
 
     # -- its peer's handler --------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         if request.method == PING:
             peer.respond(request, None)
             return
@@ -149,7 +149,7 @@ class Runtime:
             self.answer(-1)
         self._news.set()
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         params = decoded(note.params)
         id = params["stream_id"]
         if note.method == CREDIT:
@@ -197,10 +197,10 @@ class Client:
     def unavailable(self) -> ReflexError:
         return Unavailable("there is no runtime process", retry_after=1.0)
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         raise AssertionError("nobody calls the front")
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         self.registry.note(note)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ipc.rpc import answer, call, note, refusal
 from reflex_runtime.core import errors
 from reflex_runtime.core.errors import ConfigError, Expired, QueueFull, ReflexError
 from reflex_runtime.ipc.frames import (
@@ -20,16 +21,12 @@ from reflex_runtime.ipc.frames import (
     INVALID_PARAMS,
     INVALID_REQUEST,
     PARSE_ERROR,
-    ErrorResponse,
     FrameDecoder,
-    Message,
-    Notification,
     OversizeFrame,
     ProtocolError,
     Reader,
-    Response,
     RpcError,
-    RpcRequest,
+    RpcMessage,
     encode,
     error_of,
     raised,
@@ -48,7 +45,7 @@ def body(value: Any) -> bytes:
     return frame(msgspec.json.encode(value))
 
 
-def plain(message: Message) -> Message:
+def plain(message: RpcMessage) -> RpcMessage:
     """With its parts read."""
     for name in ("params", "result"):
         raw = getattr(message, name, None)
@@ -74,13 +71,13 @@ def decoded(data: bytes) -> list[Any]:
     return read(decoder)
 
 
-MESSAGES: list[Message] = [
-    RpcRequest(1, "generate", {"stream_id": "s", "prompt": "für 猫"}),
-    Notification("stream.chunk", {"tokens": [1, 2.5, None, True]}),
-    Response("seven", {"ok": []}),
-    Response(2, None),
-    ErrorResponse(None, RpcError(PARSE_ERROR, "no")),
-    ErrorResponse(3, RpcError(APPLICATION_ERROR, "full", {"type": "QueueFull"})),
+MESSAGES: list[RpcMessage] = [
+    call(1, "generate", {"stream_id": "s", "prompt": "für 猫"}),
+    note("stream.chunk", {"tokens": [1, 2.5, None, True]}),
+    answer("seven", {"ok": []}),
+    answer(2, None),
+    refusal(None, RpcError(PARSE_ERROR, "no")),
+    refusal(3, RpcError(APPLICATION_ERROR, "full", {"type": "QueueFull"})),
 ]
 
 
@@ -110,10 +107,10 @@ def test_bytes_may_come_one_by_one_and_frames_many_at_a_time() -> None:
 
 
 def test_a_frame_is_what_the_page_says() -> None:
-    data = encode([RpcRequest(1, "generate", {"a": 1})])
+    data = encode([call(1, "generate", {"a": 1})])
     assert data[:5] == b"J" + len(data[5:]).to_bytes(4, "big")
     assert json.loads(data[5:]) == {"jsonrpc": "2.0", "id": 1, "method": "generate", "params": {"a": 1}}
-    assert json.loads(encode([Notification("x")])[5:]) == {"jsonrpc": "2.0", "method": "x"}
+    assert json.loads(encode([note("x")])[5:]) == {"jsonrpc": "2.0", "method": "x"}
     assert json.loads(encode(MESSAGES)[5:])[3] == {"jsonrpc": "2.0", "id": 2, "result": None}
 
 
@@ -137,13 +134,13 @@ def test_a_frame_that_is_too_large_is_told_before_its_body_came() -> None:
 
 def test_what_is_sent_is_bounded_alike() -> None:
     with pytest.raises(OversizeFrame, match="at most 100 are sent"):
-        encode([Notification("x", "y" * 100)], most=100)
+        encode([note("x", "y" * 100)], most=100)
 
 
 @pytest.mark.parametrize("value", [object(), "\ud800", {1j: 2}])
 def test_what_cannot_be_written_is_a_protocol_error(value: Any) -> None:
     with pytest.raises(ProtocolError, match="cannot be written") as caught:
-        encode([Notification("x", value)])
+        encode([note("x", value)])
     assert caught.value.rpc_code == INTERNAL_ERROR
 
 
@@ -224,16 +221,16 @@ ids = st.integers(-(2**63), 2**63 - 1) | st.text(max_size=200)
 names = st.text(max_size=50)
 some_errors = st.builds(RpcError, st.integers(-40_000, 0), st.text(), values)
 messages = (
-    st.builds(RpcRequest, ids | st.none(), names, values)
-    | st.builds(Notification, names, values)
-    | st.builds(Response, ids | st.none(), values)
-    | st.builds(ErrorResponse, ids | st.none(), some_errors)
+    st.builds(call, ids | st.none(), names, values)
+    | st.builds(note, names, values)
+    | st.builds(answer, ids | st.none(), values)
+    | st.builds(refusal, ids | st.none(), some_errors)
 )
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(messages, min_size=1, max_size=5), st.data())
-def test_what_is_encoded_is_decoded_however_torn(several: list[Message], data: st.DataObject) -> None:
+def test_what_is_encoded_is_decoded_however_torn(several: list[RpcMessage], data: st.DataObject) -> None:
     sent = encode(several)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=5)))
     decoder, found = FrameDecoder(), []
@@ -251,7 +248,7 @@ def test_garbage_is_a_protocol_error_and_nothing_else(pieces: list[bytes]) -> No
         decoder.feed(piece)
         fed += len(piece)
         found = read(decoder)
-        assert all(isinstance(one, Message | ProtocolError) for one in found)
+        assert all(isinstance(one, RpcMessage | ProtocolError) for one in found)
         assert decoder.pending <= fed
         if found and isinstance(found[-1], ProtocolError):
             return  # nothing is read after it
@@ -270,8 +267,8 @@ def test_garbage_in_params_is_invalid_params_and_nothing_else(raw: bytes) -> Non
 
 def test_params_that_are_wrong_name_the_field() -> None:
     reader = Reader(GenerateParams)
-    [note] = decoded(encode([Notification("x", {"stream_id": "s", "max_tokens": 3, "newer": 1})]))
-    assert note.params["max_tokens"] == 3
+    [found] = decoded(encode([note("x", {"stream_id": "s", "max_tokens": 3, "newer": 1})]))
+    assert found.params["max_tokens"] == 3
     write = msgspec.json.encode
     with pytest.raises(ProtocolError, match="max_tokens") as caught:
         reader.read(msgspec.Raw(write({"max_tokens": "3"})))
@@ -282,9 +279,9 @@ def test_params_that_are_wrong_name_the_field() -> None:
 
 def test_params_that_were_left_out_are_an_empty_object() -> None:
     decoder = FrameDecoder()
-    decoder.feed(encode([RpcRequest(1, "x")]))
+    decoder.feed(encode([call(1, "x")]))
     [[request]] = list(decoder)
-    assert isinstance(request, RpcRequest)
+    assert isinstance(request, RpcMessage)
     assert ANY.read(request.params) == {}
 
 
@@ -294,7 +291,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 def across(error: ReflexError) -> tuple[RpcError, ReflexError]:
-    [answer] = decoded(encode([ErrorResponse(1, error_of(error))]))
+    [answer] = decoded(encode([refusal(1, error_of(error))]))
     return answer.error, raised(answer.error)
 
 
@@ -328,7 +325,7 @@ def test_an_error_of_our_own_is_told_as_what_the_other_end_knows() -> None:
 def test_hostile_errors_are_errors_all_the_same(after: Any) -> None:
     details = {"self": 1, "message": 2, "retry_after": 3, "deep": [1], "x": 4}
     error = RpcError(1, "m" * 100_000, {"type": "Expired", "retry_after": after, "details": details})
-    [answer] = decoded(encode([ErrorResponse(1, error)]))
+    [answer] = decoded(encode([refusal(1, error)]))
     found = raised(answer.error)
     assert isinstance(found, Expired)
     assert found.retry_after is None
@@ -344,5 +341,5 @@ def test_an_error_of_nobody_we_know_is_a_protocol_error(data: Any) -> None:
 
 
 def across_raw(error: RpcError) -> ReflexError:
-    [answer] = decoded(encode([ErrorResponse(1, error)]))
+    [answer] = decoded(encode([refusal(1, error)]))
     return raised(answer.error)

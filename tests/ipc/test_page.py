@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.ipc import messages
-from reflex_runtime.ipc.frames import FrameDecoder, Message, Notification, Reader, Response, RpcRequest, encode
+from reflex_runtime.ipc.frames import FrameDecoder, Reader, RpcMessage, encode
 from reflex_runtime.ipc.generate_batcher import GenerateBatcherConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def examples() -> list[tuple[str, list[Message]]]:
+def examples() -> list[tuple[str, list[RpcMessage]]]:
     """(who says it, the messages of the frame), in the order of the page."""
     found = []
     for who, body in re.findall(r"^([→←])\n```json\n(.+?)\n```", PAGE, re.MULTILINE | re.DOTALL):
@@ -55,13 +55,13 @@ def test_g15_the_examples_of_the_page_are_the_protocol() -> None:
     seen: set[str] = set()
     for who, several in examples():
         for message in several:
-            if isinstance(message, Response):
+            if message.result is not msgspec.UNSET:
                 assert who == "←"
                 strictly(message.result, RESULTS[called.pop(message.id)], str(message.id))
                 continue
-            assert isinstance(message, RpcRequest | Notification)
+            assert message.method is not msgspec.UNSET
             seen.add(message.method)
-            if isinstance(message, RpcRequest):
+            if message.id is not msgspec.UNSET:
                 assert who == "→"
                 called[message.id] = message.method
             if message.params:

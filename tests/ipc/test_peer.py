@@ -8,23 +8,22 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from ipc.engines import PATIENCE, play
+from ipc.rpc import answer, call, note, refusal
 from reflex_runtime.core.errors import QueueFull, ReflexError
 from reflex_runtime.ipc.frames import (
     INTERNAL_ERROR,
     INVALID_REQUEST,
     PARSE_ERROR,
-    ErrorResponse,
     FrameDecoder,
-    Notification,
     OversizeFrame,
     ProtocolError,
     Reader,
-    Response,
     RpcError,
-    RpcRequest,
+    RpcMessage,
     encode,
 )
 from reflex_runtime.ipc.peer import ConnectionLost, Peer
@@ -37,12 +36,12 @@ class End:
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, Any]] = []
-        self.kept: list[RpcRequest] = []
+        self.kept: list[RpcMessage] = []
         self.lost_with: list[Exception | None] = []
         self.turns: list[int] = []
         self._news = asyncio.Event()
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         params = ANY.read(request.params)
         if request.method == "fail":
             raise QueueFull("full", limit=3)
@@ -58,7 +57,7 @@ class End:
             peer.respond(request, object() if request.method == "odd" else params)
         self._news.set()
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         self.notes.append((note.method, ANY.read(note.params)))
         self._news.set()
         if note.method == "break":
@@ -152,7 +151,7 @@ def test_what_is_said_in_one_turn_is_one_frame() -> None:
             for n in range(100):
                 peer.notify("note", n)
             [messages] = await received(sock, 1)
-            assert [type(message) for message in messages] == [RpcRequest] * 3 + [Notification] * 100
+            assert [message.method for message in messages] == ["later"] * 3 + ["note"] * 100
             assert (peer.frames, peer.calls["later"], peer.notes["note"]) == (1, 3, 100)
             peer.notify("note", 0)
             await received(sock, 1)
@@ -358,7 +357,7 @@ def test_abort_also_ends_what_is_closed_and_still_writes() -> None:
 def test_a_connection_that_ends_inside_a_frame_says_so() -> None:
     async def main() -> None:
         async with raw() as (_, end, sock):
-            sock.send(encode([Notification("x")])[:-1])
+            sock.send(encode([note("x")])[:-1])
             sock.close()
             while not end.lost_with:
                 await end._news.wait()
@@ -372,7 +371,7 @@ def test_a_connection_that_ends_inside_a_frame_says_so() -> None:
 def test_nothing_is_delivered_after_it_was_closed() -> None:
     async def main() -> None:
         async with raw() as (peer, end, sock):
-            sock.send(encode([RpcRequest(1, "hang up"), Notification("x")]) * 2)
+            sock.send(encode([call(1, "hang up"), note("x")]) * 2)
             await peer.ended
             await asyncio.sleep(0)
             assert (end.notes, end.lost_with) == ([], [None])
@@ -388,7 +387,7 @@ def test_nothing_is_delivered_after_it_was_closed() -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", PARSE_ERROR),
         (b"J\x00\x00\x00\x01{", PARSE_ERROR),
-        (encode([Notification("x")]) + b'J\x00\x00\x00\x0d[{"id":7}, 3]', INVALID_REQUEST),
+        (encode([note("x")]) + b'J\x00\x00\x00\x0d[{"id":7}, 3]', INVALID_REQUEST),
     ],
 )
 def test_who_breaks_the_protocol_is_told_and_the_connection_ends(data: bytes, code: int) -> None:
@@ -410,11 +409,11 @@ def test_who_breaks_the_protocol_is_told_and_the_connection_ends(data: bytes, co
 def test_notifications_and_answers_are_never_answered() -> None:
     async def main() -> None:
         async with raw() as (_, end, sock):
-            strange = [Notification("break"), Notification("fail", 1), Response(99, 1), Response("x", 1)]
-            sock.send(encode([*strange, ErrorResponse(None, RpcError(PARSE_ERROR, "what?"))]))
-            sock.send(encode([RpcRequest(None, "echo", 1), RpcRequest("é", "echo", 2)]))
+            strange = [note("break"), note("fail", 1), answer(99, 1), answer("x", 1)]
+            sock.send(encode([*strange, refusal(None, RpcError(PARSE_ERROR, "what?"))]))
+            sock.send(encode([call(None, "echo", 1), call("é", "echo", 2)]))
             [messages] = await received(sock, 1)
-            assert [(type(message), message.id) for message in messages] == [(Response, None), (Response, "é")]
+            assert messages == [answer(None, msgspec.Raw(b"1")), answer("é", msgspec.Raw(b"2"))]
             assert len(end.notes) == 2
 
     play(main())

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from ipc.rpc import note
 from ipc.runtime import run
 from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, ProcessorError, ReflexError
-from reflex_runtime.ipc.frames import Notification, ProtocolError, error_of
+from reflex_runtime.ipc.frames import ProtocolError, error_of
 from reflex_runtime.ipc.messages import Credit, ScoredToken, StreamId, TokenOutput
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
@@ -35,7 +36,7 @@ class Front:
         return handle
 
     def note(self, method: str, **params: Any) -> None:
-        self.registry.note(Notification(method, msgspec.Raw(msgspec.json.encode(params))))
+        self.registry.note(note(method, msgspec.Raw(msgspec.json.encode(params))))
 
     def chunk(self, id: str = "s", n: int = 1) -> None:
         tokens = [{"text": f"t{i}", "token_id": i} for i in range(n)]

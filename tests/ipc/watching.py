@@ -18,7 +18,7 @@ import uvloop
 from ipc.answering import PLAIN, Child
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
-from reflex_runtime.ipc.frames import Notification
+from reflex_runtime.ipc.frames import RpcMessage
 from reflex_runtime.ipc.peer import Handler, Peer
 from reflex_runtime.ipc.spawn import Link, Opener, _peer_on, spawned
 
@@ -100,7 +100,7 @@ class Watch:
         self.lost_at.append(asyncio.get_running_loop().time())
         self._look()
 
-    def note(self, note: Notification) -> None:
+    def note(self, note: RpcMessage) -> None:
         self.notes.append((note.method, PLAIN.read(note.params)))
         self._look()
 

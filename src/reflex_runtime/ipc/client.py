@@ -19,7 +19,7 @@ from typing import Any, Literal
 from msgspec import Raw
 
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ReflexError, Rejected, WaitTimeout
-from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Notification, ProtocolError, Reader, RpcError, RpcRequest
+from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, ProtocolError, Reader, RpcError, RpcMessage
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROMPT, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
 from reflex_runtime.ipc.peer import ConnectionLost, Peer
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed, beat, unheard
@@ -95,7 +95,7 @@ class RuntimeClient:
         *,
         name: str = "worker-0",
         prepare: Callable[[RuntimeClient], Awaitable[None]] | None = None,
-        on_note: Callable[[Notification], None] | None = None,
+        on_note: Callable[[RpcMessage], None] | None = None,
         on_lost: Callable[[ReflexError], None] | None = None,
         on_state: Callable[[State], None] | None = None,
     ) -> None:
@@ -231,11 +231,11 @@ class RuntimeClient:
 
     # -- of the connection ---------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         """Refuse: a front answers no calls."""
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
 
-    def notified(self, peer: Peer, note: Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         self._received[note.method if note.method in _COUNTED else "other"] += 1
         if self.on_note is not None:
             self.on_note(note)
@@ -358,14 +358,11 @@ class RuntimeClient:
     async def _shut_down(self, link: Link, timeout: float, drain: bool) -> None:
         """0.8 of the time is for the streams, 0.1 for the exit, 0.1 for SIGTERM."""
         unheard(link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout)))
-        if link.process is None:
-            await asyncio.wait({link.peer.ended}, timeout=0.9 * timeout)
-            return
-        await asyncio.wait({link.process.ended}, timeout=0.9 * timeout)
-        if not link.process.ended.done():
+        await asyncio.wait({link.ended}, timeout=0.9 * timeout)
+        if not link.ended.done() and link.process is not None:
             log.warning("%s did not end by itself within %g s", self.name, 0.9 * timeout)
             link.process.terminate()
-            await asyncio.wait({link.process.ended}, timeout=0.1 * timeout)
+            await asyncio.wait({link.ended}, timeout=0.1 * timeout)
 
     async def _drop(self, link: Link, grace: float = 0.0) -> None:
         """End a link, and keep its counts."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from reflex_runtime.core import errors
 from reflex_runtime.core.errors import ConfigError, ReflexError
-
-Id = int | str | None
 
 MAX_FRAME = 64 * 2**20  # bytes of a body: a list of 4 MiB of token ids takes a third of it
 
@@ -52,74 +50,36 @@ class RpcError(msgspec.Struct, omit_defaults=True):
     data: Any = None
 
 
-class RpcRequest(msgspec.Struct):
-    """A call: it gets exactly one response."""
-
-    id: Id
-    method: str
-    params: Any = msgspec.UNSET
-    jsonrpc: Literal["2.0"] = "2.0"
-
-
-class Notification(msgspec.Struct):
-    """A message without an answer."""
-
-    method: str
-    params: Any = msgspec.UNSET
-    jsonrpc: Literal["2.0"] = "2.0"
-
-
-class Response(msgspec.Struct):
-    """The result of a call."""
-
-    id: Id
-    result: Any = None
-    jsonrpc: Literal["2.0"] = "2.0"
-
-
-class ErrorResponse(msgspec.Struct):
-    """The error of a call. id None: the call is not known."""
-
-    id: Id
-    error: RpcError
-    jsonrpc: Literal["2.0"] = "2.0"
-
-
-Message = RpcRequest | Notification | Response | ErrorResponse
+ABSENT: Any = msgspec.UNSET
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
-_NOTHING = msgspec.Raw(b"")
 
 
-class _Any(msgspec.Struct):
-    """Any of the four kinds. Params and results stay raw: the method determines their type."""
+class RpcMessage(msgspec.Struct):
+    """A call has a method and an id, and gets exactly one answer; a notification has a method alone. An answer has the
+    id of its call (None: not known), and a result or an error.
+
+    jsonrpc: VERSION. params, result: raw in a message that was read, since the method determines their type.
+    """
 
     jsonrpc: Literal["2.0"]
-    method: _Name | None = None
-    params: msgspec.Raw = _NOTHING
+    method: _Name = ABSENT
+    params: msgspec.Raw = ABSENT
     id: _Number | _Name | msgspec.UnsetType | None = msgspec.UNSET
-    result: msgspec.Raw = _NOTHING
-    error: RpcError | None = None
+    result: msgspec.Raw = ABSENT
+    error: RpcError | msgspec.UnsetType | None = msgspec.UNSET
 
-    def message(self) -> Message:
-        if self.method is not None:
-            if self.id is msgspec.UNSET:
-                return Notification(self.method, self.params)
-            return RpcRequest(self.id, self.method, self.params)
-        if self.id is msgspec.UNSET:
-            raise ProtocolError("a message needs a method, or the id of the call that it answers")
-        if self.error is not None:
-            return ErrorResponse(self.id, self.error)
-        if not self.result:
-            raise ProtocolError(f"the answer to call {self.id!r} has neither a result nor an error")
-        return Response(self.id, self.result)
+    def __post_init__(self) -> None:
+        if self.method is ABSENT and (self.id is ABSENT or (self.result is ABSENT and not self.error)):
+            raise ValueError("it needs a method, or the id of a call with its result or its error")
 
 
-_DECODE = msgspec.json.Decoder(_Any | Annotated[list[_Any], msgspec.Meta(min_length=1)]).decode
+VERSION: Final = "2.0"
+_DECODE = msgspec.json.Decoder(RpcMessage | Annotated[list[RpcMessage], msgspec.Meta(min_length=1)]).decode
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on invalid bytes
 
 
-def encode(messages: list[Message], most: int = MAX_FRAME) -> bytes:
+def encode(messages: list[RpcMessage], most: int = MAX_FRAME) -> bytes:
     """One frame of at least one message. Raises OversizeFrame above `most` bytes, and ProtocolError for values that are
     not JSON."""
     try:
@@ -155,7 +115,7 @@ class FrameDecoder:
         """Bytes of an incomplete frame."""
         return len(self._data) - self._at
 
-    def __iter__(self) -> Iterator[list[Message]]:
+    def __iter__(self) -> Iterator[list[RpcMessage]]:
         while self.pending >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._data, self._at)
             if kind != _JSON:
@@ -169,14 +129,14 @@ class FrameDecoder:
             yield _messages(bytes(memoryview(self._data)[begin : self._at]))
 
 
-def _messages(body: bytes) -> list[Message]:
+def _messages(body: bytes) -> list[RpcMessage]:
     try:
         found = _DECODE(body)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"not a JSON-RPC 2.0 message: {error}") from None
     except _NOT_JSON as error:
         raise ProtocolError(f"a frame that is not JSON: {error}", PARSE_ERROR) from None
-    return [one.message() for one in (found if isinstance(found, list) else [found])]
+    return found if isinstance(found, list) else [found]
 
 
 # -- parts of messages -------------------------------------------------------------------------------------------------

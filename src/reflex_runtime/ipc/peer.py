@@ -16,6 +16,7 @@ from msgspec import Raw
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc import frames
+from reflex_runtime.ipc.frames import ABSENT, VERSION, RpcMessage
 
 log = logging.getLogger("reflex.ipc")
 
@@ -23,10 +24,10 @@ log = logging.getLogger("reflex.ipc")
 class Handler(Protocol):
     """Receives the messages of a peer, on the loop. Its exceptions are logged; that of a call is its answer."""
 
-    def called(self, peer: Peer, request: frames.RpcRequest) -> None:
+    def called(self, peer: Peer, request: RpcMessage) -> None:
         """A call: answer with `peer.respond` or `peer.refuse`, now or later."""
 
-    def notified(self, peer: Peer, note: frames.Notification) -> None:
+    def notified(self, peer: Peer, note: RpcMessage) -> None:
         """A notification."""
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
@@ -64,7 +65,7 @@ class Peer(asyncio.Protocol):
         self._decoder = frames.FrameDecoder(most)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._out: list[frames.Message] = []
+        self._out: list[RpcMessage] = []
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Raw]] = {}
         self._over = False
@@ -84,22 +85,22 @@ class Peer(asyncio.Protocol):
         self._waiting[number] = waiting
         self.calls[method] += 1
         waiting.add_done_callback(lambda _: self._waiting.pop(number, None))
-        self._say(frames.RpcRequest(number, method, params))
+        self._say(RpcMessage(VERSION, method, params, number))
         return waiting
 
     def notify(self, method: str, params: Any) -> None:
         """Send a notification; nothing once the connection has ended."""
         self.notes[method] += 1
-        self._say(frames.Notification(method, params))
+        self._say(RpcMessage(VERSION, method, params))
 
-    def respond(self, request: frames.RpcRequest, result: Any) -> None:
+    def respond(self, request: RpcMessage, result: Any) -> None:
         """Answer a call."""
-        self._say(frames.Response(request.id, result))
+        self._say(RpcMessage(VERSION, id=request.id, result=result))
 
-    def refuse(self, request: frames.RpcRequest, error: ReflexError | frames.RpcError) -> None:
+    def refuse(self, request: RpcMessage, error: ReflexError | frames.RpcError) -> None:
         """Answer a call with an error."""
         told = error if isinstance(error, frames.RpcError) else frames.error_of(error)
-        self._say(frames.ErrorResponse(request.id, told))
+        self._say(RpcMessage(VERSION, id=request.id, error=told))
 
     def flush(self) -> None:
         """Write the messages of this turn now."""
@@ -153,7 +154,7 @@ class Peer(asyncio.Protocol):
                     self._receive(message)
         except frames.ProtocolError as error:
             log.warning("the other end does not keep to the protocol: %s", error.message[:1000])
-            self._say(frames.ErrorResponse(None, frames.RpcError(error.rpc_code, error.message)))
+            self._say(RpcMessage(VERSION, id=None, error=frames.error_of(error)))
             self.close(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -164,14 +165,14 @@ class Peer(asyncio.Protocol):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _say(self, message: frames.Message) -> None:
+    def _say(self, message: RpcMessage) -> None:
         if self._over:
             return
         if not self._out:
             self._loop.call_soon(self.flush)
         self._out.append(message)
 
-    def _write(self, messages: list[frames.Message]) -> None:
+    def _write(self, messages: list[RpcMessage]) -> None:
         assert self._transport is not None
         try:
             data = frames.encode(messages, self.most)
@@ -185,45 +186,49 @@ class Peer(asyncio.Protocol):
         self._transport.write(data)
         self.frames += 1
 
-    def _unsent(self, message: frames.Message, error: frames.ProtocolError) -> None:
+    def _unsent(self, message: RpcMessage, error: frames.ProtocolError) -> None:
         log.error("a message was not sent: %s", error.message)
-        if isinstance(message, frames.RpcRequest):
-            waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
-            if waiting is not None and not waiting.done():
+        if message.method is not ABSENT:
+            if waiting := self._call(message):
                 waiting.set_exception(error)
-        elif isinstance(message, frames.Response):
-            told = frames.RpcError(frames.INTERNAL_ERROR, f"the answer was not sent: {error}")
-            self._write([frames.ErrorResponse(message.id, told)])
-        elif isinstance(message, frames.ErrorResponse) and message.error.data is not None:
+            return
+        told = frames.RpcError(frames.INTERNAL_ERROR, f"the answer was not sent: {error}")
+        if message.error and message.error.data is not None:
             told = frames.RpcError(message.error.code, "an error that cannot be written")
-            self._write([frames.ErrorResponse(message.id, told)])
+        elif message.error:
+            return
+        self._write([RpcMessage(VERSION, id=message.id, error=told)])
 
-    def _receive(self, message: frames.Message) -> None:
+    def _call(self, message: RpcMessage) -> asyncio.Future[Raw] | None:
+        """The call of this id that waits for its answer."""
+        waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
+        return None if waiting is None or waiting.done() else waiting
+
+    def _receive(self, message: RpcMessage) -> None:
+        called = message.method is not ABSENT and message.id is not ABSENT
         try:
-            if isinstance(message, frames.Notification):
-                self._handler.notified(self, message)
-            elif isinstance(message, frames.RpcRequest):
+            if called:
                 self._handler.called(self, message)
+            elif message.method is not ABSENT:
+                self._handler.notified(self, message)
             else:
                 self._answered(message)
-        except ReflexError as error:
-            if isinstance(message, frames.RpcRequest):
+        except Exception as error:
+            if not isinstance(error, ReflexError):
+                log.exception("a message could not be handled")
+                error = ReflexError("internal error; the log has the details")
+            if called:
                 self.refuse(message, error)
             else:
                 log.warning("a message could not be handled: %s", error.message[:1000])
-        except Exception:
-            log.exception("a message could not be handled")
-            if isinstance(message, frames.RpcRequest):
-                self.refuse(message, ReflexError("internal error; the log has the details"))
 
-    def _answered(self, message: frames.Response | frames.ErrorResponse) -> None:
-        waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
-        if isinstance(message, frames.ErrorResponse):
-            if waiting is None:
-                log.warning("the other end could not read a message: %s", message.error.message[:1000])
-            elif not waiting.done():
-                waiting.set_exception(frames.raised(message.error))
-        elif waiting is not None and not waiting.done():
+    def _answered(self, message: RpcMessage) -> None:
+        waiting = self._call(message)
+        if message.error and message.id is None:
+            log.warning("the other end could not read a message: %s", message.error.message[:1000])
+        elif message.error and waiting:
+            waiting.set_exception(frames.raised(message.error))
+        elif waiting:
             waiting.set_result(message.result)
 
     def _end(self, error: Exception | None) -> None:
@@ -232,7 +237,7 @@ class Peer(asyncio.Protocol):
         self._over = True
         if self._transport is not None:
             self._transport.close()
-        unsaid = {message.id for message in self._out if isinstance(message, frames.RpcRequest)}
+        unsaid = {message.id for message in self._out if message.method is not ABSENT}
         self._out.clear()
         told = "the connection was lost" if error is None else f"the connection was lost: {error}"
         for number, waiting in list(self._waiting.items()):

@@ -1,7 +1,6 @@
 """Runtime processes: started on one end of a socket pair, watched for hangs, killed with their children, and reaped.
 
-A descriptor (`pidfd`) tells the end of a process, which every event loop can wait for; SIGCHLD belongs to the owner of
-the main thread.
+A thread waits for the end of each, so that every event loop gets it; SIGCHLD belongs to the owner of the main thread.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError, ProcessorHung, ReflexError
 from reflex_runtime.ipc.messages import INFO
 from reflex_runtime.ipc.peer import ConnectionLost, Handler, Peer
+from reflex_runtime.run.process import ending
 
 log = logging.getLogger("reflex.ipc")
 
@@ -34,31 +34,21 @@ class StartFailed(ReflexError):
 
 
 class Process:
-    """A child process in its own process group, which a Ctrl-C in a terminal does not reach. Raises OSError.
+    """A child process in its own process group, which a Ctrl-C in a terminal does not reach.
 
-    stdin: a descriptor. Its stdout and stderr go to this process's stderr. ended: its status, as of `subprocess`, set
-    when it is reaped.
+    ended: its status, as of `subprocess`, set when it is reaped.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: int = subprocess.DEVNULL) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = self._loop.create_future()
-        self._popen = subprocess.Popen(command, env=env, stdin=stdin, stdout=2, process_group=0)
-        self.pid = self._popen.pid
-        self._watch()
+        self._popen, self.pid = popen, popen.pid
+        threading.Thread(target=self._wait, name=f"waits-for-{self.pid}", daemon=True).start()
 
     @property
     def ending(self) -> str:
         """How it ended, in words."""
-        if not self.ended.done():
-            return "still runs"
-        status = self.ended.result()
-        if status >= 0:
-            return f"exited with status {status}"
-        try:
-            return f"was ended by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was ended by signal {-status}"
+        return ending(self.ended.result()) if self.ended.done() else "still runs"
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -77,29 +67,17 @@ class Process:
         if not self.ended.done():
             log.error("process %d could not be killed within %g s", self.pid, KILL_LIMIT)
 
-    def _watch(self) -> None:
-        try:
-            fd = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):  # not Linux, or a sandbox without this call
-            threading.Thread(target=self._wait, name=f"reaps-{self.pid}", daemon=True).start()
-        else:
-            self._loop.add_reader(fd, self._over, fd)
-
     def _wait(self) -> None:
-        self._popen.wait()
+        try:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except (AttributeError, OSError):  # not on every system
+            self._popen.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._set)
+            self._loop.call_soon_threadsafe(self._over)
 
-    def _over(self, fd: int) -> None:
-        self._loop.remove_reader(fd)
-        os.close(fd)
+    def _over(self) -> None:
         self._kill_group()  # before it is reaped: until then its group's number is not used again
-        self._popen.wait()
-        self._set()
-
-    def _set(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(self._popen.returncode)
+        self.ended.set_result(self._popen.wait())
 
     def _kill_group(self) -> None:
         if self._popen.returncode is None:
@@ -109,10 +87,11 @@ class Process:
 
 class Link:
     """A connection to a runtime, and its process if this end started one. When the process ends the connection does,
-    even if another process has the socket."""
+    even if another process has the socket. ended: done when the process has ended, or else the connection."""
 
     def __init__(self, peer: Peer, process: Process | None = None) -> None:
         self.peer, self.process = peer, process
+        self.ended: asyncio.Future[Any] = peer.ended if process is None else process.ended
         if process is not None:
             process.ended.add_done_callback(self._without_process)
 
@@ -139,17 +118,21 @@ Opener = Callable[[Handler], Awaitable[Link]]
 def spawned(command: Sequence[str], env: Mapping[str, str] | None = None) -> Opener:
     """Runs a command with one end of a socket pair as its standard input, where it reads and writes frames.
 
-    env: added to this process's environment. The opener raises StartFailed; on failure no process is left.
+    Its stdout and stderr go to this process's stderr. env: added to this process's environment. The opener raises
+    StartFailed; on failure no process is left.
     """
     if isinstance(command, str) or not command:
         raise ConfigError(f"command={command!r}: must be a list of at least one word")
+
+    def run(stdin: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env={**os.environ, **(env or {})}, stdin=stdin, stdout=2, process_group=0)
 
     async def opened(handler: Handler) -> Link:
         ours, theirs = socket.socketpair()
         with theirs:
             peer = await _peer_on(ours, handler)
             try:
-                return Link(peer, Process(command, {**os.environ, **(env or {})}, theirs.fileno()))
+                return Link(peer, Process(run(theirs.fileno())))
             except (OSError, ValueError) as error:  # ValueError: a word with a null character
                 peer.abort()
                 raise StartFailed(f"{command[0]!r} cannot be run: {error}") from None

@@ -26,9 +26,9 @@ from reflex_runtime.ipc import messages as wire
 from reflex_runtime.ipc.frames import (
     INVALID_PARAMS,
     INVALID_REQUEST,
-    Notification,
     ProtocolError,
     Reader,
+    RpcMessage,
     error_of,
     raised,
 )
@@ -311,7 +311,7 @@ class StreamRegistry:
 
     # -- from the client -----------------------------------------------------------------------------------------------
 
-    def note(self, note: Notification) -> None:
+    def note(self, note: RpcMessage) -> None:
         if note.method not in self._notes:
             self.stray["unknown_method"] += 1
             return
@@ -384,7 +384,7 @@ class StreamRegistry:
         else:
             self._end(handle, raised(said.error))
 
-    def _malformed(self, note: Notification, error: ProtocolError) -> None:
+    def _malformed(self, note: RpcMessage, error: ProtocolError) -> None:
         """Tokens are missing: end the stream with an error, so that a part does not pass for the whole answer."""
         self.stray["malformed"] += 1
         log.warning("%s: %s", note.method, error.message)

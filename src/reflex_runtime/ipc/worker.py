@@ -108,7 +108,7 @@ class Worker:
 
     # -- handler -------------------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: frames.RpcRequest) -> None:
+    def called(self, peer: Peer, request: frames.RpcMessage) -> None:
         """Answer a call at once, or when its coroutine is done."""
         self._meet(peer)
         method, reader = self._methods.get(request.method), _READERS.get(request.method)
@@ -124,7 +124,7 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def notified(self, peer: Peer, note: frames.Notification) -> None:
+    def notified(self, peer: Peer, note: frames.RpcMessage) -> None:
         self._meet(peer)
         if act := self._notes.get(note.method):
             act(_READERS[note.method].read(note.params))
@@ -346,7 +346,7 @@ def _no_drafts() -> None:
     raise frames.ProtocolError("check_draft: this runtime has no draft models", frames.INVALID_PARAMS)
 
 
-async def _answer(peer: Peer, request: frames.RpcRequest, work: Coroutine[Any, Any, Any]) -> None:
+async def _answer(peer: Peer, request: frames.RpcMessage, work: Coroutine[Any, Any, Any]) -> None:
     """Answer a call with its result or its error."""
     try:
         with ASYNC_WALL:

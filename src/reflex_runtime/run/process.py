@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -68,6 +69,19 @@ async def in_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="reflex-load", daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+# -- another process ---------------------------------------------------------------------------------------------------
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words. status: as of `subprocess`."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
 
 
 # -- a fork ------------------------------------------------------------------------------------------------------------

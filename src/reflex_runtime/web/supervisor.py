@@ -28,6 +28,7 @@ from typing import Final, NoReturn
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.observe.logs import leave
 from reflex_runtime.pacing import Restarts
+from reflex_runtime.run.process import ending
 from reflex_runtime.settings.declare import one_line
 
 log = logging.getLogger("reflex.supervisor")
@@ -182,7 +183,7 @@ class _Supervisor:
 
     def _lost(self, worker: _Worker, status: int) -> None:
         back_off, ready, now = worker.back_off, worker.shared.ready, time.monotonic()
-        worker.last_exit = f"exited with status {status}" if status >= 0 else f"was ended by {_name(-status)}"
+        worker.last_exit = ending(status)
         told = f"worker {worker.number}" if len(self._workers) > 1 else "the server"
         back_off.lived(now - ready if ready else 0.0)
         if not self._once_ready:
@@ -244,13 +245,6 @@ def _signal(pid: int, number: int) -> None:
     if pid > 0:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 # -- the sockets -------------------------------------------------------------------------------------------------------

@@ -42,25 +42,15 @@ CHILD = Path(__file__).with_name("toy_worker.py")
 PATIENCE = 60.0
 
 
-class ForkedProcess(Process):
-    """The toy's runtime process, without the half second that its imports take."""
-
-    def __init__(self, stdin: socket.socket, env: Mapping[str, str]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.ended = self._loop.create_future()
-        code = f"import runpy; runpy.run_path({str(CHILD)!r}, run_name='__main__')"
-        self._popen: Any = Forked(code, env=env, stdin=stdin.fileno(), stdout=2, stderr=2)
-        self.pid = self._popen.pid
-        self._watch()
-
-
 def forked(env: Mapping[str, str]) -> Opener:
-    """As `spawned`."""
+    """As `spawned`, for the toy's runtime process, without the half second that its imports take."""
 
     async def opened(handler: Handler) -> Link:
         ours, theirs = socket.socketpair()
         with theirs:
-            return Link(await _peer_on(ours, handler), ForkedProcess(theirs, env))
+            code = f"import runpy; runpy.run_path({str(CHILD)!r}, run_name='__main__')"
+            child: Any = Forked(code, env=env, stdin=theirs.fileno(), stdout=2, stderr=2)
+            return Link(await _peer_on(ours, handler), Process(child))
 
     return opened
 
