@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from math import inf
 
 import numpy as np
@@ -182,20 +182,21 @@ class LLMProcessor(BaseProcessor):
             (sequence := ticket.request.payload, sequence.num_computed_tokens, int(units))
             for ticket, units in batch.grants.items()
         ]
-        ends = [i for i, (s, past, n) in enumerate(lanes) if past + n >= s.num_tokens]
-        matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
-        prepared = self._beside.submit(lambda: [matcher.prepare() for matcher in matchers]) if matchers else None
         scored: Scored = {}
-        last = self._scored_before(lanes, scored) if any(s.scores_from is not None for s, _, _ in lanes) else lanes
-        step = flatten(last)
-        logits = self.runner.forward(step)
+        scores = any(sequence.scores_from is not None for sequence, _, _ in lanes)
+        last = self._scored_before(lanes, scored) if scores else lanes
+        ends = [sequence for sequence, past, n in last if past + n >= sequence.num_tokens]
+        matchers = [sequence.shaping.matcher for sequence in ends if sequence.shaping and sequence.shaping.matcher]
+        prepared = self._beside.submit(lambda: [matcher.prepare() for matcher in matchers]) if matchers else None
+        logits = self.runner.forward(flatten(last))
         if prepared is not None:
             prepared.result()
-        if step.rows is not None:
-            return self._with_rows(lanes, last, ends, logits, scored)
-        rows = None if len(ends) == len(lanes) else ends
-        written = dict(zip(ends, _write([lanes[i][0] for i in ends], logits, rows), strict=True))
-        return [_outcome(sequence, n, written.get(i)) for i, (sequence, _, n) in enumerate(lanes)]
+        if scores:
+            score(last, logits, scored)
+        written = self._write(last, logits)
+        for sequence, found in scored.items():
+            sequence.scored(found)
+        return [_outcome(sequence, n, written.get(sequence, ())) for sequence, _, n in lanes]
 
     def _scored_before(self, lanes: Seq[Lane], scored: Scored) -> list[Lane]:
         """Score the beginnings of long prompts in calls of their own, so that no call has too many rows of logits;
@@ -205,50 +206,36 @@ class LLMProcessor(BaseProcessor):
         for sequence, past, n in lanes:
             while sequence.scores_from is not None and num_rows(sequence, past, n) > kept:
                 piece = [(sequence, past, min(n - kept, n - num_rows(sequence, past, n) + most))]
-                step = flatten(piece)
-                logits = self.runner.forward(step)
-                if step.rows is not None:
-                    score(piece, logits, scored)
+                score(piece, self.runner.forward(flatten(piece)), scored)
                 past, n = past + piece[0][2], n - piece[0][2]
             left.append((sequence, past, n))
         return left
 
-    def _with_rows(
-        self, lanes: Seq[Lane], last: Seq[Lane], ends: Seq[int], logits: Logits, scored: Scored
-    ) -> list[Outcome]:
-        """The outcomes of a step that has several rows of a sequence: for guesses, or to score a prompt. last: what the
-        last call computed of the lanes."""
-        score(last, logits, scored)
-        rows = next_rows(last)
-        written = self._write_drafted([last[i] for i in ends], [rows[i] for i in ends], logits)
-        for sequence, found in scored.items():
-            sequence.scored(found)
-        outcomes: list[Outcome] = []
-        for sequence, _, n in lanes:
-            *earlier, final = written.get(sequence, (None,))
-            outcomes.append(_outcome(sequence, n, final, tuple(earlier)))
-        return outcomes
-
-    def _write_drafted(self, lanes: Seq[Lane], rows: Seq[int], logits: Logits) -> dict[Sequence, list[Written]]:
-        """The tokens that these sequences get, of which some have a draft. Each is sampled as without one; while it
-        equals the guess, the next row has the logits after it. rows: of their last known tokens."""
-        going = {lane[0]: (drafted(*lane), row) for lane, row in zip(lanes, rows, strict=True)}
-        written: dict[Sequence, list[Written]] = {sequence: [] for sequence in going}
-        self.drafted += sum(count for count, _ in going.values())
+    def _write(self, lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Written]]:
+        """The tokens of each sequence whose known tokens are all computed. Each is sampled as without a draft; while it
+        equals the guess, the next row has the logits after it."""
+        going: list[tuple[Sequence, int, int]] = []  # the row of its last known token, and how many guesses follow
+        end = 0
+        for sequence, past, n in lanes:
+            end += num_rows(sequence, past, n)
+            guesses = past + n - len(sequence.tokens)
+            if guesses >= 0:
+                going.append((sequence, end - 1 - guesses, guesses))
+                self.drafted += guesses
+        written: dict[Sequence, list[Written]] = {sequence: [] for sequence, _, _ in going}
         place, best = 0, logits.argmax(axis=1)
         while going:
-            outputs = _write(list(going), logits, [row + place for _, row in going.values()], best)
-            for sequence, output in zip(list(going), outputs, strict=True):
+            outputs = _sampled([one[0] for one in going], logits, [one[1] + place for one in going], best)
+            right = []
+            for one, output in zip(going, outputs, strict=True):
+                sequence, _, guesses = one
                 written[sequence].append(output)
-                if (
-                    place < going[sequence][0]
-                    and not isinstance(output, ProcessorError)
-                    and output.finish is None
-                    and output.token_id == sequence.draft[place]
-                ):
+                if place == guesses or isinstance(output, ProcessorError) or output.finish is not None:
+                    continue
+                if output.token_id == sequence.draft[place]:
                     self.accepted += 1
-                else:
-                    del going[sequence]
+                    right.append(one)
+            going = right
             place += 1
         return written
 
@@ -257,12 +244,12 @@ class LLMProcessor(BaseProcessor):
         self.runner.close()
 
 
-def _write(
-    sequences: Seq[Sequence], logits: Logits, rows: Seq[int] | None = None, best: npt.NDArray[np.intp] | None = None
+def _sampled(
+    sequences: Seq[Sequence], logits: Logits, rows: Seq[int], best: npt.NDArray[np.intp]
 ) -> list[Written]:
-    """The next token of each sequence, from its row: appended to it. Or its own error. rows, best: see `sample`."""
+    """The next token of each sequence, from its row: appended to it. Or its own error. best: see `sample`."""
     written: list[Written] = []
-    for sequence, choice in zip(sequences, sample(logits, sequences, rows, best) if sequences else (), strict=True):
+    for sequence, choice in zip(sequences, sample(logits, sequences, rows, best), strict=True):
         if isinstance(choice, ProcessorError):
             written.append(choice)
             continue
@@ -275,13 +262,14 @@ def _write(
     return written
 
 
-def _outcome(sequence: Sequence, n: int, last: Written | None, earlier: tuple[Written, ...] = ()) -> Outcome:
-    """The outcome of the step for one sequence: a chunk of its prompt, tokens, its last token, or its own error."""
+def _outcome(sequence: Sequence, n: int, written: Seq[Written]) -> Outcome:
+    """The outcome of the step for one sequence: a chunk of its prompt, or tokens, the last of which may be an error."""
     if sequence.cached_tokens is None:
         sequence.cached_tokens = sequence.num_computed_tokens
-    if last is None:
+    if not written:
         sequence.computed(n)
         return More(None, float(sequence.num_tokens - sequence.num_computed_tokens))
+    last, earlier = written[-1], tuple(written[:-1])
     if isinstance(last, ProcessorError):
         return Failed(last, earlier)
     right = len(sequence.tokens) - 1 - sequence.num_computed_tokens  # the last one is not computed
@@ -305,47 +293,44 @@ def flatten(lanes: Seq[Lane]) -> Step:
     """The next `n` tokens of each sequence, behind one another."""
     ids: list[int] = []
     positions: list[int] = []
-    past: list[int] = []
+    rows: list[int] = []
     begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
     adapters = [sequence.adapter for sequence, _, _ in lanes]
-    several = False
-    for sequence, done, n in lanes:
+    for sequence, past, n in lanes:
         if n == 1:
-            ids.append(sequence.tokens[done])
-            positions.append(done)
+            ids.append(sequence.tokens[past])
+            positions.append(past)
         else:
-            ids += sequence.tokens[done : done + n]
-            positions += range(done, done + n)
-            if done + n > len(sequence.tokens):
-                ids += sequence.draft[: done + n - len(sequence.tokens)]
-                several = True
-        past.append(done)
-        begins.append(len(ids))
+            ids += sequence.tokens[past : past + n]
+            ids += sequence.draft[: max(0, past + n - sequence.num_tokens)]
+            positions += range(past, past + n)
+        end = len(ids)
+        begins.append(end)
+        rows += range(end - num_rows(sequence, past, n), end)
         blocks += sequence.blocks
         block_begins.append(len(blocks))
-        several = several or sequence.scores_from is not None
     return Step(
         np.array(ids, np.int64),
         np.array(positions, np.int64),
-        np.array(past, np.int32),
+        np.array([past for _, past, _ in lanes], np.int32),
         np.array(begins, np.int32),
         np.array(blocks, np.int32),
         np.array(block_begins, np.int32),
-        _rows(lanes, begins) if several else None,
+        np.array(rows or [0], np.int64),  # a runner computes at least one row
         np.array(adapters, np.int32) if any(adapters) else None,
     )
 
 
 def num_rows(sequence: Sequence, past: int, n: int) -> int:
     """Rows of logits of the lane: after so many of its last tokens."""
-    first = sequence.num_tokens - 1
+    first, end = len(sequence.tokens) - 1, past + n
     if sequence.scores_from is not None:
         first = min(first, sequence.scores_from)
-    return max(0, past + n - max(past, first))
+    return 0 if end <= first else end - (past if past > first else first)
 
 
 def score(lanes: Seq[Lane], logits: Logits, scored: Scored) -> None:
-    """Add the prompt tokens that a call with `Step.rows` scored. logits: of those rows."""
+    """Add the prompt tokens that a call scored. logits: of its rows."""
     begin = 0
     for sequence, past, n in lanes:
         count = num_rows(sequence, past, n)
@@ -356,25 +341,6 @@ def score(lanes: Seq[Lane], logits: Logits, scored: Scored) -> None:
             found = [explain(*each, sequence.alternatives) for each in zip(rows, tokens, strict=True)]
             scored.setdefault(sequence, []).extend(found)
         begin += count
-
-
-def drafted(sequence: Sequence, past: int, n: int) -> int:
-    """How many of the lane's tokens are guesses."""
-    return max(0, past + n - sequence.num_tokens)
-
-
-def next_rows(lanes: Seq[Lane]) -> list[int]:
-    """The row of each lane's last known token, among the rows of a step that has them."""
-    ends = accumulate(num_rows(*lane) for lane in lanes)
-    return [end - 1 - drafted(*lane) for end, lane in zip(ends, lanes, strict=True)]
-
-
-def _rows(lanes: Seq[Lane], begins: Seq[int]) -> npt.NDArray[np.int64] | None:
-    """See `Step.rows`; None if the step has none, because a runner computes at least one row."""
-    rows: list[int] = []
-    for lane, end in zip(lanes, begins[1:], strict=True):
-        rows += range(end - num_rows(*lane), end)
-    return np.array(rows, np.int64) if rows else None
 
 
 # -- its series --------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class OpenVinoRunner:
             raise ProcessorError(f"{self.name}: a block table of the step does not cover its tokens")
         if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
             raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
-        if step.rows is not None and not (step.rows.min() >= 0 and step.rows.max() < len(step.token_ids)):
+        if int(step.picked.min()) < 0 or int(step.picked.max()) >= len(step.token_ids):
             raise ProcessorError(f"{self.name}: step wants logits of a token that it does not hold")
 
     def _cache(self, port: Any) -> Any:

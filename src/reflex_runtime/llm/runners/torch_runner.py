@@ -299,7 +299,7 @@ class TorchRunner:
         if low < 0 or high >= self.vocab_size:  # on a GPU this would end the process
             raise ValueError(f"token ids from {low} to {high}: must be in [0, {self.vocab_size})")
         with torch.inference_mode():
-            singles = len(step.token_ids) == len(step.past_lens) <= _MOST_RECORDED and step.rows is None
+            singles = len(step.token_ids) == len(step.past_lens) == len(step.picked) <= _MOST_RECORDED
             if self._record is not None and singles:
                 logits = self._replayed(step, self._record)
             else:
