@@ -123,13 +123,13 @@ def test_l9_what_is_told_of_a_prompt_is_written_beside_the_loop(
 def test_l9_logprobs_of_an_answer_are_written_beside_the_loop(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, fields: Any, beside: bool
 ) -> None:
-    read, names = Answer.whole, list[str]()
+    read, names = Answer.end, list[str]()
 
-    def whole(self: Answer) -> bytes:
+    def end(self: Answer) -> bytes:
         names.append(threading.current_thread().name)
         return read(self)
 
-    monkeypatch.setattr(Answer, "whole", whole)
+    monkeypatch.setattr(Answer, "end", end)
     assert toy.complete(PROMPT, n=2, max_tokens=2, **fields).status == 200
     assert [name != "toy-server" for name in names] == [beside]
 

@@ -1,7 +1,7 @@
 """Answers: what all dialects have in common, and those of completions and chats, whole or as server-sent events.
 
 A dialect is a `ModelApi`: it reads a body to a `GenerationRequest`; its `Writer` gets the outputs of all choices and
-writes events (`chunk`) or one body (`whole`).
+writes events or one body.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ReplyContext:
 
 
 class Writer(Protocol):
-    """Writes a stream with `chunk` and `end`, or one body with `add` and `whole`."""
+    """Writes one answer: of a stream its events, else one body at the end."""
 
     @property
     def id(self) -> str: ...
@@ -81,20 +81,14 @@ class Writer(Protocol):
     def finish_reasons(self) -> list[str]:
         """Of the choices that have ended."""
 
-    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """The events of new outputs of a choice."""
+    def add(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
+        """Take new outputs of a choice; returns the events of a stream."""
 
     def end(self) -> bytes:
-        """The last events."""
+        """The last events, or the body."""
 
     def failed(self, error: ReflexError) -> bytes:
         """The last event of a stream that fails."""
-
-    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
-        """Keep new outputs of a choice for `whole`."""
-
-    def whole(self) -> bytes:
-        """The body of the whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +103,7 @@ class ModelApi:
 
 
 class PartWriter:
-    """Writes an answer of one choice by its parts. A subclass makes events of the parts, and keeps them for `whole`;
+    """Writes an answer of one choice by its parts. A subclass makes events of the parts, and keeps them for the body;
     without a stream there are no events."""
 
     def __init__(self, reply: ReplyContext) -> None:
@@ -126,7 +120,7 @@ class PartWriter:
     def finish_reasons(self) -> list[str]:
         return [] if self._finish is None else [self._finish]
 
-    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
+    def add(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
         events = [] if self._begun else [self._begin()]
         self._begun = True
         for output in outputs:
@@ -136,9 +130,6 @@ class PartWriter:
             if output.finish is not None:
                 events.append(self._close())
         return b"".join(events)
-
-    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
-        self.chunk(index, outputs)
 
     def _event(self, type: str, **fields: Any) -> bytes:
         """A server-sent event of that type."""
@@ -293,12 +284,24 @@ class Body(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class _Choice:
+    """A choice so far. length: characters, those of its prompt among them. texts, logprobs: kept for the body."""
+
+    __slots__ = ("begun", "finish", "length", "logprobs", "reader", "texts")
+
+    def __init__(self, echo: str, reader: PartReader, logprobs: Any) -> None:
+        self.reader, self.logprobs, self.length = reader, logprobs, len(echo)
+        self.texts = [echo]
+        self.begun = False
+        self.finish: str | None = None
+
+
 class Answer:
     """The answer to a request of /v1/completions, or of /v1/chat/completions (`chat`). See `Writer`."""
 
     def __init__(self, reply: ReplyContext, chat: bool) -> None:
         self._reply, self._chat, self._token = reply, chat, reply.detokenizer.token
-        asked, n = reply.asked, len(reply.streams)
+        asked = reply.asked
         self._scores = asked.echo and asked.params.logprobs is not None
         self._logprobs = asked.params.logprobs is not None and not asked.prompt_only
         self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
@@ -306,13 +309,8 @@ class Answer:
         before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
         self._before = b"data: " + before  # all events begin and end alike
         self._after = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
-        self._begun = [False] * n
-        self._echoes = dict(enumerate(reply.echoes))
-        self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._lengths = [len(echo) for echo in reply.echoes] or [0] * n
-        self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
-        self._finish: list[str | None] = [None] * n
-        self._readers = [reply.reader() for _ in range(n)] if chat else []
+        echoes = reply.echoes or [""] * len(reply.streams)
+        self._choices = [_Choice(echo, reply.reader(), self._no_logprobs()) for echo in echoes]
 
     @property
     def id(self) -> str:
@@ -320,42 +318,51 @@ class Answer:
 
     @property
     def finish_reasons(self) -> list[str]:
-        return [finish for finish in self._finish if finish is not None]
+        return [choice.finish for choice in self._choices if choice.finish is not None]
 
-    def _made(self, outputs: Seq[TokenOutput]) -> Seq[TokenOutput]:
-        """The outputs to send: of a prompt alone its one token is not, only the end."""
-        if self._reply.asked.prompt_only:
-            return [TokenOutput("", output.token_id, finish="length") for output in outputs]
-        return outputs
-
-    # -- as it comes ---------------------------------------------------------------------------------------------------
-
-    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """The events of new outputs; none while the text may begin a stop text."""
-        events = []
-        if self._chat and not self._begun[index]:
-            self._begun[index] = True
-            events.append(self._event(DeltaChoice(index, Delta("assistant", ""), None, None)))
-        elif outputs and index in self._echoes:
-            events.append(self._event(TextChoice(self._echoes.pop(index), index, self._scored(index), None)))
-        for output in self._made(outputs):
+    def add(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
+        """Take new outputs. A stream gets no event while the text may begin a stop text."""
+        choice, events = self._choices[index], list[bytes]()
+        stream, only = self._reply.asked.stream, self._reply.asked.prompt_only
+        if not choice.begun:
+            choice.begun = True
+            events += self._begin(index, choice)
+        for output in outputs:
+            if only:  # the one token is not sent, only the end
+                output = TokenOutput("", output.token_id, finish="length")
             logprobs = None
             if self._logprobs:
-                logprobs = self._no_logprobs()
-                self._tell(logprobs, output, self._lengths[index] + output.held)
-            self._lengths[index] += len(output.text)
-            self._finish[index] = output.finish
-            if output.text or logprobs is not None or output.finish is not None:
+                logprobs = self._no_logprobs() if stream else choice.logprobs
+                self._tell(logprobs, output, choice.length + output.held)
+            choice.length += len(output.text)
+            choice.finish = output.finish
+            if not stream:
+                choice.texts.append(output.text)
+            elif output.text or logprobs is not None or output.finish is not None:
                 events += self._parts(index, output, logprobs)
         return b"".join(events)
 
+    def _begin(self, index: int, choice: _Choice) -> list[bytes]:
+        """The role of a chat's message; the prompt of an echo, with its logprobs."""
+        scored = self._scored(index) if self._scores else None
+        if not self._reply.asked.stream:
+            choice.logprobs = scored or choice.logprobs
+            return []
+        if self._chat:
+            return [self._event(DeltaChoice(index, Delta("assistant", ""), None, None))]
+        return [self._event(TextChoice(choice.texts[0], index, scored, None))] if self._reply.echoes else []
+
     def end(self) -> bytes:
+        if not self._reply.asked.stream:
+            return self._body()
         if not self._reply.asked.include_usage:
             return DONE
         return self._before + b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n" + DONE
 
     def failed(self, error: ReflexError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
+
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def _parts(self, index: int, output: TokenOutput, logprobs: Any) -> list[bytes]:
         if not self._chat:
@@ -370,7 +377,7 @@ class Answer:
 
     def _deltas(self, index: int, output: TokenOutput) -> list[Delta]:
         """Texts and calls that are complete with this output."""
-        reader = self._readers[index]
+        reader = self._choices[index].reader
         number, deltas = reader.called, []
         for part in reader.feed(output.text, output.finish is not None):
             if isinstance(part, str):
@@ -385,8 +392,8 @@ class Answer:
 
     def _finished(self, index: int) -> str | None:
         """Why a chat's choice ended: one that calls tools did so to call them."""
-        finish = self._finish[index]
-        return "tool_calls" if finish == "stop" and self._readers[index].called else finish
+        choice = self._choices[index]
+        return "tool_calls" if choice.finish == "stop" and choice.reader.called else choice.finish
 
     def _event(self, choice: Any) -> bytes:
         after = self._after
@@ -394,33 +401,24 @@ class Answer:
             after = b'],"usage":' + _encode(self._reply.usage()) + b"}\n\n"
         return self._before + _encode(choice) + after
 
-    # -- whole ---------------------------------------------------------------------------------------------------------
+    # -- the body ------------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
-        for output in self._made(outputs):
-            if self._logprobs:
-                self._tell(self._told[index], output, self._lengths[index] + output.held)
-            self._lengths[index] += len(output.text)
-            self._texts[index].append(output.text)
-            self._finish[index] = output.finish
-
-    def whole(self) -> bytes:
+    def _body(self) -> bytes:
         choices: list[Any] = []
-        for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
-            text, logprobs = self._echoes.get(index, "") + "".join(pieces), told if self._logprobs else None
-            if (scored := self._scored(index)) is not None:
-                logprobs = _joined(scored, told)
+        for index, choice in enumerate(self._choices):
+            text = "".join(choice.texts)
+            logprobs = choice.logprobs if self._logprobs or self._scores else None
             if self._chat:
-                choice: Any = ChatChoice(index, self._message(index, text), logprobs, self._finished(index))
+                made: Any = ChatChoice(index, self._message(index, text), logprobs, self._finished(index))
             else:
-                choice = TextChoice(text, index, logprobs, finish)
-            choices.append(msgspec.Raw(_encode(choice)))  # one by one: nothing else runs while one is written
+                made = TextChoice(text, index, logprobs, choice.finish)
+            choices.append(msgspec.Raw(_encode(made)))  # one by one: nothing else runs while one is written
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
         return _encode(Body(id, kind, created, model, choices, self._reply.usage()))
 
     def _message(self, index: int, text: str) -> ChatMessage:
-        parts = self._readers[index].feed(text, last=True)
+        parts = self._choices[index].reader.feed(text, last=True)
         said = "".join(part for part in parts if isinstance(part, str))
         thought = "".join(part.text for part in parts if isinstance(part, Thought))
         calls = [
@@ -438,10 +436,8 @@ class Answer:
     def _no_logprobs(self) -> TextLogprobs | ChatLogprobs:
         return ChatLogprobs() if self._chat else TextLogprobs()
 
-    def _scored(self, index: int) -> TextLogprobs | None:
-        """The logprobs of the prompt's tokens, for an echo; None without."""
-        if not self._scores:
-            return None
+    def _scored(self, index: int) -> TextLogprobs:
+        """The logprobs of the prompt's tokens, for an echo."""
         told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
         stream = self._reply.detokenizer.stream()
         most = self._reply.asked.params.logprobs or 0
@@ -476,7 +472,3 @@ class Answer:
         told.token_logprobs.append(logprob)
         told.top_logprobs.append(None if logprob is None else likeliest)
         told.text_offset.append(offset)
-
-
-def _joined(first: TextLogprobs, then: Any) -> TextLogprobs:
-    return TextLogprobs(*(getattr(first, name) + getattr(then, name) for name in TextLogprobs.__struct_fields__))

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -142,19 +142,16 @@ async def _answer(
     async for index, outputs in merged(reply.streams, bell):
         if span is not None:
             span.part()
-        if not stream:
-            answer.add(index, outputs)
-            continue
-        events = await _written(params.prompt_logprobs is not None, partial(answer.chunk, index, outputs))
-        if not request.begun:
+        events = await _written(params.prompt_logprobs is not None, partial(answer.add, index, outputs))
+        if stream and not request.begun:
             await request.begin(200, [*_STREAM, *hints], answer.failed)
         if events:
             await request.write(events)
+    last = await _written(params.logprobs is not None and not stream, answer.end)
     if stream:
-        await request.end(answer.end())
+        await request.end(last)
     else:
-        body = await _written(params.logprobs is not None, answer.whole)
-        await request.answer(HttpResponse(200, body, headers=hints))
+        await request.answer(HttpResponse(200, last, headers=hints))
 
 
 async def _written(scored: bool, write: Callable[[], bytes]) -> bytes:
@@ -245,26 +242,6 @@ FEW: Final = 1000  # tokens; more are decoded in a thread
 _CHECKED: Final = 256  # tokens of a prompt that take as long to check and copy as the rest of its request
 
 
-class Slices:
-    """Lets other work of the loop run while one caller makes or queues thousands of requests."""
-
-    def __init__(self) -> None:
-        self._done = 0  # in this turn of the loop
-
-    async def next(self, count: int = 1) -> None:
-        """Before `count` requests: wait for the next turn of the loop if this one has a slice of them."""
-        if self._done > 0 and self._done + count > SLICE:
-            self._done = 0
-            await asyncio.sleep(0)
-        self._done += count
-
-
-def in_order(lock: asyncio.Lock, count: int) -> AbstractAsyncContextManager[None]:
-    """Around queueing `count` requests. Callers with more than a slice take turns: of two that do not fit together,
-    both would be refused. lock: of the queue."""
-    return lock if count > SLICE else nullcontext()
-
-
 async def queued(
     runtime: ModelHost,
     asked: wire.GenerationRequest,
@@ -276,17 +253,20 @@ async def queued(
 ) -> ReplyContext:
     """Queue all choices of a request, or none; returns the context of its answer. adapter: "" for none. bell: see
     `OutputStream`. Raises BadRequest, `Rejected`."""
-    tokenizer, slices, streams = runtime.texts.tokenizer, Slices(), list[OutputStream]()
+    tokenizer, streams = runtime.texts.tokenizer, list[OutputStream]()
     asked, prompts = await tokenised(runtime, asked, config)
     matcher = await matcher_of(runtime, asked)
     params = served(asked, request, adapter, config.default_tiers, traceparent)
-    made = (requests_of(runtime, asked, i, ids, params, matcher, slices) for i, ids in enumerate(prompts))
+    made = (requests_of(runtime, asked, i, ids, params, matcher) for i, ids in enumerate(prompts))
     groups = [await each for each in made]  # all before one is queued: a request that can never run is refused
     begins = await echoes(asked, tokenizer)
+    many, turn = asked.n * len(groups) > SLICE, max(1, SLICE // asked.n)
     try:
-        async with in_order(runtime.queueing, asked.n * len(groups)):
-            for group in groups:
-                await slices.next(asked.n)
+        # those with many choices take turns: of two that do not fit together, both would be refused
+        async with runtime.queueing if many else nullcontext():
+            for i, group in enumerate(groups):
+                if i and i % turn == 0:
+                    await asyncio.sleep(0)  # other work of the loop
                 for queued_stream in runtime.submit_alike(group, bell):
                     streams.append(queued_stream)  # one by one: if a later one is refused all are closed
     except BaseException:
@@ -408,10 +388,10 @@ async def requests_of(
     ids: list[int],
     params: GenerateParams,
     matcher: Matcher | None,
-    slices: Slices,
 ) -> list[Any]:
-    """The engine's requests for one prompt, one for each choice; the first has the prompt scored. slices: of all
-    prompts. Raises BadRequest for one that can never run."""
+    """The engine's requests for one prompt, one for each choice; the first has the prompt scored. Raises BadRequest for
+    one that can never run."""
+    turn = max(1, SLICE // (1 + len(ids) // _CHECKED))
     room = runtime.limits.room(len(ids))
     if asked.max_tokens is None or (asked.cut and asked.max_tokens > room):  # the context is filled
         if params.min_tokens > room:
@@ -419,8 +399,9 @@ async def requests_of(
         params = changed(params, max_tokens=room)
     found = []
     for i in range(asked.n):
-        await slices.next(1 + len(ids) // _CHECKED)
         index = number * asked.n + i
+        if index and index % turn == 0:
+            await asyncio.sleep(0)  # other work of the loop
         name = params.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         own = params if name == params.request_id else changed(params, request_id=name)
         if i:

@@ -272,15 +272,14 @@ class MessageAnswer(PartWriter):
         self._content: list[dict[str, Any]] = []
 
     def end(self) -> bytes:
+        if not self._reply.asked.stream:
+            return encode(self._message(self._content, self._reason()))
         about = {"stop_reason": self._reason(), "stop_sequence": self._stopped}
         ended = self._event("message_delta", delta=about, usage=self._usage())
         return ended + self._event("message_stop")
 
     def failed(self, error: ReflexError) -> bytes:
         return b"event: error\ndata: " + _error(error, self._reply.id) + b"\n\n"
-
-    def whole(self) -> bytes:
-        return encode(self._message(self._content, self._reason()))
 
     def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
         return {

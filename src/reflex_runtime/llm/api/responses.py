@@ -251,18 +251,13 @@ class ResponseAnswer(PartWriter):
         self._number = 0
 
     def end(self) -> bytes:
-        status = self._status()
-        return self._event(f"response.{status}", response=self._response(status))
+        status = "incomplete" if self._finish == "length" else "completed"
+        body = self._response(status)
+        return self._event(f"response.{status}", response=body) if self._reply.asked.stream else encode(body)
 
     def failed(self, error: ReflexError) -> bytes:
         found = told(error)
         return self._event("error", code=found.code, message=found.message, param=found.param)
-
-    def whole(self) -> bytes:
-        return encode(self._response(self._status()))
-
-    def _status(self) -> str:
-        return "incomplete" if self._finish == "length" else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
         begun = status == "in_progress"
