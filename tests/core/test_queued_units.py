@@ -83,7 +83,7 @@ def test_the_units_kept_are_those_summed_again() -> None:
     group = scheduler._groups["default"]
     tickets: list[Ticket] = []
     empty = 0
-    for _ in range(3000):
+    for _ in range(1500):
         if random.random() < 0.5:
             tickets.append(ask(scheduler, client=random.randrange(4), wants=random.choice([1.1, 2.3, 5.7, 11.9])))
         elif tickets and random.random() < 0.2:
@@ -96,11 +96,11 @@ def test_the_units_kept_are_those_summed_again() -> None:
         for ticket in [t for t in tickets if t.computed > 20.0]:
             scheduler.cancel(ticket, 0.0)
         waiting = [t for t in tickets if t.state is TicketState.WAITING]
-        assert group.queued_units == pytest.approx(sum(t.wants for t in waiting))
+        assert abs(group.queued_units - sum(t.wants for t in waiting)) < 1e-6  # pytest.approx is slow in a loop
         if not waiting:
             empty += 1
             assert group.queued_units == 0.0
-    assert 10 < empty < 2900
+    assert 10 < empty < 1400
 
 
 def test_no_rounding_is_carried_on_beyond_the_moment_when_nobody_waits() -> None:

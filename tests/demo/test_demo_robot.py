@@ -46,6 +46,7 @@ def test_bundled_v2_solves_a_task_in_closed_loop(v2: BundledPolicy) -> None:
     assert episode.error is None
 
 
+@pytest.mark.long
 def test_bundled_v2_solves_nearly_every_task(v2: BundledPolicy) -> None:
     """Of 600 situations it solved 598: tools/demo_policy/README.md."""
     solved = [run_robot(v2, World(task, seed=1000), episodes=1)[0].success for task in INSTRUCTIONS]

@@ -52,6 +52,7 @@ def circle() -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 def test_a_model_of_scikit_learn_answers() -> None:
     pytest.importorskip("sklearn")
     with example("sklearn_model", "Iris") as server, Client(url_of(server)) as client:

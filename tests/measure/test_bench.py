@@ -95,6 +95,7 @@ def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.long
 def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     one, two = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)

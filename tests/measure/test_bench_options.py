@@ -23,6 +23,7 @@ def measured(server: Server, capsys: pytest.CaptureFixture[str], *words: str, st
     return told
 
 
+@pytest.mark.long
 def test_x5_robots_are_how_many_ask_at_once(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--inject-latency-ms", "50") as server:
         told = measured(server, capsys, "--robots", "2", "--rounds", "1", "--round-s", "0.5")
@@ -35,6 +36,7 @@ def test_x5_think_ms_is_the_pause_before_the_next_request(server: Server, capsys
     assert 1 <= told["requests"] <= 2  # hundreds without the pause; one where the machine was busy
 
 
+@pytest.mark.long
 def test_x5_round_s_and_warmup_s_are_counted_and_not(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     def answered() -> float:
         return float(server.metrics()("reflex_requests_total", outcome="ok"))
@@ -45,6 +47,7 @@ def test_x5_round_s_and_warmup_s_are_counted_and_not(server: Server, capsys: pyt
     assert answered() - before == pytest.approx(30.0, abs=2.0)  # 20 of the warm-up, and one that looks
 
 
+@pytest.mark.long
 def test_x5_timeout_s_is_how_long_an_answer_is_waited_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--inject-latency-ms", "2000") as server:
         assert main([f"http://127.0.0.1:{server.port}", *ONE, "--round-s", "1", "--timeout-s", "0.2"]) != 0
@@ -58,6 +61,7 @@ def test_x5_observation_is_what_is_sent(server: Server, tmp_path: Path, capsys: 
     assert "invalid_request" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_x5_seed_decides_when_requests_come(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     def times(seed: int) -> int:
         job = LoadJob([], "poisson", robots=1, rounds=1, seconds=0.5, warmup=0.0, rate=100.0, seed=seed)

@@ -74,6 +74,7 @@ def test_robots_and_chunk_ms_are_the_load(capsys: pytest.CaptureFixture[str]) ->
     assert float(slow.split()[0]) == pytest.approx(40 / 1.54, rel=0.1)
 
 
+@pytest.mark.long
 def test_replicas_target_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "--replicas", "3")["replicas"] == "3"
     auto = told(capsys, "--replicas", "auto", "--robots", "120", "--target", "0.98")

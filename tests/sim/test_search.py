@@ -145,6 +145,7 @@ def test_x3_the_same_journal_is_tuned_alike() -> None:
     assert first.tried(first.present) == second.tried(second.present)
 
 
+@pytest.mark.long
 def test_it_says_when_the_device_is_saturated_and_when_there_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "LEAST", 2.0)
     full = tuned(Knobs(0.2, inf, 256), Callers(64, Fixed(0.001)), 6.0)

@@ -45,6 +45,7 @@ def test_callers_and_think_make_the_load_of_closed_arrivals(capsys: pytest.Captu
     assert found["offered"][0] == pytest.approx(3 / (0.478 + 0.024), rel=0.1)
 
 
+@pytest.mark.long
 def test_callers_are_the_clients_of_open_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures(capsys, "--callers", "3")["fairness"][-1] == 3.0
     assert figures(capsys)["fairness"][-1] > 1000.0  # each request is a client's own
@@ -91,7 +92,7 @@ def test_max_batch_size_is_the_most_requests_in_a_batch(capsys: pytest.CaptureFi
     assert largest(figures(capsys, "--max-batch-size", "3")) == 3.0
 
 
-@pytest.mark.parametrize(("seconds", "span"), [("9", "8.1"), ("42", "40")])
+@pytest.mark.parametrize(("seconds", "span"), [("9", "8.1"), pytest.param("42", "40", marks=pytest.mark.long)])
 def test_duration_s_bounds_the_span(seconds: str, span: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--duration-s", seconds]) == 0
     assert f" over {span} s" in capsys.readouterr().out

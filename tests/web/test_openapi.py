@@ -32,7 +32,6 @@ from serving.pair import Pair, two
 
 RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
 SEED = "12"
-EXAMPLES = pytest.mark.parametrize("examples", [1, pytest.param(5, marks=pytest.mark.long)])
 
 
 def tried(folder: Path, port: int, examples: int, *options: str) -> None:
@@ -61,7 +60,7 @@ def described(server: Any) -> Any:
     return json.loads(server.get("/openapi.json").body)
 
 
-@EXAMPLES
+@pytest.mark.parametrize("examples", [1, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.timeout(600)  # minutes on a busy machine
 def test_h7_a_policy_server_is_as_it_is_described(tmp_path: Path, examples: int) -> None:
     with Server(write_export(tmp_path / "export")) as server:
@@ -85,14 +84,14 @@ def test_h7_so_is_one_with_two_policies_and_a_key(pair: Pair, tmp_path: Path, ex
             tried(tmp_path, server.port, examples, *header, "--exclude-path", "/admin/faults")
 
 
-@EXAMPLES
+@pytest.mark.long
 @pytest.mark.timeout(600)  # minutes on a busy machine
-def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path, examples: int) -> None:
+def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path) -> None:
     with Toy(max_queue=20) as server:
         same_fields = "/v1/messages/count_tokens"  # as /v1/messages
         # Its document has types; ranges, and which fields go together, the answer 400 names.
         beyond = ("--exclude-checks", "positive_data_acceptance")
-        tried(tmp_path, server.port, examples, "--exclude-path", same_fields, *beyond)
+        tried(tmp_path, server.port, 5, "--exclude-path", same_fields, *beyond)
         assert set(_references(described(server))) <= {
             f"#/components/schemas/{name}" for name in described(server)["components"]["schemas"]
         }
