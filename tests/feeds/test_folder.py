@@ -186,7 +186,7 @@ def test_results_name_the_file(pictures: Path) -> None:
 @pytest.mark.parametrize("setting", ["realtime", "loop", "hwaccel", "max_age_ms", "restarts", "read_timeout_s"])
 def test_what_a_directory_has_not_is_refused_for_it_alone(pictures: Path, setting: str) -> None:
     value = {"hwaccel": "auto", "realtime": "true", "loop": "true"}.get(setting, "7")
-    with pytest.raises(ConfigError, match=f"{setting}: is for .*, and .* is a directory of pictures"):
+    with pytest.raises(ConfigError, match=f"{setting}: needs .*, and .* is a directory of pictures"):
         specs_of([f"a={pictures}", f"a.{setting}={value}"], None, FeedsConfig())
     (spec,) = specs_of([f"a={pictures}"], None, FeedsConfig(realtime=True, hwaccel="auto"))
     assert isinstance(source_of_spec(spec), PictureFolder), "a setting for all feeds is for those that have it"

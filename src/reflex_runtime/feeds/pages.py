@@ -236,8 +236,18 @@ def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iter
     listening = bind(settings.host, settings.port)
     listening.set_inheritable(False)
     ready: Future[Callable[[], Any]] = Future()  # what stops it
-    main = partial(_run, settings, pages, listening, ready)
-    thread = threading.Thread(target=main, name="reflex-status", daemon=True)
+
+    def run() -> None:
+        try:
+            with listening, asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(_serve(settings, pages, listening, ready))
+        except BaseException as error:
+            if ready.done():
+                log.exception("the status pages are gone")
+            else:
+                ready.set_exception(error)
+
+    thread = threading.Thread(target=run, name="reflex-status", daemon=True)
     thread.start()
     try:
         stop = ready.result()
@@ -250,27 +260,8 @@ def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iter
         thread.join()
 
 
-def _run(
-    settings: FeedsConfig,
-    pages: Callable[[], FeedPages],
-    listening: socket.socket,
-    ready: Future[Callable[[], Any]],
-) -> None:
-    try:
-        with listening, asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_serve(settings, pages, listening, ready))
-    except BaseException as error:
-        if ready.done():
-            log.exception("the status pages are gone")
-        else:
-            ready.set_exception(error)
-
-
 async def _serve(
-    settings: FeedsConfig,
-    make: Callable[[], FeedPages],
-    listening: socket.socket,
-    ready: Future[Callable[[], Any]],
+    settings: FeedsConfig, make: Callable[[], FeedPages], listening: socket.socket, ready: Future[Callable[[], Any]]
 ) -> None:
     pages = make()
     limits = ServerConfig(  # for few callers

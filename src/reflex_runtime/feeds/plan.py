@@ -35,13 +35,12 @@ PER_FEED = (
 OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # only in a table [[feed]]
 FILE = "a file without realtime"
 FILES = (FILE, VIDEO)  # kinds of a feed; `VIDEO` is one with realtime here
-_ONLY = (  # settings of a feed, the sources that they are for in words, and their kinds
-    (("realtime", "loop"), "files of video", FILES),
-    (("max_age_ms", "restarts"), "cameras", (VIDEO, DRAWING, CAMERA)),
-    (("read_timeout_s",), "cameras", (DRAWING, CAMERA)),
-    (("hwaccel",), "videos and cameras", (*FILES, CAMERA)),
-)
-_DEFAULTS = FeedsConfig()
+_KINDS: Final = {  # what a setting of a feed may need, and the kinds of source that are it
+    "a file": FILES,
+    "a live feed": (VIDEO, DRAWING, CAMERA),
+    "a camera": (DRAWING, CAMERA),
+    "a video": (*FILES, CAMERA),
+}
 _EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
 LONGEST_S: Final = 3600.0  # where there is no time limit
 MOST: Final = 256  # feeds of a run with a file, which may name more of them later
@@ -161,12 +160,13 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], k
     for setting in ("score", "classes"):
         if setting in own and not config.onnx:
             raise ConfigError(f"{setting}: has no effect on a processor of your own (--processor)")
-    kind, defaults = spec.kind, {}
-    for settings, sources, kinds in _ONLY:
-        for setting in settings if kind not in kinds else ():
-            if setting in own and getattr(spec.config, setting):
-                raise ConfigError(f"{setting}: is for {sources}, and {_public(source)} is {kind}")
-            defaults[setting] = getattr(_DEFAULTS, setting)  # a setting of all feeds is for those that have it
+    kind, defaults = spec.kind, dict[str, Any]()
+    for f in fields(FeedsConfig):
+        need = f.metadata["needs"]
+        if f.name in PER_FEED and kind not in _KINDS.get(need, (kind,)):
+            if f.name in own and getattr(spec.config, f.name):
+                raise ConfigError(f"{f.name}: needs {need}, and {_public(source)} is {kind}")
+            defaults[f.name] = f.default  # a setting of all feeds is for those that have it
     spec = replace(spec, config=replace(spec.config, **defaults))
     if spec.config.loop and not spec.config.realtime:
         raise ConfigError("loop needs realtime: a file without end cannot be answered whole")
@@ -222,12 +222,8 @@ def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -
     config, places = read(FeedsConfig, "feeds", file, environment(), flags, ("feed",))
     specs = specs_of(texts, file, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
-    facts = {
-        "a file": any(spec.kind in FILES for spec in specs),
-        "a video": any(spec.kind in (*FILES, CAMERA) for spec in specs),
-        "a live feed": any(source.live for source in sources.values()),
-        "a camera": any(spec.file is None for spec in specs),
-    }
+    facts = {need: any(spec.kind in kinds for spec in specs) for need, kinds in _KINDS.items()}
+    facts["a live feed"] = any(source.live for source in sources.values())  # of the drawn ones not all are
     check_needs(config, places, {fact: "no feed is one" for fact, holds in facts.items() if not holds})
     check_places(config, specs, file)
     return FeedPlan(config, specs, sources, file)

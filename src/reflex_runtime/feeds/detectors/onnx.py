@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from reflex_runtime.feeds.detectors.picture_input import (
 from reflex_runtime.feeds.detectors.recognise import LARGEST, GraphFacts, Trial, dialect_of, facts_of
 from reflex_runtime.run.coordinator import BatchEntry
 from reflex_runtime.run.onnx_session import PROVIDERS, OnnxSession
-from reflex_runtime.settings.declare import did_you_mean, one_line, one_of
+from reflex_runtime.settings.declare import did_you_mean, one_line, one_of, option, validate
 
 log = logging.getLogger("reflex.feeds")
 
@@ -47,18 +46,16 @@ class DetectorSettings:
     names: labels by number. A label without a name stays a number.
     """
 
-    score: float | None = None
-    iou: float | None = None
-    max_detections: int | None = None
+    score: float | None = option(None, low=0, high=1)
+    iou: float | None = option(None, low=0, high=1)
+    max_detections: int | None = option(None, low=1, high=10**9)
     classes: Sequence[str | int] = ()
     size: tuple[int, int] | None = None
     resize: str | None = None
     names: Mapping[int, str] | None = None
 
     def __post_init__(self) -> None:
-        _check("score", self.score, 0.0, 1.0)
-        _check("iou", self.iou, 0.0, 1.0)
-        _check("max_detections", self.max_detections, 1, inf)
+        validate(self, "OnnxFrames")
         if self.size is not None and not (len(self.size) == 2 and min(self.size) >= 1 and max(self.size) <= LARGEST):
             raise ConfigError(f"size={self.size!r}: must be a width and a height of 1 to {LARGEST}")
         if self.resize is not None and self.resize not in FITTINGS:
@@ -126,7 +123,6 @@ class OnnxFrames:
     def __init__(
         self, path: str | Path, id: str = "onnx", provider: str = "cpu", threads: int = 1, **settings: Any
     ) -> None:
-        _check("threads", threads, 1, inf)
         self.id, self.path = id, Path(path)
         self.limits: Mapping[str, Mapping[str, Any]] = {}
         self._settings = DetectorSettings(**settings)
@@ -260,11 +256,6 @@ def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozense
             few = f": {', '.join(map(one_line, by_name))}" if 0 < len(by_name) <= MOST_NAMED else ""
             raise ConfigError(f"classes={one_line(given)}: {known}{did_you_mean(str(given), by_name) or few}")
     return frozenset(found)
-
-
-def _check(name: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not low <= value <= high:
-        raise ConfigError(f"{name}={value!r}: must be {f'>= {low:g}' if high == inf else f'{low:g} … {high:g}'}")
 
 
 def _fault(frame: Any) -> ProcessorError | None:

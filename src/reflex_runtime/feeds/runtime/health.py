@@ -399,13 +399,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.read_so_far = self._processed = self._waiting = self._sink_errors = 0
+        self.read_so_far = self._processed = self._sink_errors = 0
         self._drops = dict.fromkeys(DROPS, 0)
         self._latency = Times()
         self._began: float | None = None  # capture of the first frame
         self._answers: deque[float] = deque()  # their times, over the last RATE_S
-        self._captured: float | None = None
-        self._position: float | None = None
+        self._last: tuple[float, float | None] | None = None  # capture and pts of the last answered frame
         self._resolution: tuple[int, int] | None = None
         self._error: str | None = None
         self._stages: dict[str, StageFigures] = {}
@@ -415,7 +414,6 @@ class Ledger:
         """A frame came from the source."""
         with self._lock:
             self.read_so_far += 1
-            self._waiting += 1
             self._resolution = frame.size
             if self._began is None:
                 self._began = frame.captured
@@ -429,7 +427,6 @@ class Ledger:
     def drop(self, reason: str, count: int = 1) -> None:
         """Frames are dropped, for one of `DROPS`."""
         with self._lock:
-            self._waiting -= count
             self._drops[reason] += count
 
     def overrun(self) -> None:
@@ -452,11 +449,9 @@ class Ledger:
     def answered(self, frame: Frame, now: float) -> None:
         """A frame has its answer and went through every stage."""
         with self._lock:
-            self._waiting -= 1
             self._processed += 1
             self._latency.add(now - frame.captured)
-            self._captured = frame.captured
-            self._position = frame.pts
+            self._last = frame.captured, frame.pts
             self._answers.append(now)
             self._forget(now)
 
@@ -467,32 +462,29 @@ class Ledger:
 
     def note(self, error: str) -> None:
         """Keep the last error."""
-        with self._lock:
-            self._error = error
+        self._error = error
 
     def figures(self, now: float) -> dict[str, Any]:
         """The ledger's part of a `FeedSnapshot`, all of one moment."""
         with self._lock:
             self._forget(now)
+            # Fewer seconds at the start, but not so few that the rate jumps.
+            span = RATE_S if self._began is None else min(RATE_S, max(0.5, now - self._began))
             figures = {
                 "frames": self.read_so_far,
                 "processed": self._processed,
-                "waiting": self._waiting,
+                "waiting": self.read_so_far - self._processed - sum(self._drops.values()),
                 "drops": dict(self._drops),
-                "fps": len(self._answers) / self._span(now),
-                "age": None if self._captured is None else now - self._captured,
+                "fps": len(self._answers) / span,
+                "age": None if self._last is None else now - self._last[0],
                 "sink_errors": self._sink_errors,
-                "position": self._position,
+                "position": None if self._last is None else self._last[1],
                 "resolution": self._resolution,
                 "error": self._error,
                 "stages": dict(self._stages),
             }
             latency = self._latency.take()
         return figures | {"latency": latency()}
-
-    def _span(self, now: float) -> float:
-        """Seconds over which the rate is measured: fewer at the start, but not so few that it jumps."""
-        return RATE_S if self._began is None else min(RATE_S, max(0.5, now - self._began))
 
     def _forget(self, now: float) -> None:
         while self._answers and self._answers[0] <= now - RATE_S:
