@@ -185,12 +185,13 @@ class _Out(Exception):
 class CurrentFrame:
     """The frame that a feed works on. `newest` exchanges it for a newer one when its batch begins.
 
-    replaced: whether that happened.
+    replaced: whether that happened. answer: the future of a file's frame that is at the batch point, else None.
     """
 
     def __init__(self, frame: Frame, feed: Feed) -> None:
         self.frame = frame
         self.replaced = False
+        self.answer: Future[Any] | None = None
         self._feed = feed
         self._view: Any = None
         self._waits = True  # for its batch; afterwards it is not exchanged
@@ -478,51 +479,49 @@ class Feed:
 
     def _consume(self) -> Exception | None:
         """Take frames from the queue to their ends. Returns None after the last one, or why the feed cannot go on."""
-        queue = self.queue
-        ahead: deque[tuple[CurrentFrame, Future[Any] | None]] = deque()  # in order, at most as many as `_most`
+        ahead: deque[CurrentFrame] = deque()  # in order, at most as many as `_most`
         try:
             while self._lost is None or ahead:
                 room = self._lost is None and len(ahead) < self._most
-                frame = queue.get(0.0 if ahead else None) if room else None
+                frame = self.queue.get(0.0 if ahead else None) if room else None
                 if frame is not None:
                     ahead.append(self._submitted(frame))
                 elif ahead:
-                    self._settle(*ahead.popleft())
+                    self._settle(ahead.popleft())
                 else:  # the queue is closed and empty
                     break
             return self._lost
         finally:
-            for _, answer in ahead:  # the thread dies of another frame
-                if answer is not None:
-                    answer.cancel()
+            for hand in ahead:  # the thread dies of another frame
+                if hand.answer is not None:
+                    hand.answer.cancel()
                     self.in_flight -= 1
             self.ledger.drop("stopped", len(ahead))
             self._tell(self._throttle.flush(self.clock()))
 
-    def _submitted(self, frame: Frame) -> tuple[CurrentFrame, Future[Any] | None]:
-        """The frame and, of a file whose frames may wait together, its future. Whatever raises here raises again in
-        `_settle`, which counts it."""
-        hand, answer = CurrentFrame(frame, self), None
+    def _submitted(self, frame: Frame) -> CurrentFrame:
+        """The frame, of a file at the batch point already where its frames may wait together. Whatever raises here
+        raises again in `_settle`, which counts it."""
+        hand = CurrentFrame(frame, self)
         if self._most > 1 and self._handle is not None:
             try:
-                number, pts = frame.sequence, frame.pts
-                answer = self._handle.submit(self.name, hand.part(), hand.view(), sequence=number, pts=pts)
-                self.in_flight += 1
-            except Exception:
-                answer = None
+                with suppress(Exception):
+                    number, pts = frame.sequence, frame.pts
+                    hand.answer = self._handle.submit(self.name, hand.part(), hand.view(), sequence=number, pts=pts)
+                    self.in_flight += 1
             except BaseException:
                 self.ledger.drop("failed")
                 raise
-        return hand, answer
+        return hand
 
-    def _settle(self, hand: CurrentFrame, answer: Future[Any] | None) -> None:
+    def _settle(self, hand: CurrentFrame) -> None:
         """Take a frame to its end: answered, through the stages and in the sinks, or dropped."""
         pipeline = self.pipeline
         dropped: str | None = "failed"  # also when the thread dies of it
         try:
             value = None
             if self._handle is not None:
-                value = pipeline.placed(self._answer(self._handle, hand, answer))
+                value = pipeline.placed(self._answer(self._handle, hand))
             else:
                 self._time_left(hand)
             if self._abandoned:
@@ -567,11 +566,9 @@ class Feed:
             raise _Out("stale")
         return left
 
-    def _answer(self, handle: BatchCoordinator, hand: CurrentFrame, answer: Future[Any] | None) -> Any:
-        """The processor's answer, or _Out. A file's frame that is refused or has no answer in time is submitted again.
-
-        answer: of a frame that is submitted already.
-        """
+    def _answer(self, handle: BatchCoordinator, hand: CurrentFrame) -> Any:
+        """The processor's answer, or _Out. A file's frame that is refused or has no answer in time is submitted
+        again."""
         image = view = None
         limit = self._time_left(hand)
         if not self._newest:
@@ -580,10 +577,10 @@ class Feed:
             hand.view()
         pause, timeouts = RETRY_S, 0
         while True:
-            self.in_flight += answer is None
+            self.in_flight += hand.answer is None
             try:
-                if answer is not None:
-                    return _result_of(answer, handle.patience)
+                if hand.answer is not None:
+                    return _result_of(hand.answer, handle.patience)
                 return handle.submit_and_wait(
                     self.name,
                     image,
@@ -606,7 +603,7 @@ class Feed:
             finally:
                 self.in_flight -= 1
                 hand.leave()
-                self._replaced, answer = hand.replaced, None
+                self._replaced, hand.answer = hand.replaced, None
             if self._pause(self._stop, pause):
                 raise _Out("stopped")
             pause = min(RETRY_MOST_S, 2.0 * pause)

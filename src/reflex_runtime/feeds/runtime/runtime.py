@@ -194,21 +194,17 @@ class Runtime:
                 raise ConfigError(f"Runtime.feed: the name {name!r} is used already")
             feed = Feed(name, source, made, sinks, config, emit=self._emit, release=self._release, on_end=self._ended)
             self._check_shared(feed)
-            self._register(feed)
+            for sink in feed.sinks:
+                self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
+            self._feeds[name] = feed
+            try:
+                if self._state == RUNNING:
+                    feed.start()
+            except BaseException:
+                del self._feeds[name]
+                feed.signal()  # releases its sinks
+                raise
         return feed
-
-    def _register(self, feed: Feed) -> None:
-        """Add a feed, and start it if the runtime runs. A start that fails closes its sinks."""
-        for sink in feed.sinks:
-            self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
-        self._feeds[feed.name] = feed
-        try:
-            if self._state == RUNNING:
-                feed.start()
-        except BaseException:
-            del self._feeds[feed.name]
-            feed.signal()  # releases its sinks
-            raise
 
     def remove(self, name: str, timeout: float = 2.0) -> bool:
         """Stop a feed and forget it. Returns whether its threads ended within `timeout` seconds. Raises KeyError.
