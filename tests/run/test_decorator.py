@@ -614,14 +614,14 @@ def test_zero_switches_the_watchdog_off_and_nonsense_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "must"),
     [
-        *(("max_batch_size", value, "a whole number from 1 to 1000000") for value in (0, -1, 2.5, inf, True, "8")),
-        *(("capacity", value, "a whole number from 1 to 1000000") for value in (0, 0.5, inf)),
-        *(("max_latency", value, "a number of seconds from 0 to 60") for value in (-1, inf, nan, True, "1", 60.1)),
-        *(("watchdog", value, "a number of seconds from 0 to 86400") for value in (-1, inf, nan, None)),
+        *(("max_batch_size", value, "(a whole number )?in \\[1, 1000000\\]") for value in (0, -1, 2.5, inf, True, "8")),
+        *(("capacity", value, "(a whole number )?in \\[1, 1000000\\]") for value in (0, 0.5, inf)),
+        *(("max_latency", value, "(a number )?in \\[0, 60\\] seconds") for value in (-1, inf, nan, True, "1", 60.1)),
+        *(("watchdog", value, "(a number )?in \\[0, 86400\\] seconds") for value in (-1, inf, nan, None)),
     ],
 )
 def test_a_wrong_value_is_refused_in_the_words_of_the_caller(name: str, value: Any, must: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^@batched: {name}={re.escape(repr(value))}: must be {must}$"):
+    with pytest.raises(ConfigError, match=rf"^@batched\.{name}={re.escape(repr(value))}: must be {must}$"):
         batched(**{name: value})
 
 

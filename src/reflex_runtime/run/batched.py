@@ -30,10 +30,11 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import random
-from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar, overload
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
 
 from reflex_runtime.core.batch import Batch, Outcome
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, WaitTimeout
@@ -57,10 +58,8 @@ from reflex_runtime.run.processor import (
     payloads_of,
 )
 from reflex_runtime.run.thread_driver import ThreadDriver
+from reflex_runtime.settings.declare import option, validate
 
-MOST_ITEMS: Final = 1_000_000
-MOST_LATENCY: Final = 60.0  # seconds
-DAY: Final = 86_400.0  # seconds
 GONE: Final = 1.0  # seconds without an item after which a client is forgotten
 GROUP: Final = "batched"
 
@@ -183,12 +182,23 @@ _CALLS_ITSELF: Final = "@batched: the function calls itself with a single item, 
 _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
 
 
-class _Rules(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Rules:
     """The arguments of `batched`."""
 
-    group: GroupConfig
-    repeatable: bool
-    watchdog: float
+    max_batch_size: int = option(32, low=1, high=1_000_000)
+    max_latency: float = option(0.005, low=0, high=60, unit="seconds")
+    capacity: int = option(1000, low=1, high=1_000_000)
+    repeatable: bool = True
+    watchdog: float = option(60.0, low=0, high=86_400, unit="seconds")
+
+    def __post_init__(self) -> None:
+        validate(self, "@batched")
+
+    @property
+    def group(self) -> GroupConfig:
+        flush = FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency, shed=True)
+        return GroupConfig(name=GROUP, flush=flush, capacity=self.capacity)
 
 
 class BatchedCoroutine(Handle, Generic[Item, Result]):
@@ -397,12 +407,6 @@ class _Inbox:
             resolve(self._come.popleft())
 
 
-def _check(name: str, value: Any, low: int, most: float, what: str) -> None:
-    whole = low == 1
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= most:
-        raise ConfigError(f"@batched: {name}={value!r}: must be {what} from {low} to {most:.9g}")
-
-
 # -- the decorator -----------------------------------------------------------------------------------------------------
 
 
@@ -527,12 +531,7 @@ def batched(
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched(32, max_latency, capacity, repeatable, watchdog)(max_batch_size)
-    _check("max_batch_size", max_batch_size, 1, MOST_ITEMS, "a whole number")
-    _check("capacity", capacity, 1, MOST_ITEMS, "a whole number")
-    _check("max_latency", max_latency, 0, MOST_LATENCY, "a number of seconds")
-    _check("watchdog", watchdog, 0, DAY, "a number of seconds")
-    flush = FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True)
-    rules = _Rules(GroupConfig(name=GROUP, flush=flush, capacity=capacity), repeatable, watchdog)
+    rules = _Rules(max_batch_size, max_latency, capacity, repeatable, watchdog)
 
     def decorate(function: Any) -> Any:
         if isinstance(function, staticmethod):
