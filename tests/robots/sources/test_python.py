@@ -13,6 +13,9 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DeviceOptions, load_policy, read_source
 from reflex_runtime.robots.analysis.doctor import examine
+from reflex_runtime.robots.policy.spec import Embodiment
+from reflex_runtime.robots.policy.tokenizer import WordTokenizer
+from reflex_runtime.robots.policy.units import Norm, frozen
 from reflex_runtime.robots.sources.load import weight_of
 from serving.harness import Server
 from serving.requests import busy
@@ -162,6 +165,11 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
         ({"images": {}, "takes_state": False}, "expected one, or takes_state or takes_text"),
         ({"staged": True, "horizon": 9}, "PolicySpec.horizon: found 9, expected none in a decomposed policy"),
         ({"images": {}, "takes_state": False, "takes_text": True, "observation_steps": 2}, "expected 1, because there"),
+        ({"action_norm": Norm(frozen([0.0]), frozen([1.0]))}, "action_norm: found [[1], [1]], expected offset"),
+        ({"state_norm": Norm.of_range(np.zeros(9), np.ones(9))}, "PolicySpec.state_norm: found [[9], [9]], expected"),
+        ({"embodiment": Embodiment(action_ranges=np.float32([[-1, 1]]))}, "found [1, 2], expected action_ranges"),
+        ({"embodiment": Embodiment(action_names=("a",))}, 'embodiment: found ["a"], expected 2 action_names'),
+        ({"takes_text": True, "tokenizer": WordTokenizer({"go": 1})}, "PolicySpec.max_tokens: found 0, expected at"),
         ({"optional_images": frozenset({"roof"})}, 'PolicySpec.optional_images: found "roof", expected names of'),
     ],
 )

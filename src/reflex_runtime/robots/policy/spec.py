@@ -192,6 +192,7 @@ class PolicySpec:
             self.wrong("x_dim", f"at least action_dim, {self.action_dim}")
         if self.staged and self.horizon != self.chunk_size:
             self.wrong("horizon", "none in a decomposed policy: x has chunk_size rows")
+        self._check_sizes()
         if self.prompt is not None and self.tokenizer is None:
             self.wrong("prompt", "none without a tokenizer: the model makes its own text")
         if not self.takes_state and self.reads_state:
@@ -202,6 +203,20 @@ class PolicySpec:
             self.wrong("images", "one, or takes_state or takes_text: something to act on")
         if self.observation_steps > 1 and not self.images and not self.takes_state:
             self.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
+
+    def _check_sizes(self) -> None:
+        """NumPy would stretch one number over all joints."""
+        robot, dim = self.embodiment, self.action_dim
+        for name, count in (("state_norm", self.state_dim), ("action_norm", dim)):
+            norm: Norm | None = getattr(self, name)
+            if norm is not None and not norm.offset.shape == norm.scale.shape == (count,):
+                self.wrong(name, f"offset and scale of shape [{count}]", [norm.offset.shape, norm.scale.shape])
+        if robot.action_ranges is not None and robot.action_ranges.shape != (dim, 2):
+            self.wrong("embodiment", f"action_ranges of shape [{dim}, 2]", robot.action_ranges.shape)
+        if robot.action_names is not None and len(robot.action_names) != dim:
+            self.wrong("embodiment", f"{dim} action_names", robot.action_names)
+        if self.tokenizer is not None and self.max_tokens < 1:
+            self.wrong("max_tokens", "at least 1, because there is a tokenizer")
 
     def wrong(self, name: str, expected: str, found: object = None) -> NoReturn:
         """Raise the ConfigError for a field. found: the value, by default the field's."""
