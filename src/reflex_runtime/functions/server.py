@@ -27,7 +27,7 @@ from reflex_runtime.run.modules import made
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.web.batch_server import BatchServer, HasHeaders, RequestScope
 from reflex_runtime.web.errors import JSON, MSGPACK, PLAIN, known
-from reflex_runtime.web.fields import check_id, invalid, invalid_field
+from reflex_runtime.web.fields import check_id, client_errors, invalid
 from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse
 from reflex_runtime.web.supervisor import Parent
 
@@ -151,10 +151,8 @@ def options_in(request: HttpRequest) -> PredictOptions:
 
 def options_of(texts: Mapping[str, Any]) -> PredictOptions:
     """Options from their texts. 422 names the field."""
-    try:
+    with client_errors(PredictOptions):
         options = msgspec.convert(texts, PredictOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error, PredictOptions) from None
     if options.deadline_ms is not None and not 0.0 < options.deadline_ms <= 600_000.0:
         raise invalid("deadline_ms", "deadline_ms: must be over 0 and at most 600000")
     for name in ("client", "request_id"):

@@ -18,8 +18,8 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
 from reflex_runtime.web.arrays import array_in, check_json
-from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
-from reflex_runtime.web.fields import invalid, invalid_field, printable
+from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidRequest, UnsupportedMediaType
+from reflex_runtime.web.fields import client_errors, invalid, invalid_field, printable
 from reflex_runtime.web.pictures import decode_picture, decoded_base64, picture_bytes
 
 BYTES: Final = b"application/octet-stream"
@@ -76,17 +76,12 @@ class Values:
                 return body.decode()
             except UnicodeDecodeError:
                 raise invalid("body", "body: is not UTF-8") from None
-        try:
+        with client_errors(form="msgpack" if b"msgpack" in kind else "JSON"):
             if b"msgpack" in kind:
                 return self._msgpack.decode(body)
             if kind in (b"", JSON, b"application/x-www-form-urlencoded") or kind.endswith(b"+json"):
                 check_json(body)
                 return self._json.decode(body)
-        except msgspec.ValidationError as error:
-            raise invalid_field(error) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            what = "msgpack" if b"msgpack" in kind else "JSON"
-            raise InvalidJson(printable(f"the body is not {what}: {error}")) from None
         known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
 

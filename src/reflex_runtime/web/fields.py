@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 
 from reflex_runtime.settings.declare import did_you_mean, one_of
-from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.errors import InvalidJson, InvalidRequest
 
 MAX_VALUES: Final = 40_000  # commas in a body whose values are built; all fields of /act at their bounds have fewer
 LARGE_JSON: Final = 1 << 20  # bytes; `json` holds the interpreter for 5 ms in each MB
@@ -67,6 +69,17 @@ def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | N
     plain = _PATH.sub("", text)
     meant = suggestion(text, kind) if kind is not None else ""
     return invalid(printable(field), printable(f"{field}: {plain[:1].lower()}{plain[1:]}") + meant)
+
+
+@contextmanager
+def client_errors(kind: type[msgspec.Struct] | None = None, form: str = "JSON") -> Iterator[None]:
+    """Errors of msgspec within become the 422 of `invalid_field`, or the 400 for a body that is not of this form."""
+    try:
+        yield
+    except msgspec.ValidationError as error:
+        raise invalid_field(error, kind) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidJson(printable(f"the body is not {form}: {error}")) from None
 
 
 def suggestion(text: str, kind: type[msgspec.Struct]) -> str:

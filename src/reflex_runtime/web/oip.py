@@ -21,8 +21,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.version import __version__
 from reflex_runtime.web.arrays import MAX_DIMENSIONS, array_in, check_json
 from reflex_runtime.web.batch_server import HasHeaders
-from reflex_runtime.web.errors import ClientError, HttpResponse, InvalidJson, NotFound, Reported, describe_error, known
-from reflex_runtime.web.fields import encode, invalid_field, invalid_input, printable
+from reflex_runtime.web.errors import ClientError, HttpResponse, NotFound, Reported, describe_error, known
+from reflex_runtime.web.fields import client_errors, encode, invalid_input, printable
 from reflex_runtime.web.openapi import OBJECT, Operation, content
 from reflex_runtime.web.request import LARGE, Handler, HttpRequest, Route
 
@@ -196,10 +196,8 @@ class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @classmethod
     def of(cls: type[P], sent: InferRequest) -> P:
         """Those of a request; the 422 names a wrong one."""
-        try:
+        with client_errors(cls):
             return msgspec.convert(sent.parameters, cls)
-        except msgspec.ValidationError as error:
-            raise invalid_field(error, cls) from None
 
     @property
     def level(self) -> Level:
@@ -256,12 +254,8 @@ def decode(body: bytes, head: int | None = None) -> InferRequest:
         raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
     text = body if head is None else body[:head]
     check_json(text)
-    try:
+    with client_errors():
         said = _json.decode(text)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidJson(f"the body is not JSON: {error}") from None
     binary = said.parameters.get("binary_data_output") is True
     for output in said.outputs:
         binary = output.parameters.get("binary_data", binary) is True

@@ -24,19 +24,21 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import QueueFull
+from reflex_runtime.core.errors import QueueFull, ReflexError
 from reflex_runtime.core.order import LazyHeap
-from reflex_runtime.core.request import Priority
-from reflex_runtime.robots.policy.base import Policy
+from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.robots.policy.base import Policy, Terms
 from reflex_runtime.robots.policy.observation import Observation, Sent, names_of
 from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
+from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import WALL
+from reflex_runtime.web.errors import known
 from reflex_runtime.web.fields import invalid, printable
 from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, picture_bytes
 
@@ -59,16 +61,18 @@ class Job:
 
     client: the client whose share of decoding it uses. share: the weight of that share. size: bytes received.
     look: returns its number of pixels, or raises; reads headers only. make: returns the value. Both are called on the
-    loop or a thread. done: called on the loop with the value or the error, once; not after `discard`.
+    loop or a thread. done: called on the loop with the value or the error, once; not after `discard`. It may be set
+    after the job is made.
     """
 
     __slots__ = ("client", "done", "look", "make", "pixels", "share", "size", "tag")
 
     def __init__(
-        self, client: Hashable, share: float, size: int, look: Callable[[], int], make: Callable[[], Any], done: Done
-    ) -> None:
+        self, client: Hashable, share: float, size: int, look: Callable[[], int], make: Callable[[], Any],
+        done: Done | None = None,
+    ) -> None:  # fmt: skip
         self.client, self.share, self.size, self.look, self.make = client, share, size, look, make
-        self.done: Done | None = done  # None once it is over
+        self.done = done  # None once it is over
         self.pixels = -1  # not looked at yet
         self.tag = 0.0
 
@@ -128,11 +132,18 @@ class DecodeOrder:
 class DecodePool:
     """Decodes jobs in turns of the loop and on threads. Everything but `_work` runs on one event loop.
 
+    decoded: called with the group and the seconds since the admission of each request that `submit` has prepared.
     workers: threads for large requests. They start with the first ones and end with the process: a shutdown does not
     wait for a picture that is being decoded.
     """
 
-    def __init__(self, workers: int = 0, most: float = WAITING_PIXELS) -> None:
+    def __init__(
+        self,
+        decoded: Callable[[str, float], None] = lambda group, seconds: None,
+        workers: int = 0,
+        most: float = WAITING_PIXELS,
+    ) -> None:
+        self._observe = decoded
         self._count = workers or max(1, min(4, (os.cpu_count() or 2) - 1))
         self._light, self._large = DecodeOrder(), DecodeOrder(most)
         self._turn_due = self._closed = False
@@ -141,6 +152,37 @@ class DecodePool:
         self._handed: SimpleQueue[Job | None] = SimpleQueue()  # large ones, for the threads; None ends one
         self._busy = 0  # jobs that are handed over
         self._pace = FIRST_PACE  # seconds per pixel, a slow mean
+
+    def submit(
+        self, batcher: Batcher, policy: Policy, question: Question, request_id: str, received: float, share: float,
+        settled: Callable[[Ticket], None] | None = None, **terms: Unpack[Terms],
+    ) -> tuple[Ticket, Job | None]:  # fmt: skip
+        """Submit a question. Where it has pictures, the ticket is a reservation until they are decoded, and fails with
+        them."""
+        if not question.images:
+            request = policy.request(observe(policy, request_id, question, received), **terms)
+            return batcher.submit(request, settled), None
+        job = job_of(policy, request_id, question, received, terms["client"], share)
+        reserved = policy.reservation(job, request_id, question.episode, **terms)
+        ticket = batcher.submit(reserved, settled, ready=False)
+        job.done = partial(self._decoded, batcher, policy, ticket)
+        self.add(job)
+        return ticket, job
+
+    def _decoded(
+        self, batcher: Batcher, policy: Policy, ticket: Ticket, observation: Observation, error: Exception | None
+    ) -> None:
+        """The scheduler may run the request, or ends it with the error."""
+        admitted = ticket.request
+        made: Request | ReflexError
+        try:
+            if error is not None:
+                raise error
+            made = policy.request(observation, client=admitted.client, priority=admitted.priority)
+            self._observe(admitted.group, time.monotonic() - ticket.arrived)
+        except Exception as failure:  # else it would wait for ever
+            made = known(failure, ticket.id)
+        batcher.prepared(ticket, made)
 
     def add(self, job: Job) -> None:
         """Queue a job."""
@@ -300,7 +342,7 @@ def pixels_in(image: NDArray[Any], field: str) -> NDArray[Any]:
 
 
 def job_of(
-    policy: Policy, done: Done, request_id: str, question: Question, received: float, client: Any, share: float
+    policy: Policy, request_id: str, question: Question, received: float, client: Hashable, share: float
 ) -> Job:
     """The decoding of a question's pictures; its value is the observation."""
     sent: dict[str, Sent] = {}  # PNG or JPEG bytes, or arrays, of the cameras that the policy reads
@@ -314,7 +356,7 @@ def job_of(
     make = partial(observe, policy, request_id, question, received, sent)
     data = [image.data if isinstance(image, Array) else image for _, _, image in question.images]
     size = sum([one.nbytes if isinstance(one, np.ndarray) else len(one) for one in data])
-    return Job(client, share, size, look, make, done)
+    return Job(client, share, size, look, make)
 
 
 def observe(

@@ -23,8 +23,8 @@ from reflex_runtime.robots.serving.runtime import ServedPolicy
 from reflex_runtime.robots.versions.slots import SHADOW
 from reflex_runtime.settings.declare import settings
 from reflex_runtime.version import __version__
-from reflex_runtime.web.errors import InvalidJson, NotFound
-from reflex_runtime.web.fields import Whole, check_id, encode, invalid, invalid_field, whole
+from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.fields import Whole, check_id, client_errors, encode, invalid, whole
 from reflex_runtime.web.request import OPERATOR_BODY, HttpRequest, HttpResponse, Route
 
 log = logging.getLogger("reflex.admin")
@@ -279,12 +279,8 @@ class Endpoints:
         """The body, once a policy is loaded; 400 or 422 for a wrong one."""
         self.runtime.need_loaded()
         body = await request.body() or (b"{}" if kind is Nothing else b"")
-        try:
+        with client_errors(kind):
             return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            raise invalid_field(error, kind) from None
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise InvalidJson(f"the body is not JSON: {error}") from None
 
 
 def _done(**told: Any) -> HttpResponse:

@@ -16,23 +16,14 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Request, Ticket
+from reflex_runtime.core.request import PRIORITIES, AdmittedBatch, Priority, Ticket
 from reflex_runtime.observe.journal_writer import RequestRecord, SentImage
-from reflex_runtime.robots.policy.base import Policy
 from reflex_runtime.robots.policy.observation import ActionChunk, Doubt, Observation, seed_of
 from reflex_runtime.robots.policy.spec import PolicySpec
-from reflex_runtime.robots.serving.decode_pool import (
-    SHARES,
-    Job,
-    check_names,
-    job_of,
-    observe,
-    pixels_in,
-)
+from reflex_runtime.robots.serving.decode_pool import SHARES, check_names, pixels_in
 from reflex_runtime.robots.serving.question import (
     GROOT,
     ActAnswer,
@@ -277,13 +268,16 @@ class RequestHandler:
             question.instruction = version.policy.spec.default_prompt
         if question.images:
             check_names(question, served.cameras)
-        request = self._request(pending, question, served, version.policy)
-        job = request.payload if isinstance(request.payload, Job) else None
-        ticket = pending.ticket = self.runtime.batcher.submit(request, ready=job is None)
+        priority = Priority.DEFAULT if question.priority is None else PRIORITIES[question.priority]
+        client = question.robot_id or question.episode_id or pending.client
+        limit = pending.time_limit(question.deadline_ms, served.config.deadline_ms)
+        ticket, job = self.runtime.decode_pool.submit(
+            self.runtime.batcher, version.policy, question, pending.request_id, pending.received, SHARES[priority],
+            client=client, priority=priority, time_limit=limit,
+        )  # fmt: skip
+        pending.ticket = ticket
         if pending.span is not None:
             pending.join_span()
-        if job is not None:
-            self.runtime.decode_pool.add(job)
         try:
             chunk: ActionChunk = await (waiter := ticket.waiter)
         except asyncio.CancelledError:
@@ -332,38 +326,6 @@ class RequestHandler:
                 raise
 
         return await together(one(row) for row in range(len(rows)))
-
-    def _request(self, pending: PendingRequest, question: Question, served: ServedPolicy, policy: Policy) -> Request:
-        """The request to submit: a reservation where pictures are decoded once it is admitted."""
-        priority = Priority.DEFAULT if question.priority is None else PRIORITIES[question.priority]
-        client = question.robot_id or question.episode_id or pending.client
-        limit = pending.time_limit(question.deadline_ms, served.config.deadline_ms)
-        if not question.images:
-            observation = observe(policy, pending.request_id, question, pending.received)
-            return policy.request(observation, client=client, priority=priority, time_limit=limit)
-        decoded = partial(self._decoded, pending, policy)
-        job = job_of(policy, decoded, pending.request_id, question, pending.received, client, SHARES[priority])
-        return policy.reservation(
-            job, pending.request_id, question.episode, client=client, priority=priority, time_limit=limit
-        )
-
-    def _decoded(
-        self, pending: PendingRequest, policy: Policy, observation: Observation | None, error: Exception | None
-    ) -> None:
-        """Its pictures are decoded: the scheduler may run the request, or ends it with the error."""
-        ticket = pending.ticket
-        assert ticket is not None
-        admitted = ticket.request
-        made: Request | ReflexError
-        try:
-            if observation is None:
-                raise error or RuntimeError("nothing was decoded")
-            made = policy.request(observation, client=admitted.client, priority=admitted.priority)
-        except Exception as failure:  # else it would wait for ever
-            made = known(failure, pending.request_id)
-        if observation is not None:
-            self.runtime.metrics.slots[admitted.group].prepare.observe(time.monotonic() - ticket.arrived)
-        self.runtime.batcher.prepared(ticket, made)
 
     def _answer(self, pending: PendingRequest, served: ServedPolicy, ticket: Ticket, chunk: ActionChunk) -> ActAnswer:
         admission, started, version = ticket.admission, ticket.started, pending.version

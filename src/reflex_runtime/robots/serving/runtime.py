@@ -325,7 +325,7 @@ class PolicyRuntime(BatchServer):
         self.config, self._on_fatal = config, on_fatal
         self.metrics = Metrics(several=len(plans) > 1)
         super().__init__(config, self.metrics, self.metrics.registry, parent)
-        self.decode_pool = DecodePool()
+        self.decode_pool = DecodePool(lambda group, seconds: self.metrics.slots[group].prepare.observe(seconds))
         self.policies = {plan.name: ServedPolicy(plan, self, alone=len(plans) == 1) for plan in plans}
         self._exchange: asyncio.Task[Version] | None = None  # the last load into a slot
         self.warned: set[str] = set()  # warnings in the log, on whatever path or wire

@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Event, RequestAnswered, SchedulerPaused
-from reflex_runtime.core.errors import Dropped, ReflexError
+from reflex_runtime.core.errors import Dropped, ReflexError, Rejected
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
-from reflex_runtime.robots.policy.observation import Observation
-from reflex_runtime.robots.serving.decode_pool import DecodePool, job_of
+from reflex_runtime.robots.serving.decode_pool import DecodePool, Job
 from reflex_runtime.robots.serving.question import Question
-from reflex_runtime.robots.versions.slots import SHADOW_QUEUE, Slot, Version
+from reflex_runtime.robots.versions.slots import Slot, Version
 from reflex_runtime.web.batch_server import BatchServer
+from reflex_runtime.web.errors import known
 
 log = logging.getLogger("reflex.shadow")
 
@@ -117,7 +117,6 @@ class Shadowing:
         self._error = "its thread was lost"  # of the last request that failed
         self._paused_until = self._told = -inf
         self._waiting: set[Ticket] = set()
-        self._preparing = 0  # those whose pictures are being decoded
         self._closed = False
         self._ran: tuple[float, float] = (0.0, 0.0)  # the shadow batch before: from, to
 
@@ -127,14 +126,21 @@ class Shadowing:
         """Run the shadow, if the request is sampled, on a question that `slot` answered with `actions`."""
         if not sampled(request_id, self._share):
             return
-        if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
-            self._drop()
+        if self._closed or self.stopped:
+            self.dropped += 1
+            self._answered("rejected", None)
             return
         version = self._slot.version
-        done = partial(self._prepared, slot, actions, version)
-        self._decode_pool.add(job_of(version.policy, done, request_id, question, received, CLIENT, SHARE))
-        self._preparing += 1
-        version.users += 1
+        settled = partial(self._settled, slot, actions, version)
+        try:
+            ticket, _ = self._decode_pool.submit(
+                self._server.batcher, version.policy, question, request_id, received, SHARE, settled, client=CLIENT
+            )
+        except Exception as error:  # no room, shutting down, or it needs what the request did not bring
+            self._unanswered(known(error, request_id), None)
+        else:
+            self._waiting.add(ticket)
+            version.users += 1
 
     def resume(self) -> None:
         """Start again, after a reset by an operator or a load."""
@@ -150,52 +156,37 @@ class Shadowing:
         for ticket in list(self._waiting):
             self._server.batcher.cancel(ticket)
 
-    def _prepared(
-        self,
-        slot: str,
-        actions: NDArray[np.float32],
-        version: Version,
-        observation: Observation | None,
-        error: Exception | None,
-    ) -> None:
-        self._preparing -= 1
-        version.users -= 1
-        try:
-            if self._closed or self.stopped:
-                self._drop()
-                return
-            if observation is None:
-                raise error or RuntimeError("nothing was made")
-            request = version.policy.request(observation)
-            self._waiting.add(self._server.batcher.submit(request, partial(self._settled, slot, actions)))
-        except ReflexError as reason:  # no room, shutting down, or it needs what the request did not bring
-            self._drop()
-            self._tell(reason)
-        except Exception as reason:
-            self.failed += 1
-            self._answered(time.monotonic(), "failed", 0.0, None)
-            self._tell(reason)
-
-    def _settled(self, slot: str, actions: NDArray[np.float32], ticket: Ticket) -> None:
-        now = time.monotonic()
-        outcome = ticket.outcome
+    def _settled(self, slot: str, actions: NDArray[np.float32], version: Version, ticket: Ticket) -> None:
         self._waiting.discard(ticket)
+        version.users -= 1
+        if isinstance(job := ticket.request.payload, Job):
+            self._decode_pool.discard(job)
+        outcome = ticket.outcome
         if not isinstance(outcome, Done):
-            self.divergence.add(None)
-            self._answered(now, outcome.error.outcome, now - ticket.arrived, ticket)
-            if isinstance(outcome.error, Dropped):
-                self.dropped += 1
-            else:
-                self.failed += 1
-                self._error = str(outcome.error)
-                self._tell(outcome.error)
+            assert outcome is not None
+            self._unanswered(outcome.error, ticket)
             return
-        self._answered(now, "ok", now - ticket.arrived, ticket)
+        self._answered("ok", ticket)
         found = difference(actions, outcome.value.actions)
         self.divergence.add(found)
         if found is not None:
             self._metrics.slots[self._slot.group].divergence.observe(found["mean"])
             self._on_difference(ticket.id, slot, found)
+
+    def _unanswered(self, error: ReflexError, ticket: Ticket | None) -> None:
+        refused = isinstance(error, Rejected)
+        dropped = refused or isinstance(error, Dropped)
+        self.dropped += dropped
+        self.failed += not dropped
+        self._answered("rejected" if refused else error.outcome, ticket)
+        if ticket is not None and not refused:
+            self.divergence.add(None)
+        if not dropped:
+            self._error = str(error)
+        now = time.monotonic()
+        if (refused or not dropped) and now - self._told >= TOLD:
+            self._told = now
+            log.warning("the shadow did not answer: %s", error)
 
     def __call__(self, event: Event) -> None:
         """Measure how long served requests waited for a shadow step that ran when they came, and notice a pause."""
@@ -246,16 +237,7 @@ class Shadowing:
             **self.divergence.snapshot(),
         }
 
-    def _drop(self) -> None:
-        self.dropped += 1
-        self._answered(time.monotonic(), "rejected", 0.0, None)
-
-    def _answered(self, now: float, outcome: str, latency: float, ticket: Ticket | None) -> None:
-        status = 200 if outcome == "ok" else 500
+    def _answered(self, outcome: str, ticket: Ticket | None) -> None:
+        now, status = time.monotonic(), 200 if outcome == "ok" else 500
+        latency = 0.0 if ticket is None else now - ticket.arrived
         self._server.audience.publish(RequestAnswered(now, self._slot.group, outcome, status, latency, ticket))
-
-    def _tell(self, error: BaseException) -> None:
-        now = time.monotonic()
-        if now - self._told >= TOLD:
-            self._told = now
-            log.warning("the shadow did not answer: %s", error)

@@ -27,7 +27,7 @@ from reflex_runtime.robots.serving.question import (
 )
 from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import ClientError, NotFound
-from reflex_runtime.web.fields import brief, check_id, invalid_field, invalid_input, printable
+from reflex_runtime.web.fields import brief, check_id, client_errors, invalid_input, printable
 from reflex_runtime.web.request import (
     INTERNAL,
     UNSUPPORTED,
@@ -115,10 +115,8 @@ OF_SOCKETS: Final = ("robot_id", "episode_id", "priority", "deadline_ms", "polic
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
     """The limits of one request; the 422 names a wrong field. Numbers may be text."""
-    try:
+    with client_errors():
         return msgspec.convert(said, RequestLimits, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
 
 
 def limits_among(values: Mapping[str, Any]) -> RequestLimits:

@@ -40,8 +40,8 @@ from reflex_runtime.robots.serving.question import (
 from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, limits_of_row, question_of
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of, only, options_of
 from reflex_runtime.web.arrays import array_in, check_json
-from reflex_runtime.web.errors import ClientError, InvalidJson
-from reflex_runtime.web.fields import encode, invalid_input, printable
+from reflex_runtime.web.errors import ClientError
+from reflex_runtime.web.fields import client_errors, encode, invalid_input, printable
 from reflex_runtime.web.pictures import decoded_base64
 
 ARRAYS: Final = ("__numpy__", "__ndarray__")
@@ -183,10 +183,8 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
 
 def _parse(text: bytes) -> Any:
     check_json(text)
-    try:
+    with client_errors():
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidJson(f"the body is not JSON: {error}") from None
 
 
 def _read(name: str, value: Any) -> Any:
