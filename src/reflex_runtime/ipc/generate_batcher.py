@@ -29,8 +29,9 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import MAX_FRAME
-from reflex_runtime.ipc.generate_calls import UNSENT, BatchDispatched, BatcherStats, Call, SentBatch, alone
+from reflex_runtime.ipc.generate_calls import UNSENT, BatchDispatched, BatcherStats, Call, alone, outcomes, sent
 from reflex_runtime.ipc.messages import BATCH_GENERATE, MOST_SCORES, WINDOW, GenerateParams
+from reflex_runtime.ipc.spawn import unheard
 from reflex_runtime.ipc.streams import StreamHandle, StreamRegistry
 from reflex_runtime.observe.metrics import SeriesSet
 from reflex_runtime.run.audience import Sink
@@ -345,9 +346,7 @@ class GenerateBatcher:
 
     def _abort(self, call: Call, error: ReflexError) -> None:
         """End a request: take it out of the queue, or cancel it at the runtime."""
-        answer, call.answer = call.answer, None
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
+        call.answered(error)
         handle, ticket = call.handle, call.ticket
         self._aborted += isinstance(error, Cancelled)
         self._expired += isinstance(error, Expired)
@@ -367,12 +366,10 @@ class GenerateBatcher:
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
-        answer, call.answer = call.answer, None
         outcome = ticket.outcome
         if isinstance(outcome, Done):
             call.handle.prompt_tokens = outcome.value["prompt_tokens"]
-            if answer is not None and not answer.done():
-                answer.set_result(outcome.value)
+            call.answered(outcome.value)
             return
         error = outcome.error
         self._expired += isinstance(error, Expired) and not call.out
@@ -380,8 +377,7 @@ class GenerateBatcher:
             self._registry.abandon(call.handle, copy.copy(error))
         else:
             self._registry.release(call.handle, copy.copy(error))
-        if answer is not None and not answer.done():
-            answer.set_exception(copy.copy(error))  # a copy: a traceback grows with each raise
+        call.answered(copy.copy(error))  # a copy: a traceback grows with each raise
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -394,13 +390,12 @@ class GenerateBatcher:
             self._steps.begins(batch.scheduled_at)
         for ticket in batch.grants:
             self._departs(ticket, batch.scheduled_at)
-        message = SentBatch(self._client, batch)
-        assert self._loop is not None
+        answer = unheard(sent(self._client, batch))
         if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
             self._client.flush()
-        answers = self._loop.create_task(message.read(self.config.call_timeout_ms / 1000.0))
-        answers.add_done_callback(message.forget)
-        return answers
+        reading = asyncio.ensure_future(outcomes(self._client, batch, answer, self.config.call_timeout_ms / 1000.0))
+        reading.add_done_callback(lambda _: answer.cancel())  # also of one that never ran
+        return reading
 
     def _departs(self, ticket: Ticket, now: float) -> None:
         """A request leaves the queue and takes its place."""

@@ -33,7 +33,7 @@ from reflex_runtime.core.request import PRIORITIES, Ticket
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.frames import INTERNAL_ERROR, ProtocolError, Reader, RpcError, raised
-from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
+from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Item, Started
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.streams import StreamHandle
 from reflex_runtime.observe.metrics import GENERATE_BATCHER, SeriesSet
@@ -67,56 +67,57 @@ class Call:
         self.out = self.refused = False
 
 
-class SentBatch:
-    """A batch that was sent as one message, and its answer."""
-
-    __slots__ = ("_alone", "_answer", "_batch", "_calls", "_client")
-
-    def __init__(self, client: RuntimeClient, batch: Batch) -> None:
-        self._client, self._batch, self._alone = client, batch, bool(alone(batch.partition))
-        self._calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
-        params = [call.params for call in self._calls]  # one, where requests go alone: see `StepHold.policy`
-        method, message = (GENERATE, params[0]) if self._alone else (BATCH_GENERATE, {"requests": params})
-        self._answer: asyncio.Future[Raw] | None = client.call(method, message)
-
-    async def read(self, limit: float) -> list[Outcome]:
-        """The outcome of each of its requests. limit: seconds for the answer."""
-        assert self._answer is not None
-        error: ReflexError
-        try:
-            async with asyncio.timeout(limit):
-                answer = await self._answer
-        except TimeoutError:
-            error = ProcessorHung(f"the runtime did not answer within {1000.0 * limit:g} ms")
-        except ConnectionLost as lost:  # a retry is safe where nothing was written
-            error = copy.copy(lost) if lost.written else self._client.unavailable()
-        except ReflexError as failed:
-            error = copy.copy(failed)  # its traceback would hold the message: a cycle
-            self._calls[0].refused = self._alone
+    def answered(self, result: dict[str, Any] | ReflexError) -> None:
+        """Answer its caller, once."""
+        answer, self.answer = self.answer, None
+        if answer is None or answer.done():
+            return
+        if isinstance(result, ReflexError):
+            answer.set_exception(result)
         else:
-            try:
-                return self._outcomes(answer)
-            except ProtocolError as wrong:
-                error = copy.copy(wrong)
-        self._batch.notes[LOST] = not self._calls[0].refused
-        return [Failed(error)] * len(self._calls)
+            answer.set_result(result)
 
-    def forget(self, _: object = None) -> None:
-        """Drop the answer, whose error has this message in its traceback: break the reference cycle."""
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.cancel() and not answer.cancelled():
-            answer.exception()  # retrieved: asyncio would log it
 
-    def _outcomes(self, answer: Raw) -> list[Outcome]:
-        if self._alone:
-            return [_outcome(self._calls[0], _STARTED.read(answer))]
-        results = _RESULT.read(answer).results
-        if len(results) != len(self._calls):
-            raise ProtocolError(f"the runtime answered {len(results)} requests of {len(self._calls)}", INTERNAL_ERROR)
-        return [
-            _outcome(call, item.result if item.success else item.error or _UNEXPLAINED)
-            for call, item in zip(self._calls, results, strict=True)
-        ]
+def sent(client: RuntimeClient, batch: Batch) -> asyncio.Future[Raw]:
+    """Send a batch as one message; returns the future of its answer."""
+    requests = [ticket.request.payload.params for ticket in batch.grants]  # one, where they go alone: see `StepHold`
+    single = alone(batch.partition)
+    return client.call(*((GENERATE, requests[0]) if single else (BATCH_GENERATE, {"requests": requests})))
+
+
+async def outcomes(client: RuntimeClient, batch: Batch, answer: asyncio.Future[Raw], limit: float) -> list[Outcome]:
+    """The outcome of each request of a batch that was sent. limit: seconds for the answer."""
+    calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
+    single = bool(alone(batch.partition))
+    error: ReflexError
+    try:
+        async with asyncio.timeout(limit):
+            raw = await answer
+    except TimeoutError:
+        error = ProcessorHung(f"the runtime did not answer within {1000.0 * limit:g} ms")
+    except ConnectionLost as lost:  # a retry is safe where nothing was written
+        error = copy.copy(lost) if lost.written else client.unavailable()
+    except ReflexError as failed:
+        error = copy.copy(failed)  # its traceback has this frame: a cycle
+        calls[0].refused = single
+    else:
+        try:
+            return [_outcome(calls[0], _STARTED.read(raw))] if single else _each(calls, _RESULT.read(raw).results)
+        except ProtocolError as wrong:
+            error = copy.copy(wrong)
+    finally:
+        del answer  # its error has this frame, too
+    batch.notes[LOST] = not calls[0].refused
+    return [Failed(error)] * len(calls)
+
+
+def _each(calls: list[Call], results: list[Item]) -> list[Outcome]:
+    if len(results) != len(calls):
+        raise ProtocolError(f"the runtime answered {len(results)} requests of {len(calls)}", INTERNAL_ERROR)
+    return [
+        _outcome(call, item.result if item.success else item.error or _UNEXPLAINED)
+        for call, item in zip(calls, results, strict=True)
+    ]
 
 
 def _outcome(call: Call, said: Started | RpcError | None) -> Outcome:

@@ -20,7 +20,7 @@ ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000
 """JSON Schema of what `check_id` takes."""
 
 
-_PATH: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")
 _STRAY_VALUE: Final = re.compile(r"Invalid enum value '(.*?)'(?: - at|$)")
@@ -61,14 +61,17 @@ def invalid_input(name: str, why: str) -> InvalidRequest:
 
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
     """The 422 for an error of msgspec. kind: of the body, for a suggestion."""
+    path, unknown, why = parts_of_error(error)
+    field = re.split(r"[.\[]", unknown or path, maxsplit=1)[0] or "body"
+    meant = suggestion(str(error), kind) if kind is not None else ""
+    return invalid(printable(field), printable(f"{field}: {why}") + meant)
+
+
+def parts_of_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
+    """The path of a value, the unknown or missing field in it, each "" for none, and what is wrong."""
     text = str(error)
-    unknown = _UNKNOWN.search(text)
-    path = _PATH.search(text)
-    field = unknown.group(1) if unknown else path.group(1) if path else "body"
-    field = re.split(r"[.\[]", field, maxsplit=1)[0] or "body"
-    plain = _PATH.sub("", text)
-    meant = suggestion(text, kind) if kind is not None else ""
-    return invalid(printable(field), printable(f"{field}: {plain[:1].lower()}{plain[1:]}") + meant)
+    unknown, path, plain = _UNKNOWN.search(text), _PATH.search(text), _PATH.sub("", text)
+    return path[1] if path else "", unknown[1] if unknown else "", plain[:1].lower() + plain[1:]
 
 
 @contextmanager

@@ -246,7 +246,7 @@ def _block(type: str, **more: Any) -> Any:
         ({"temperature": 3}, "temperature=3.0: must be in [0, 2]"),
         ({"metadata": {"user_id": "\n"}}, "metadata.user_id: holds a control character"),
         ({"output_config": {"format": BROKEN}}, "output_config.format: "),
-        ({"tools": [MOVE | {"name": "a b"}]}, "tools[0].name='a b': must be 1 to 64"),
+        ({"tools": [MOVE | {"name": "a b"}]}, "tools[0].name: expected `str` matching regex"),
         ({"tools": [MOVE], "tool_choice": {"type": "tool"}}, "tool_choice.name: goes with type tool"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: demands a call, and there are no tools"),
         ({"max_token": 3}, "max_token: object contains unknown field `max_token`; did you mean max_tokens?"),

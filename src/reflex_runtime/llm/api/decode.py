@@ -5,7 +5,6 @@ A body that would block the event loop is refused before it is decoded.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, BadRequest, F, FieldTable
-from reflex_runtime.web.fields import is_json, printable, suggestion
+from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.fields import is_json, parts_of_error, printable, suggestion, whole
 
 MOST_MESSAGES = 10_000
 MOST_VALUES = 50_000  # commas in a body whose fields are not checked one by one
@@ -21,11 +21,9 @@ MOST_PLAIN = 10_000  # commas in a field without its own bound
 _LONG = ("prompt", "tokens")  # fields of token ids
 _TALKS = ("messages", "input", "system")  # fields of conversations
 _WHOLE = (
-    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
+    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "max_completion_tokens", "top_logprobs",
     "max_output_tokens",
 )  # fmt: skip
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 
 PIECE = 1 << 16  # bytes of token ids that are decoded at a time, while no other thread runs
 _TEXTS = msgspec.json.Decoder(str | list[str])
@@ -49,12 +47,14 @@ def decode(table: FieldTable[F], body: bytes) -> tuple[F, list[str]]:
             _check_values(_parts(table.kind).decode(body))
         fields = table.decoder.decode(body)
         for name in _WHOLE:
-            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
-                setattr(fields, name, _whole(name, value))
+            if hasattr(fields, name):
+                setattr(fields, name, whole(name, getattr(fields, name)))
+    except InvalidRequest as error:
+        raise BadRequest(error.message, str(error.details["field"])) from None
     except msgspec.ValidationError as error:
         if not is_json(body):
             raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
-        raise _invalid(str(error), table.kind) from None
+        raise _invalid(error, table.kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
     return fields, _hints(fields, table)
@@ -109,15 +109,9 @@ def functions_of(
                 continue
             found[where] = table.decoder.decode(raw)
         except msgspec.ValidationError as error:
-            raise _invalid(str(error), table.kind, where) from None
+            raise _invalid(error, table.kind, where) from None
         hints += _hints(found[where], table, f"{where}.")
     return found, hints
-
-
-def _whole(name: str, value: float) -> int:
-    if not value.is_integer():
-        raise BadRequest(f"{name}={value}: must be a whole number", name)
-    return int(value)
 
 
 def _check_values(parts: msgspec.Struct) -> None:
@@ -134,13 +128,11 @@ def _check_values(parts: msgspec.Struct) -> None:
             raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
 
 
-def _invalid(text: str, kind: type[msgspec.Struct], inside: str = "") -> BadRequest:
-    """An error of msgspec. kind: of the body, or of the value inside, whose place `inside` is."""
-    unknown, path = _UNKNOWN.search(text), _PATH.search(text)
-    where = path[1] if path else ""
-    param = ".".join(filter(None, (inside, where, unknown[1] if unknown else "")))
-    plain = _PATH.sub("", text)
-    told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
+def _invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct], inside: str = "") -> BadRequest:
+    """kind: of the body, or of the value inside, whose place `inside` is."""
+    path, unknown, why = parts_of_error(error)
+    param = ".".join(filter(None, (inside, path, unknown)))
+    told = printable(f"{param or 'the body'}: {why}") + suggestion(str(error), kind)
     return BadRequest(told, printable(param) or None)
 
 

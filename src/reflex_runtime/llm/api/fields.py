@@ -12,7 +12,6 @@ Sampling defaults are the model's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
@@ -107,7 +106,7 @@ def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
 MOST_TEXTS: Final = 1000  # of a choice
 _ANY_OBJECT: Final = '{"type": "object"}'
 MOST_TOOLS = 1024
-NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)"
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_TOKENS = 1 << 20  # of one request whose prompts are token ids
@@ -228,7 +227,7 @@ class CalledTool(msgspec.Struct):
 class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     """A function that the model may call. parameters: a JSON Schema, which a forced call fits."""
 
-    name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": NAME})]
+    name: Annotated[str, msgspec.Meta(pattern=NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -289,10 +288,6 @@ def tools_of(
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
     tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent.values()]
-    for where, tool in zip(sent, tools, strict=True):
-        if not re.fullmatch(NAME, tool.name):
-            told = f"{where}.name={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or ."
-            raise BadRequest(told, f"{where}.name")
     if choice == "none":
         return NO_TOOLS, []
     named = choice.name if isinstance(choice, ChosenFunction) else None
@@ -345,7 +340,7 @@ class SampledFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Literal["urgent", "default", "background"] | None = None
-    deadline_ms: float | None = None
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=600_000)] | None = None
     max_gap_ms: float | None = None
 
 
@@ -368,7 +363,6 @@ class CompletionFields(CommonFields, kw_only=True):
 
     prompt: msgspec.Raw  # token ids are decoded piece by piece
     logprobs: Whole | None = None
-    best_of: Whole | None = None
     echo: bool | None = None
 
 
@@ -402,7 +396,7 @@ class ChatFields(CommonFields, kw_only=True):
 
 
 PROMPT_CACHE: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
-TEXT: Final = FieldTable(CompletionFields, wishes={"suffix": ()})
+TEXT: Final = FieldTable(CompletionFields, wishes={"suffix": (), "best_of": (1,)})
 TOOL: Final = FieldTable(ToolField)
 CHAT: Final = FieldTable(
     ChatFields,

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.messages import MOST_LOGPROBS, Constraint, GenerateParams, SamplingParams
+from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.fields import BadRequest
@@ -79,8 +79,6 @@ PLAIN: Final = SamplingParams()  # for a model without `generation_config.json`
 def completion(body: bytes, defaults: SamplingParams = PLAIN) -> GenerationRequest:
     """POST /v1/completions. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(wire.TEXT, body)
-    if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     most, echo = 16 if fields.max_tokens is None else fields.max_tokens, bool(fields.echo)
     prompt_only = most == 0 and echo  # one token is computed, and not sent
     return _openai(
@@ -105,11 +103,9 @@ def chat(body: bytes, defaults: SamplingParams = PLAIN) -> GenerationRequest:
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     if fields.top_logprobs is not None and not fields.logprobs:
         raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
-    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
-        raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     client = client_of({"user": fields.user, "safety_identifier": fields.safety_identifier})
     return _openai(
-        fields, defaults, getattr(fields, name), client, names={"max_tokens": name},
+        fields, defaults, getattr(fields, name), client, names={"max_tokens": name, "logprobs": "top_logprobs"},
         prompts=[], conversation=conversation, tools=tools, ignored=[*hints, *more],
         more={"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None},
     )  # fmt: skip
@@ -181,9 +177,7 @@ def params_of(
     sampled: dict[str, Any] = {name: getattr(fields, name) for name in AUTHORS_SAY}
     if sampled["top_k"] == -1:  # other servers write all tokens so
         sampled["top_k"] = 0
-    least, deadline = fields.min_tokens or 0, fields.deadline_ms
-    if deadline is not None and not 0.0 < deadline <= 600_000.0:
-        raise BadRequest(f"deadline_ms={deadline:g}: must be in (0, 600000]", "deadline_ms")
+    least = fields.min_tokens or 0
     try:
         return GenerateParams(
             max_tokens=max(1, least) if max_tokens is None else max_tokens,
@@ -193,7 +187,7 @@ def params_of(
             ignore_eos=bool(fields.ignore_eos),
             constraint=constraint,
             client=client,
-            timeout_ms=deadline,
+            timeout_ms=fields.deadline_ms,
             max_gap_ms=fields.max_gap_ms,
             **{name: getattr(defaults, name) if value is None else value for name, value in sampled.items()},
             **more,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -20,8 +20,8 @@ from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole, encode
 
 PATH: Final = "/v1/responses"
-MOST_METADATA: Final = 16
-MOST_KEY, MOST_VALUE = 64, 512  # characters
+_Key = Annotated[str, msgspec.Meta(max_length=64)]  # of metadata, as OpenAI has it
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
 _EVENTS: Final = {"thought": "response.reasoning_text", "text": "response.output_text"}
 
 
@@ -85,7 +85,7 @@ class ResponseFields(wire.SampledFields, kw_only=True):
     tools: list[msgspec.Raw] | None = None  # `FlatTool`, and tools of other servers
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Any = None
@@ -123,7 +123,6 @@ def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests
     conversation = Conversation(_messages(fields), shown, variables)
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    _check_metadata(fields.metadata or {})
     form, where, limit = fields.text and fields.text.format, "text.format", fields.max_output_tokens
     kind, schema = (form.type, form.schema) if form else (None, msgspec.Raw())
     field, constraint = wire.constraint_of(where, kind, schema, fields.structured_outputs, where)
@@ -136,15 +135,6 @@ def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests
         fields, params, limit, prompts=[], conversation=conversation, tools=tools, form_field=field,
         prompt_field="input", said=_said(fields, params), ignored=[*hints, *more],
     )  # fmt: skip
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    if len(metadata) > MOST_METADATA:
-        raise BadRequest(f"metadata: holds {len(metadata)} pairs, at most {MOST_METADATA}", "metadata")
-    key, value = (max(map(len, texts), default=0) for texts in (metadata.keys(), metadata.values()))
-    if key > MOST_KEY or value > MOST_VALUE:
-        told = f"a key has {key} characters and a value {value}, at most {MOST_KEY} and {MOST_VALUE} are taken"
-        raise BadRequest(f"metadata: {told}", "metadata")
 
 
 def _said(fields: ResponseFields, params: SamplingParams) -> dict[str, Any]:
