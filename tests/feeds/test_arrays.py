@@ -64,8 +64,16 @@ def test_f14_tracker_ids_are_minus_one_where_there_is_none_and_empty_is_empty() 
 @pytest.mark.parametrize(
     "value",
     [None, "text", {"labels": ["cat"]}, {"boxes": [[1, 2, 3]]}, {"boxes": [[1, 2, 3, 4]], "labels": []},
-     {"boxes": [[1, 2, 3, 4]], "scores": [1, 2]}, {"boxes": "x"}, {"boxes": [[1, 2, 3, 4]], "tracker_ids": ["a"]}],
+     {"boxes": [[1, 2, 3, 4]], "scores": [1, 2]}, {"boxes": "x"}, {"boxes": [[1, 2, 3, 4]], "tracker_ids": ["a"]},
+     {"boxes": [[1, 2, 3, 4]], "masks": []}, {"boxes": [[1, 2, 3, 4]], "masks": 7}],
 )  # fmt: skip
 def test_what_has_no_detections_is_an_error(value: Any) -> None:
     with pytest.raises(ConfigError, match="a result of 'a' has no"):
         to_supervision(made(value))
+
+
+def test_a_mask_without_a_place_is_empty() -> None:
+    masks = [{"size": [1, 1], "counts": [0, 1]}, {"size": [1, 1], "counts": [0, 1], "box": [2, 3, 6, 8]}]
+    found = to_supervision(made({"boxes": [[0, 0, 9, 9], [2, 3, 6, 8]], "masks": masks})).mask
+    assert found.sum(axis=(1, 2)).tolist() == [0, 20]
+    assert found[1, 3:8, 2:6].all()

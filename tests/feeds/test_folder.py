@@ -67,6 +67,19 @@ def test_f14_each_picture_of_a_directory_comes_once_by_name(pictures: Path) -> N
     assert len(read_all(source)) == 3, "opened again, it starts over"
 
 
+@pytest.mark.parametrize("form", ["EPS", "PPM", "ICNS"])
+def test_a_file_of_another_format_is_not_opened_whatever_its_name(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow would start Ghostscript for the first."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: Image.new("RGB", (8, 6)).im)
+    save(tmp_path / "a.png", 1)
+    save(tmp_path / "b.png", 2, (64, 64), format=form)
+    source = PictureFolder(tmp_path)
+    assert len(read_all(source)) == 1
+    assert source.corrupt == 1
+
+
 def test_names_are_in_natural_order(tmp_path: Path) -> None:
     names = ["a2.png", "a10.png", "a010.png", "b.png", "a.png", "10.png", "9.png", "a2b1.png"]
     for name in names:

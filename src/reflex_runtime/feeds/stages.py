@@ -50,7 +50,11 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
         for name, values in fields.items():
             if values is not None and values.shape != (k,):
                 raise ValueError(f"{values.size} values of {name} for {k} boxes")
-        mask = _masks(value["masks"], result.frame.size) if masks and value.get("masks") is not None else None
+        mask = None
+        if masks and value.get("masks") is not None:
+            if len(value["masks"]) != k:
+                raise ValueError(f"{len(value['masks'])} values of masks for {k} boxes")
+            mask = _masks(value["masks"], result.frame.size)
     except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"a result of {result.feed!r} has no detections: {error}") from None
     texts = np.array(["" if label is None else str(label) for label in labels], dtype=str)

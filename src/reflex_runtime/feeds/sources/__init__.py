@@ -75,6 +75,7 @@ def source_of(
 
 
 ENDINGS: Final = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no others: Pillow starts Ghostscript for some of them
 MOST_PIXELS: Final = 8192 * 8192  # of a picture: a header with more is an error or an attack
 
 
@@ -127,7 +128,7 @@ class PictureFolder:
 
     def _decoded(self, file: str) -> NDArray[np.uint8] | None:
         try:
-            with WALL, Image.open(self._where / file) as picture:
+            with WALL, Image.open(self._where / file, formats=FORMATS) as picture:
                 if picture.width * picture.height > MOST_PIXELS:
                     return None
                 return np.array(upright(picture))
