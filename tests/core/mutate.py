@@ -408,8 +408,8 @@ MUTANTS = [
     M(
         "core/cost.py",
         "mixed batches teach the median",
-        "if whole and len(counts) == 1:",
-        "if whole:",
+        "if self.one_shot and len(counts) == 1:",
+        "if self.one_shot:",
     ),
     M(
         "core/cost.py",
@@ -427,8 +427,8 @@ MUTANTS = [
     M(
         "core/cost.py",
         "the horizon forgets the longest",
-        "self._steps = max(self._steps, steps)",
-        "self._steps = steps",
+        "self._steps, self._first = max(self._steps, steps)",
+        "self._steps, self._first = steps",
     ),
     M(
         "core/statistics.py",
@@ -830,7 +830,7 @@ MUTANTS = [
         "self.padded(n) if batch.stage in self.padded_stages else n",
         "self.padded(n)",
     ),
-    M("core/cost.py", "stages that pad cost what they are given", "if stages[i] in pads:", "if False:"),
+    M("core/cost.py", "stages that pad cost what they are given", "if stage in model.padded_stages:", "if False:"),
     # many callers, and models with a large fixed part
     M("core/holding.py", "all of many come first", "int((n - first) * part)", "0"),
     M(

@@ -42,21 +42,18 @@ class Tally:
     """The running total of one batch while it is filled. Here: no prediction of time, no extra units.
 
     cost: predicted cost of the members, in the model's unit. dearest: cost of the dearest member alone.
+    sigma: relative spread of `seconds`.
     """
 
-    __slots__ = ("cost", "dearest")
+    __slots__ = ("cost", "dearest", "sigma")
 
-    def __init__(self) -> None:
+    def __init__(self, sigma: float = 0.0) -> None:
         self.cost = self.dearest = 0.0
+        self.sigma = sigma
 
     @property
     def seconds(self) -> float:
         """Predicted device time; 0.0 until measured."""
-        return 0.0
-
-    @property
-    def sigma(self) -> float:
-        """Its relative spread."""
         return 0.0
 
     @property
@@ -98,10 +95,7 @@ class CostModel:
     """
 
     unit = "requests"
-
-    @property
-    def linear(self) -> bool:
-        return True
+    linear = True
 
     def tally(self) -> Tally:
         """Start filling a batch."""
@@ -172,16 +166,12 @@ class _UnitTally(Tally):
     __slots__ = ("_fit",)
 
     def __init__(self, fit: AffineFit) -> None:
-        super().__init__()
+        super().__init__(fit.sigma)
         self._fit = fit
 
     @property
     def seconds(self) -> float:
         return self._fit.predict({"": self.cost}) if self._fit.samples >= WARM_SAMPLES else 0.0
-
-    @property
-    def sigma(self) -> float:
-        return self._fit.sigma
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         return 1.0 if self.cost == 0.0 or self.cost + 1.0 <= budget else 0.0
@@ -219,8 +209,8 @@ class TokenTally(Tally):
 
     __slots__ = ("_threshold",)
 
-    def __init__(self, threshold: float) -> None:
-        super().__init__()
+    def __init__(self, threshold: float, sigma: float = 0.0) -> None:
+        super().__init__(sigma)
         self._threshold = threshold
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
@@ -244,15 +234,12 @@ class TokenCost(CostModel):
     """
 
     unit = "tokens"
+    linear = False
 
     def __init__(self, threshold: float = inf) -> None:
         if not threshold >= 1:
             raise ConfigError(f"TokenCost.threshold={threshold!r}: must be >= 1 token")
         self.threshold = threshold
-
-    @property
-    def linear(self) -> bool:
-        return False
 
     def tally(self) -> Tally:
         return TokenTally(self.threshold)
@@ -441,25 +428,20 @@ class RollingMedian(RecentValues):
             self.samples += 1
 
 
-class _KindCost:
+class _Kind:
     """The present costs of requests of one shape, stage and class.
 
-    estimate, fixed, marginal: see `CostModel`; marginal is None until measured, and the estimate stands for it.
-    fit, slope, measured: the start of a tally of one-shot work. line, remaining (by units wanted), shares (by those,
-    budget and size): kept results.
+    fit: of their stage, None until it is ready. fixed, slope: its a and b; without it 0 and the documented estimate.
+    measured: see `TimeCost`. line, remaining (by units wanted), shares (by those, budget and size): kept results.
     """
 
-    __slots__ = ("estimate", "fit", "fixed", "line", "marginal", "measured", "remaining", "shares", "slope")
+    __slots__ = ("fit", "fixed", "line", "measured", "remaining", "shares", "slope")
 
     def __init__(self, model: TimeCost, ticket: Ticket) -> None:
-        shape = ticket.request.shape
-        fits, stage = model.fits(shape), model.fit(shape, ticket.stage)
-        self.marginal = None if stage is None else stage.slope(model.class_of(ticket))
-        self.estimate = model.estimate(ticket) if self.marginal is None else 0.0
-        self.fixed = 0.0 if stage is None else stage.fixed
-        self.fit = fits[0] if fits else None
+        self.fit = model.fit(ticket.request.shape, ticket.stage)
+        self.fixed = 0.0 if self.fit is None else self.fit.fixed
         self.slope = model.slope(self.fit, ticket)
-        self.measured = fits is not None or model.measured(ticket)
+        self.measured = model.measured(ticket)
         self.line: tuple[float, float, float] | None = None
         self.remaining: dict[float, float] = {}
         self.shares: dict[tuple[float, float, int], float] = {}
@@ -492,22 +474,20 @@ class TimeCost(CostModel):
         if unknown := sorted(set(padded_stages or ()) - set(stages)):
             raise ConfigError(f"TimeCost.padded_stages: {unknown[0]!r} is none of the stages {tuple(stages)}")
         self.stages = tuple(stages)
+        self.one_shot = len(stages) == 1
         self.affine = affine
         self.sizes = tuple(sorted(sizes))
         self.padded_stages = self.stages if padded_stages is None else tuple(padded_stages)
         self._max_keys = max_keys
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
-        self._kinds: dict[tuple[Hashable, str, Hashable], _KindCost] = {}  # until something is learned
-
-    @property
-    def linear(self) -> bool:
-        return len(self.stages) == 1 and not self.sizes
+        self._kinds: dict[tuple[Hashable, str, Hashable], _Kind] = {}  # until something is learned
+        self.linear = self.one_shot and not sizes
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
     def tally(self) -> _OneShotTally | _StagedTally:
-        return _OneShotTally(self) if len(self.stages) == 1 else _StagedTally(self)
+        return _OneShotTally(self) if self.linear else _StagedTally(self)
 
     def estimate(self, ticket: Ticket) -> float:
         """The documented estimate: the rolling median of the ticket's (shape, class)."""
@@ -559,19 +539,18 @@ class TimeCost(CostModel):
 
     def marginal(self, ticket: Ticket, units: float) -> float:
         kind = self.kind(ticket)
-        each = kind.marginal
-        return (kind.estimate / max(1.0, ticket.request.wants) if each is None else each) * units
+        return (kind.slope if kind.fit is not None else kind.slope / max(1.0, ticket.request.wants)) * units
 
     def fixed(self, ticket: Ticket) -> float:
         return self.kind(ticket).fixed
 
-    def kind(self, ticket: Ticket) -> _KindCost:
+    def kind(self, ticket: Ticket) -> _Kind:
         """What tickets like this one cost."""
         request = ticket.request
         key = (request.shape, ticket.stage, request.cost_class)
         known = self._kinds.get(key)
         if known is None:
-            known = self._kinds[key] = _KindCost(self, ticket)
+            known = self._kinds[key] = _Kind(self, ticket)
         return known
 
     def told_apart(self, ticket: Ticket) -> bool:
@@ -583,9 +562,8 @@ class TimeCost(CostModel):
         if not (0.0 < elapsed < inf):
             return
         counts: dict[Hashable, float] = {}
-        whole = len(self.stages) == 1
         for ticket in batch.grants:
-            k = ticket.request.cost_class if whole else ""
+            k = ticket.request.cost_class if self.one_shot else ""
             counts[k] = counts.get(k, 0.0) + 1.0
         shape, n = ticket.request.shape, len(batch)
         padded = self.padded(n) if batch.stage in self.padded_stages else n
@@ -593,12 +571,12 @@ class TimeCost(CostModel):
             counts = {k: c * padded / n for k, c in counts.items()}
         self._kinds.clear()
         self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
-        if whole and len(counts) == 1:
+        if self.one_shot and len(counts) == 1:
             self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
 
     def settled(self, tickets: Sequence[Ticket]) -> None:
         """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
-        if len(self.stages) > 1:
+        if not self.one_shot:
             self._kinds.clear()
             for ticket in tickets:
                 key = (ticket.request.shape, ticket.request.cost_class)
@@ -616,10 +594,6 @@ class TimeCost(CostModel):
 
     # -- shared with the tally ---------------------------------------------------------------------------------------
 
-    def class_of(self, ticket: Ticket) -> Hashable:
-        """The class within a stage's fit: in staged work the cost of a step depends on the stage alone."""
-        return ticket.request.cost_class if len(self.stages) == 1 else ""
-
     def fit(self, shape: Hashable, stage: str) -> AffineFit | None:
         """The fit of a shape and stage, or None until it is ready."""
         fit = self._fits.get((shape, stage))
@@ -631,8 +605,9 @@ class TimeCost(CostModel):
         return found if len(found) == len(self.stages) else None
 
     def slope(self, fit: AffineFit | None, ticket: Ticket) -> float:
-        """Seconds that one more member of the ticket's class adds by this fit, or by the documented estimate."""
-        slope = None if fit is None else fit.slope(ticket.request.cost_class)
+        """Seconds that one more such member adds by this fit, or by the documented estimate. In staged work the cost of
+        a step depends on the stage alone."""
+        slope = None if fit is None else fit.slope(ticket.request.cost_class if self.one_shot else "")
         return self.estimate(ticket) if slope is None else slope
 
     def padded(self, n: int) -> int:
@@ -658,19 +633,16 @@ class TimeCost(CostModel):
         return rows
 
 
-class _OneShotTally(Tally):
-    """a + Σ b over the members: one addition per ticket."""
+class _TimeTally(Tally):
+    """Seconds of device time; `with_ticket` is what a ticket adds to them."""
 
-    __slots__ = ("_fit", "_fixed", "_model", "_n", "_slopes", "measured")
+    __slots__ = ("_fitted", "_model", "_n", "measured")
 
     def __init__(self, model: TimeCost) -> None:
         self.cost = self.dearest = 0.0  # not by the base: several are made for each request
-        self._model = model
-        self._fit: AffineFit | None = None
-        self._fixed = 0.0
-        self._n = 0
-        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class
-        self.measured = False
+        self._model, self._n = model, 0
+        self.measured = self._fitted = False
+        self.sigma = 0.15
 
     @property
     def seconds(self) -> float:
@@ -678,21 +650,22 @@ class _OneShotTally(Tally):
 
     @property
     def until_boundary(self) -> float:
-        return self.seconds
+        return self.seconds if self._model.one_shot else 0.0
 
-    @property
-    def sigma(self) -> float:
-        return self._fit.sigma if self._fit is not None else 0.15
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        raise NotImplementedError
+
+    def alone(self, ticket: Ticket) -> float:
+        """Predicted seconds of this ticket alone, after `with_ticket`."""
+        raise NotImplementedError
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        cost = self.with_ticket(ticket)
-        if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
-            return 0.0
-        return 1.0
+        return 1.0 if self._takes(ticket, self.with_ticket(ticket), budget, limit) else 0.0
 
     def grant(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)  # once: this runs for every member of a batch
-        if cost > limit * SLACK or (self._n and cost > budget * SLACK and not self._nearly_free(ticket, cost)):
+        if not self._takes(ticket, cost, budget, limit):
             return 0.0
         self._join(ticket, cost)
         return 1.0
@@ -700,130 +673,96 @@ class _OneShotTally(Tally):
     def add(self, ticket: Ticket, units: float) -> None:
         self._join(ticket, self.with_ticket(ticket))
 
+    def _takes(self, ticket: Ticket, cost: float, budget: float, limit: float) -> bool:
+        """Whether it fits. A member that is nearly free may exceed the budget."""
+        if self._n and cost > budget * SLACK:
+            free = self._fitted and cost <= NEARLY_FREE * max(self.dearest, self.alone(ticket))
+            return free and cost <= limit * SLACK
+        return cost <= limit * SLACK
+
     def _join(self, ticket: Ticket, cost: float) -> None:
         self.cost = cost
         self._n += 1
-        alone = self._fixed + self._slopes[ticket.request.cost_class]
+        alone = self.alone(ticket)
         if alone > self.dearest:
             self.dearest = alone
 
-    def with_ticket(self, ticket: Ticket) -> float:
-        """Predicted seconds if the ticket joined."""
-        k = ticket.request.cost_class
-        slope = self._slopes.get(k)
-        if slope is None:
-            slope = self._open(ticket)
-        if self._model.sizes:
-            return self._padded(slope)
-        return (self.cost if self._n else self._fixed) + slope
 
-    def _open(self, ticket: Ticket) -> float:
-        """Look up a class met for the first time."""
-        request = ticket.request
-        if self._slopes:
-            slope = self._model.slope(self._fit, ticket)
-        else:
-            kind = self._model.kind(ticket)
-            self._fit, self.measured, slope = kind.fit, kind.measured, kind.slope
-            self._fixed = 0.0 if kind.fit is None else kind.fixed
-        self._slopes[request.cost_class] = slope
-        return slope
+class _OneShotTally(_TimeTally):
+    """a + Σ b over the members: one addition per ticket."""
 
-    def _nearly_free(self, ticket: Ticket, cost: float) -> bool:
-        """Whether such a member costs so little that it may exceed the budget."""
-        dearest = max(self.dearest, self._fixed + self._slopes[ticket.request.cost_class])
-        return self._fit is not None and cost <= NEARLY_FREE * dearest
-
-    def _padded(self, slope: float) -> float:
-        """The same for a processor that pads: members share the cost of the padded size in proportion."""
-        before = self._n
-        slopes = slope + (0.0 if not before else (self.cost - self._fixed) * before / self._model.padded(before))
-        return self._fixed + slopes * self._model.padded(before + 1) / (before + 1)
-
-
-class _StagedTally(Tally):
-    """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
-    last a · max(steps) + Σ b · steps. Others enter at the next step."""
+    __slots__ = ("_fixed", "_slopes")
 
     def __init__(self, model: TimeCost) -> None:
-        super().__init__()
-        self._model = model
-        self._fits: tuple[AffineFit, ...] | None = None
-        self._n = 0
-        self._total = 0.0  # Σ of documented estimates, while the fits are not ready
-        self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
-        self._padded = self._plain = 0.0  # Σ of marginal seconds over members: stages that pad, and the others
-        self._steps = 0.0  # longest remaining run of the last stage
-        self.measured = False
-
-    @property
-    def seconds(self) -> float:
-        return self.cost if self.measured else 0.0
-
-    @property
-    def sigma(self) -> float:
-        return max(f.sigma for f in self._fits) if self._fits else 0.15
-
-    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        cost = self.with_ticket(ticket)
-        if cost > limit * SLACK:
-            return 0.0
-        if self._n == 0 or cost <= budget * SLACK:
-            return 1.0
-        free = self._fits is not None and cost <= NEARLY_FREE * max(self.dearest, self._alone(ticket))
-        return 1.0 if free else 0.0
-
-    def add(self, ticket: Ticket, units: float) -> None:
-        self.cost = self.with_ticket(ticket)
-        self.dearest = max(self.dearest, self._alone(ticket))
-        self._n += 1
-        if self._fits is None:
-            self._total += self._guess(ticket)
-            return
-        padded, plain, steps, entering = self._price(ticket)
-        self._padded += padded
-        self._plain += plain
-        self._steps = max(self._steps, steps)
-        for i in range(entering, len(self._waiting)):
-            self._waiting[i] += 1
+        super().__init__(model)
+        self._fixed = 0.0
+        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class
 
     def with_ticket(self, ticket: Ticket) -> float:
-        """Predicted seconds if the ticket joined."""
+        slope = self._slopes.get(ticket.request.cost_class)
+        if slope is None:
+            kind = self._model.kind(ticket)
+            if not self._n:
+                self._fixed, self.measured, self._fitted = kind.fixed, kind.measured, kind.fit is not None
+                self.sigma = self.sigma if kind.fit is None else kind.fit.sigma
+            slope = self._slopes[ticket.request.cost_class] = kind.slope
+        return (self.cost if self._n else self._fixed) + slope
+
+    def alone(self, ticket: Ticket) -> float:
+        return self._fixed + self._slopes[ticket.request.cost_class]
+
+
+class _StagedTally(_TimeTally):
+    """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
+    last a · max(steps) + Σ b · steps. Others enter at the next step. In stages that pad, members share the cost of the
+    padded size in proportion."""
+
+    __slots__ = ("_first", "_fits", "_padded", "_plain", "_steps")
+
+    def __init__(self, model: TimeCost) -> None:
+        super().__init__(model)
+        self._fits: tuple[AffineFit, ...] = ()  # of the stages; none until all are ready
+        self._first = len(model.stages)  # the first stage before which a member is
+        self._padded = self._plain = 0.0  # Σ of marginal seconds over members: stages that pad, and the others
+        self._steps = 0.0  # longest remaining run of the last stage
+
+    def with_ticket(self, ticket: Ticket) -> float:
         if self._n == 0:
-            self._fits = self._model.fits(ticket.request.shape)
-            self.measured = self._model.measured(ticket)
-        if self._fits is None:
-            return self._total + self._guess(ticket)
-        padded, plain, steps, entering = self._price(ticket)
+            self._fits = self._model.fits(ticket.request.shape) or ()
+            self._fitted, self.measured = bool(self._fits), self._model.measured(ticket)
+            self.sigma = max([fit.sigma for fit in self._fits], default=self.sigma)
+        padded, plain, steps, first = self._price(ticket)
         n = self._n + 1
         total = (self._padded + padded) * self._model.padded(n) / n + self._plain + plain
-        total += self._fits[-1].fixed * max(self._steps, steps)
-        for i, waiting in enumerate(self._waiting):
-            if waiting or entering <= i:
-                total += self._fits[i].fixed
+        if self._fits:
+            total += self._fits[-1].fixed * max(self._steps, steps)
+            total += sum([fit.fixed for fit in self._fits[min(self._first, first) : -1]])
         return total
 
-    def _guess(self, ticket: Ticket) -> float:
-        """The documented estimate of the ticket's remaining work."""
-        return self._model.estimate(ticket) * (ticket.wants / ticket.request.wants)
-
-    def _alone(self, ticket: Ticket) -> float:
+    def alone(self, ticket: Ticket) -> float:
         return _StagedTally(self._model).with_ticket(ticket)
+
+    def _join(self, ticket: Ticket, cost: float) -> None:
+        super()._join(ticket, cost)
+        padded, plain, steps, first = self._price(ticket)
+        self._padded += padded
+        self._plain += plain
+        self._steps, self._first = max(self._steps, steps), min(self._first, first)
 
     def _price(self, ticket: Ticket) -> tuple[float, float, float, int]:
         """(marginal seconds over the padded stages left, over the others, units of the last stage left, index of its
-        current stage)."""
-        assert self._fits is not None
-        stages, pads = self._model.stages, self._model.padded_stages
-        last = len(stages) - 1
+        current stage); without fits the documented estimate of its remaining work."""
+        model, last = self._model, len(self._model.stages) - 1
+        if not self._fits:
+            return 0.0, model.estimate(ticket) * (ticket.wants / ticket.request.wants), 0.0, last
         # An unknown stage is priced as the last one; the processor should refuse it.
-        entering = stages.index(ticket.stage) if ticket.stage in stages else last
-        steps = max(0.0, ticket.wants - (last - entering))
+        first = model.stages.index(ticket.stage) if ticket.stage in model.stages else last
+        steps = max(0.0, ticket.wants - (last - first))
         padded = plain = 0.0
-        for i in range(entering, last + 1):
-            seconds = (self._fits[i].slope("") or 0.0) * (steps if i == last else 1.0)
-            if stages[i] in pads:
+        for stage, fit in zip(model.stages[first:], self._fits[first:], strict=True):
+            seconds = model.slope(fit, ticket) * (steps if fit is self._fits[-1] else 1.0)
+            if stage in model.padded_stages:
                 padded += seconds
             else:
                 plain += seconds
-        return padded, plain, steps, entering
+        return padded, plain, steps, first

@@ -309,7 +309,7 @@ class _TimedTokenTally(TokenTally):
     """Counts granted units, and the rows, prompt tokens and pairs of the step. Knows the shortest gap of its rows."""
 
     def __init__(self, model: TimedTokens) -> None:
-        super().__init__(model.threshold)
+        super().__init__(model.threshold, model.sigma)
         self._model = model
         self._rows = self._tokens = self._pairs = 0.0
         self._urgent = 0  # of the rows, and of the members whose prompts are read
@@ -322,10 +322,6 @@ class _TimedTokenTally(TokenTally):
     def seconds(self) -> float:
         model = self._model
         return model.predict(self._rows, self._tokens, self._pairs) if self.cost and model.measured else 0.0
-
-    @property
-    def sigma(self) -> float:
-        return self._model.sigma
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
         self._expected.update(tickets)
