@@ -151,10 +151,10 @@ MUTANTS = [
     ),
     M("core/order.py", "shares of partitions do not count", "(partition.counter, oldest.seq))", "(0.0, oldest.seq))"),
     M(
-        "core/order.py",
-        "a partition's pause ends a moment late",
-        "self._pauses.first()) is not None and top[0] <= now",
-        "self._pauses.first()) is not None and top[0] < now",
+        "core/scheduler.py",
+        "a pause ends a moment late",
+        "if target.paused_until <= self._now:",
+        "if target.paused_until < self._now:",
     ),
     M(
         "core/holding.py",
@@ -180,9 +180,9 @@ MUTANTS = [
     M("core/admission.py", "expiry a moment late", "group.turns.expires_at() <= now", "group.turns.expires_at() < now"),
     M(
         "core/scheduler.py",
-        "a pause ends a moment late",
-        "if group.paused_until <= self._now:",
-        "if group.paused_until < self._now:",
+        "a pause is over and its partition has no turn",
+        "target.paused_until = -inf\n                if isinstance(target, Partition):",
+        "target.paused_until = -inf\n                if False:",
     ),
     M(
         "core/group.py",
@@ -193,8 +193,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "a returning group keeps its credit",
-        "        self._groups.enter(group)\n",
-        "        self._groups._active.push(group.counter, group)\n",
+        "self.tenant.enter(self)",
+        "self.tenant._active.push(self.counter, self)",
     ),
     M("core/group.py", "groups ignore their weight", "seconds / (self.config.weight or 1.0)", "seconds"),
     M(
@@ -258,8 +258,8 @@ MUTANTS = [
     M(
         "core/holding.py",
         "the last hold is the wake time",
-        "self._ends = min(self._ends, until)",
-        "self._ends = until",
+        "self.ends = min(self.ends, until)",
+        "self.ends = until",
     ),
     M("core/scheduler.py", "what was replaced stays", "        for old in replaced:\n", "        for old in ():\n"),
     M(
@@ -588,8 +588,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "what was cached waits for ever",
-        "wanted + sum(batch.cached.values())",
-        "wanted",
+        "for ticket in tickets]) + cached",
+        "for ticket in tickets])",
     ),
     M("core/admission.py", "an empty queue refuses", "if group.queued > len(leaving) and queued", "if queued"),
     M("core/admission.py", "who leaves still counts", " - sum(t.wants for t in leaving)", ""),
@@ -611,7 +611,7 @@ MUTANTS = [
     M(
         "core/group.py",
         "the group's room is never used up",
-        "self.room -= len(entered)",
+        "self.room -= len(batch.admitted)",
         "pass",
     ),
     M(
@@ -775,10 +775,10 @@ MUTANTS = [
         "g.tenant.number)",
     ),
     M(
-        "core/group.py",
+        "core/order.py",
         "a returning tenant keeps its credit",
-        "            self._peers.enter(self)",
-        "            self._peers._active.push(self.counter, self)",
+        "            self._over.enter(self)",
+        "            self._over._active.push(self.counter, self)",
     ),
     M(
         "core/group.py",
@@ -822,7 +822,7 @@ MUTANTS = [
         "if not full or (False and",
     ),
     M("core/scheduler.py", "a batch formed ahead starts when it was formed", "batch.scheduled_at = self._now", "pass"),
-    M("core/scheduler.py", "what is formed ahead survives a pause", "self._take_back()\n        turns", "turns"),
+    M("core/scheduler.py", "what is formed ahead survives a pause", "self._take_back()\n        self._e", "self._e"),
     M("core/scheduler.py", "a closed scheduler forms ahead", "batch is None and not self._closed", "batch is None"),
     M(
         "core/cost.py",

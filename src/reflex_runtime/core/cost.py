@@ -428,7 +428,7 @@ class RollingMedian(RecentValues):
             self.samples += 1
 
 
-class _Kind:
+class _KindCost:
     """The present costs of requests of one shape, stage and class.
 
     fit: of their stage, None until it is ready. fixed, slope: its a and b; without it 0 and the documented estimate.
@@ -481,7 +481,7 @@ class TimeCost(CostModel):
         self._max_keys = max_keys
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
-        self._kinds: dict[tuple[Hashable, str, Hashable], _Kind] = {}  # until something is learned
+        self._kinds: dict[tuple[Hashable, str, Hashable], _KindCost] = {}  # until something is learned
         self.linear = self.one_shot and not sizes
 
     # -- costs -------------------------------------------------------------------------------------------------------
@@ -544,13 +544,13 @@ class TimeCost(CostModel):
     def fixed(self, ticket: Ticket) -> float:
         return self.kind(ticket).fixed
 
-    def kind(self, ticket: Ticket) -> _Kind:
+    def kind(self, ticket: Ticket) -> _KindCost:
         """What tickets like this one cost."""
         request = ticket.request
         key = (request.shape, ticket.stage, request.cost_class)
         known = self._kinds.get(key)
         if known is None:
-            known = self._kinds[key] = _Kind(self, ticket)
+            known = self._kinds[key] = _KindCost(self, ticket)
         return known
 
     def told_apart(self, ticket: Ticket) -> bool:

@@ -101,22 +101,20 @@ class GroupConfig:
     displace_background: bool = False
 
     def __post_init__(self) -> None:
-        if not self.capacity >= 1:
-            raise ConfigError(f"GroupConfig.capacity={self.capacity!r}: must be >= 1 tickets")
-        if not self.max_queued_units > 0:
-            raise ConfigError(f"GroupConfig.max_queued_units={self.max_queued_units!r}: must be > 0 units")
-        if not self.max_queued_seconds > 0:
-            raise ConfigError(f"GroupConfig.max_queued_seconds={self.max_queued_seconds!r}: must be > 0 seconds")
-        if not self.max_in_flight_per_client >= 0:
-            raise ConfigError(f"GroupConfig.max_in_flight_per_client={self.max_in_flight_per_client!r}: must be >= 0")
-        if not (self.weight >= 0 and isfinite(self.weight)):
-            raise ConfigError(f"GroupConfig.weight={self.weight!r}: must be finite and >= 0")
-        if not (0.0 <= self.gap_chance < 1.0 and (self.gap_chance == 0.0 or self.weight == 0.0)):
-            raise ConfigError(f"GroupConfig.gap_chance={self.gap_chance!r}: must be in [0, 1), and needs weight 0")
+        gap_fits = 0.0 <= self.gap_chance < 1.0 and (self.gap_chance == 0.0 or self.weight == 0.0)
+        for name, good, rule in (
+            ("capacity", self.capacity >= 1, ">= 1 tickets"),
+            ("max_queued_units", self.max_queued_units > 0, "> 0 units"),
+            ("max_queued_seconds", self.max_queued_seconds > 0, "> 0 seconds"),
+            ("max_in_flight_per_client", self.max_in_flight_per_client >= 0, ">= 0"),
+            ("weight", self.weight >= 0 and isfinite(self.weight), "finite and >= 0"),
+            ("gap_chance", gap_fits, "in [0, 1), and needs weight 0"),
+            ("promote_after", self.promote_after >= 0, ">= 0 seconds"),
+        ):
+            if not good:
+                raise ConfigError(f"GroupConfig.{name}={getattr(self, name)!r}: must be {rule}")
         if self.gap_chance and self.resources is not None:
             raise ConfigError("GroupConfig.gap_chance: a group with resources cannot be put off")
-        if not self.promote_after >= 0:
-            raise ConfigError(f"GroupConfig.promote_after={self.promote_after!r}: must be >= 0 seconds")
         if self.flush.times_fixed and not isinstance(self.controller, Planner):
             raise ConfigError("FlushPolicy.times_fixed: needs a group whose controller is a Planner")
         holds = (*self.flush.hold_max, self.flush.returns, self.flush.shed)
@@ -124,30 +122,15 @@ class GroupConfig:
             raise ConfigError("GroupConfig.resources: needs a flush policy without holds and shedding (every_step)")
 
 
-class Tenant(ShareHolder):
-    """Groups that take turns as one. number: its place among others of the same counter. peers: that it shares with."""
+class Tenant(Shares):
+    """Groups that take turns as one; active ones have tickets that may run. counter: device time over its weight.
+
+    number: its place among others of the same counter. peers: that it shares with.
+    """
 
     def __init__(self, name: str, weight: float, number: int, peers: Shares) -> None:
-        super().__init__()  # counter: device time of all its groups over its weight
+        super().__init__(peers)
         self.name, self.weight, self.number = name, weight, number
-        self._peers, self._groups = peers, Shares()
-
-    def enter(self, group: Group) -> None:
-        """The group has a ticket that may run."""
-        if not self._groups:
-            self._peers.enter(self)
-        self._groups.enter(group)
-
-    def charge(self, group: Group, seconds: float) -> None:
-        """Charge virtual device seconds of the group; a negative number corrects an earlier charge."""
-        self._groups.charge(group, seconds)
-        self._peers.charge(self, seconds)
-
-    def leave(self, group: Group) -> None:
-        """The group's last ticket left."""
-        self._groups.leave(group)
-        if not self._groups:
-            self._peers.leave(self)
 
 
 class Group(ShareHolder):
@@ -238,8 +221,7 @@ class Group(ShareHolder):
         del tickets[ticket]
         if not tickets:
             del self.preparing[client]
-        self.dequeue(1, ticket.wants)
-        self.backlog.remove((ticket,))
+        self.dequeue((ticket,))
         self.unsettled -= 1
 
     def unsettled_of(self, client: Hashable) -> int:
@@ -297,12 +279,9 @@ class Group(ShareHolder):
 
     def take(self, batch: Batch) -> None:
         """The tickets that enter with the batch stop waiting."""
-        entered = batch.admitted
-        self.backlog.remove(entered)
-        wanted = sum([ticket.wants for ticket in entered])  # without what was found cached, which was wanted too
-        self.dequeue(len(entered), wanted + sum(batch.cached.values()))
+        self.dequeue(batch.admitted, sum(batch.cached.values()))
         if self.room is not None:
-            self.room -= len(entered)
+            self.room -= len(batch.admitted)
 
     def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> bool:
         """A ticket settled; it has already stopped waiting. `settled` follows. Returns whether its client has no
@@ -347,10 +326,12 @@ class Group(ShareHolder):
         """Device seconds that a waiting ticket counts for in the backlog: its share of a full batch of its kind."""
         return self.cost.share(ticket, self.budget, self.config.flush.max_batch_size)
 
-    def dequeue(self, count: int, units: float) -> None:
-        """So many tickets stopped waiting, that wanted so many units together."""
-        self.queued -= count
+    def dequeue(self, tickets: Collection[Ticket], cached: float = 0.0) -> None:
+        """These stopped waiting. cached: units that they wanted, too, and that were found computed."""
+        self.queued -= len(tickets)
+        units = sum([ticket.wants for ticket in tickets]) + cached
         self.queued_units = self.queued_units - units if self.queued else 0.0  # no rounding is carried on
+        self.backlog.remove(tickets)
 
     def _age(self, ticket: Ticket) -> None:
         """Note when a background ticket counts as default."""

@@ -334,7 +334,7 @@ class Holding:
         self.draining = False
         self.inputs = 0
         self._idle_after = -1  # the input after which nothing was found to run
-        self._ends = inf  # then: when the first hold ends
+        self.ends = inf  # then: when the first hold ends
         self._gaps = any(config.gap_chance for config in configs)
         self._asked = Rate()  # of groups that others yield to
 
@@ -382,12 +382,9 @@ class Holding:
 
     # -- until when it is valid --------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        self._ends = inf
-
     def put_off(self, until: float) -> None:
         """A batch waits until then."""
-        self._ends = min(self._ends, until)
+        self.ends = min(self.ends, until)
 
     def found_nothing(self) -> None:
         """`next_batch` found nothing to run."""
@@ -400,7 +397,7 @@ class Holding:
 
     def ends_at(self, now: float) -> float:
         """When the next decision is due: now after an input."""
-        return self._ends if self._idle_after == self.inputs else now
+        return self.ends if self._idle_after == self.inputs else now
 
     # -- the decision ------------------------------------------------------------------------------------------------
 

@@ -137,19 +137,26 @@ class ShareHolder:
         self.counter = 0.0
 
 
-class Shares:
-    """The active members. The counter of one may grow at any time; only `charge` may make it smaller."""
+class Shares(ShareHolder):
+    """The active members. The counter of one may grow at any time; only `charge` may make it smaller.
 
-    __slots__ = ("_active", "_rest")
+    over: shares of which all of them are one member together, or None.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_active", "_over", "_rest")
+
+    def __init__(self, over: Shares | None = None) -> None:
+        super().__init__()
         self._active: LazyHeap[ShareHolder, float] = LazyHeap()  # by counters that they have or had
         self._rest = 0.0
+        self._over = over
 
     def __len__(self) -> int:
         return len(self._active)
 
     def enter(self, member: ShareHolder) -> None:
+        if self._over is not None and not self._active:
+            self._over.enter(self)
         if member.counter < (floor := self.floor()):
             member.counter = floor
         self._active.push(member.counter, member)
@@ -158,12 +165,16 @@ class Shares:
         self._active.discard(member)
         if member.counter > self._rest:
             self._rest = member.counter
+        if self._over is not None and not self._active:
+            self._over.leave(self)
 
     def charge(self, member: ShareHolder, amount: float) -> None:
         """Add to an active member's counter. Negative amounts correct an earlier charge."""
         member.counter += amount
         if amount < 0.0:
             self._active.push(member.counter, member)
+        if self._over is not None:
+            self._over.charge(self, amount)
 
     def floor(self) -> float:
         """The smallest active counter; when there is none, the largest of those that left."""
@@ -453,7 +464,6 @@ class Turns:
         self._by_share: LazyHeap[Partition, tuple[float, int]] = LazyHeap()
         self._urgent: LazyHeap[Partition, float] = LazyHeap()
         self._deadlines: LazyHeap[Partition, float] = LazyHeap()  # the earliest of each
-        self._pauses: LazyHeap[Partition, float] = LazyHeap()
 
     def came(self, partition: Partition) -> None:
         """A ticket has come. Many new partitions are sorted in as they come, not all by the next decision."""
@@ -469,19 +479,6 @@ class Turns:
 
     def first_to_expire(self) -> Ticket:
         return _first(_first(self._deadlines).deadlines)
-
-    def resumes_at(self) -> float:
-        """When the next pause of a partition ends; inf when none is paused."""
-        self._refresh()
-        return top[0] if (top := self._pauses.first()) is not None else inf
-
-    def resume(self, now: float) -> None:
-        """End the pauses that are over."""
-        self._refresh()
-        while (top := self._pauses.first()) is not None and top[0] <= now:
-            top[1].paused_until = -inf
-            self.touched[top[1]] = None
-            self._refresh()
 
     def in_order(self, now: float) -> Iterator[Partition]:
         """The partitions that could take a turn, each once, in the order above."""
@@ -522,7 +519,6 @@ class Turns:
             urgent = oldest is not None and partition.tiers[URGENT].tickets
             self._urgent.put(partition, oldest.seq if oldest is not None and urgent else None)
             self._deadlines.put(partition, None if first is None else first[0])
-            self._pauses.put(partition, partition.paused_until if partition.paused_until > -inf else None)
 
 
 def _first(heap: LazyHeap[T, float]) -> T:

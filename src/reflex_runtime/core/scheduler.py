@@ -127,6 +127,7 @@ class Scheduler:
         self._ahead = Ahead()
         self._started: Batch | None = None  # formed ahead, and begins when the one before is complete
         self._leaving = Leaving(self._groups)
+        self._paused: dict[Group | Partition, Group] = {}
         self._events: list[Event] = []
         self._drained = False
         self.settled = 0
@@ -247,12 +248,15 @@ class Scheduler:
         """Give the group, or one of its partitions, no turn before `until`. A time in the past ends a pause."""
         self._input(now)
         self._take_back()
-        turns = self._groups[group].turns
-        turns.resume(now)  # a partition whose pause is over may be forgotten
-        target = self._groups[group] if partition is None else self._groups[group].partition(partition)
+        self._end_pauses()  # a partition whose pause is over may be forgotten
+        of = self._groups[group]
+        target = of if partition is None else of.partition(partition)
         target.paused_until = until if until > now else -inf
+        self._paused[target] = of
+        if until <= now:
+            del self._paused[target]
         if isinstance(target, Partition):
-            turns.touched[target] = None
+            of.turns.touched[target] = None
         self._events.append(SchedulerPaused(now, group, partition, until))
 
     def close(self, now: float, drain: bool = True) -> bool:
@@ -306,7 +310,7 @@ class Scheduler:
         stood, settled = self._holding.current, self.settled
         if not self._apply_due(len(self._in_flight) < self._max_batches):
             return None
-        self._holding.begin()
+        self._holding.ends = inf
         for group in self._turns():
             batch = self._form(group)
             if batch is not None:
@@ -364,8 +368,7 @@ class Scheduler:
         Exact once `next_batch` returned None; straight after an input to a free device it is the time of that input.
         """
         at = self._now if self._leaving.behind else self.expires_at()
-        for group in self._groups.values():
-            at = min(at, group.turns.resumes_at(), inf if group.paused_until == -inf else group.paused_until)
+        at = min([at, *[paused.paused_until for paused in self._paused]])
         return at if len(self._in_flight) >= self._max_batches else min(at, self._holding.ends_at(self._now))
 
     @property
@@ -445,11 +448,16 @@ class Scheduler:
         if self._ahead.expires <= self._now:
             self._take_back()
         self._settle_leaving(forming)
-        for group in self._groups.values():
-            if group.paused_until <= self._now:
-                group.paused_until = -inf
-            group.turns.resume(self._now)
+        self._end_pauses()
         return forming and not self._leaving.holds_up
+
+    def _end_pauses(self) -> None:
+        for target, group in list(self._paused.items()):
+            if target.paused_until <= self._now:
+                del self._paused[target]
+                target.paused_until = -inf
+                if isinstance(target, Partition):
+                    group.turns.touched[target] = None
 
     def _settle_leaving(self, forming: bool) -> None:
         for ticket, error in self._leaving.due(self._now, self._drained, forming):
@@ -684,8 +692,7 @@ class Scheduler:
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
                 partition.take((ticket,))
-                group.backlog.remove((ticket,))
-                group.dequeue(1, ticket.wants)
+                group.dequeue((ticket,))
             elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
                 group.left.append(ticket)
             if resources is not None and state is not WAITING:

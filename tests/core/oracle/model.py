@@ -224,7 +224,7 @@ class Oracle(Batches):
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         self.input(now)
         for (g, p), end in list(self.pauses.items()):
-            if (g, p) == (group, partition) or (g == group and p is not None and end <= now):
+            if (g, p) == (group, partition) or end <= now:
                 del self.pauses[g, p]
         if until > now:
             self.pauses[group, partition] = until
