@@ -41,15 +41,23 @@ def test_max_connections_leaves_descriptors_to_others(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.os, "listdir", lambda path: ["fd"] * 20)
-    for allowed, asked, most in ((1024, 4096, 940), (1024, 940, 940), (64, 4096, 16), (resource.RLIM_INFINITY, 9, 9)):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
+    no_limit = resource.RLIM_INFINITY
+    for soft, hard, asked, most in (
+        (1024, 1024, 4096, 940), (1024, 1024, 940, 940), (64, 64, 4096, 16), (no_limit, no_limit, 9, 9),
+        (1024, 524288, 4096, 4096), (1024, 2000, 4096, 1916), (1024, no_limit, 4096, 4096),
+    ):  # fmt: skip
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=(soft, hard): limits)
         most_connections.cache_clear()
         assert most_connections(asked) == most
     most_connections.cache_clear()
     assert [record.message for record in caplog.records] == [
         "--max-connections=4096: the process may have 1024 open files, so it is 940",
         "--max-connections=4096: the process may have 64 open files, so it is 16",
+        "--max-connections=4096: the process may have 2000 open files, so it is 1916",
     ]
+    assert set_to[2:] == [(4180, 524288), (2000, 2000), (4180, no_limit)]
 
 
 @pytest.fixture(scope="module")

@@ -529,15 +529,19 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
 
 @cache
 def most_connections(asked: int) -> int:
-    """The setting, or fewer if the process has fewer file descriptors."""
+    """The setting, or fewer if the process may not have that many file descriptors. Raises its soft limit."""
     try:
         import resource
 
-        allowed, taken = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd"))
+        allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = asked + len(os.listdir("/dev/fd")) + RESERVE
+        if allowed != resource.RLIM_INFINITY and allowed < needed:
+            allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (ImportError, OSError):
         return asked
-    if allowed == resource.RLIM_INFINITY or asked <= allowed - taken - RESERVE:
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return asked
-    most = max(LEAST, allowed - taken - RESERVE)
+    most = max(LEAST, asked - (needed - allowed))
     log.warning("--max-connections=%d: the process may have %d open files, so it is %d", asked, allowed, most)
     return most
