@@ -25,7 +25,7 @@ def main() -> None:
     command = [sys.executable, "-m", "bench.apps.runtime_process"]
     workers = WorkersConfig(lambda number: spawned(command), lambda config, number, restarts: {})
     config = LLMServeConfig(served_model_name="toy", workers=1)
-    make = serving(ModelPlan("toy", config), partial(open_workers, workers, ByteTokenizer()))
+    make = partial(serving, ModelPlan("toy", config), partial(open_workers, workers, ByteTokenizer()))
     status, clean = asyncio.run(serve(make, [bind("127.0.0.1", int(sys.argv[1]))], config))
     os._exit(status if clean else 1)
 

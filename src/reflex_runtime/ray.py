@@ -17,6 +17,7 @@ from typing import Any, Final
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.extras import needed_by
 from reflex_runtime.robots.app import create
+from reflex_runtime.settings.declare import whole
 from reflex_runtime.web.request import Receive, Scope, Send
 
 with needed_by("reflex_runtime.ray"):
@@ -38,7 +39,8 @@ def app(args: Mapping[str, str]) -> serve.Application:
     """
     if not args.get("export"):
         raise ConfigError("export is missing: serve run reflex_runtime.ray:app export=./my-export")
-    replicas, most = _whole(args, "replicas", 2), _whole(args, "max_replicas", 0)
+    replicas = whole("replicas", args.get("replicas", "2"), 0, 1000)
+    most = whole("max_replicas", args.get("max_replicas", "0"), 0, 1000)
     settings = {name: value for name, value in args.items() if name not in OWN}
     replica = ReflexReplica(args["export"], settings)
     options: dict[str, Any] = {
@@ -74,9 +76,9 @@ class ReflexReplica:
         try:
             self._app = await asyncio.to_thread(create, self._export, **self._settings)
             await self._app.life.begin()
-            await self._app.life.started
-            if self._app.life.host.error:
-                raise ConfigError(f"the policy could not be started: {self._app.life.host.error}")
+            await self._app.life.begun()
+            if self._app.life.error:
+                raise ConfigError(f"the policy could not be started: {self._app.life.error}")
         except Exception as error:
             log.exception("the replica could not be started")
             await send({"type": "lifespan.startup.failed", "message": str(error)})
@@ -85,13 +87,3 @@ class ReflexReplica:
         await receive()
         await self._app.life.end()
         await send({"type": "lifespan.shutdown.complete"})
-
-
-def _whole(args: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        number = int(args.get(name, default))
-    except ValueError:
-        number = -1
-    if not 0 <= number <= 1000:
-        raise ConfigError(f"{name}={args[name]}: must be a whole number in [0, 1000]")
-    return number

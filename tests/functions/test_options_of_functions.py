@@ -50,7 +50,7 @@ def test_h10_the_device_of_functions_is_that_of_their_settings(monkeypatch: pyte
     monkeypatch.setattr(server_of_functions, "Batcher", batcher)
     config = FunctionsConfig(brief_ms=2.0)
     functions = read_functions([source("double")], config)
-    FunctionServer(config, functions, lambda: None, None)
+    FunctionServer(config, functions, None)
     assert made["brief"] == pytest.approx(0.002)
 
 

@@ -182,7 +182,7 @@ class Toy:
 
     def making(self) -> Make:
         """What is served."""
-        return making(self.plan(), self.opening())
+        return partial(making, self.plan(), self.opening())
 
     def opening(self) -> Open:
         """How the model is opened: in this process."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reflex_runtime.web.app import App
-from reflex_runtime.web.serve import Host, ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.serve import Host, ReflexServer, uvicorn_config
 from reflex_runtime.web.supervisor import bind
 from serving.harness import PATIENCE
 
@@ -40,8 +40,9 @@ class Ready(Host):
 async def listening(app: App, limits: Limits | None = None) -> AsyncIterator[int]:
     """The port of the application; the test fails if the block takes longer than PATIENCE."""
     settings, sock, up = limits or Limits(), bind("127.0.0.1", 0), asyncio.Event()
-    life = ServerLife(app, Ready(), settings.drain_timeout_s)
-    server = ReflexServer(uvicorn_config(app, settings), life)
+    host = Ready()
+    host.attach(app, settings.drain_timeout_s)
+    server = ReflexServer(uvicorn_config(app, settings), host)
     server.on_listening = up.set
     serving = asyncio.ensure_future(server.serve([sock]))
     try:
@@ -49,5 +50,5 @@ async def listening(app: App, limits: Limits | None = None) -> AsyncIterator[int
             await up.wait()
             yield sock.getsockname()[1]
     finally:
-        life.stop.set()
+        host.stopping.set()
         await serving

@@ -254,7 +254,7 @@ def ready(model):
 import logging
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 config = LLMServeConfig()
-make = serving(ModelPlan("toy", config), partial(open_model, lambda plan: (runner, ByteTokenizer())))
+make = partial(serving, ModelPlan("toy", config), partial(open_model, lambda plan: (runner, ByteTokenizer())))
 import asyncio
 asyncio.run(serve(make, [sock], config, None, ready))
 """

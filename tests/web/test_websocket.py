@@ -113,6 +113,14 @@ def test_w1_text_and_binary_go_both_ways_in_their_order_and_the_query_is_known()
     running(check)
 
 
+def test_w1_a_query_that_cannot_be_read_is_refused() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected("/echo?name=arm&" + "&".join(f"n{i}=" for i in range(64))) as client:
+            assert await closed_with(client) == 1008
+
+    running(check)
+
+
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_w1_large_messages_are_what_was_sent(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def check(run: Running) -> None:

@@ -80,7 +80,7 @@ def _plan(
     models = dict.fromkeys(spec.model_id for plan in plans for spec in plan.specs.values())
     sources = [told_apart(source) for policy in asked for source in policy.sources.values()]
     return serving.Served(
-        config, app.serving(config, plans), ", ".join(models), ", ".join(sources), _ready,
+        config, partial(app.serving, config, plans), ", ".join(models), ", ".join(sources), _ready,
         [_row(policy) for policy in asked if len(asked) > 1], [(logging.WARNING, text) for text in _warnings(config)],
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def _plan(config: FunctionsConfig, sources: Sequence[str], changed: Mapping[str,
     told = ", ".join(names)
     paths = "/predict" if len(names) == 1 else ", ".join(f"/predict/{name}" for name in names)
     notes = [(logging.INFO, served.note) for served in functions if served.note]
-    make = app.serving(config, functions)
+    make = partial(app.serving, config, functions)
     return serving.Served(config, make, told, told, lambda _: f": POST {paths}", notes=notes)
 
 

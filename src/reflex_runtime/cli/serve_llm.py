@@ -125,7 +125,8 @@ def _plan(
     plan = ModelPlan(name, config, directory, tuple(adapters_of(config)), defaults)
     said = authors_said(defaults)
     notes = [(logging.INFO, f"requests without these fields get {said} (generation_config.json)")] if said else []
-    return serving.Served(config, app.serving(plan, open), name, told_apart(str(directory)), _ready, rows, notes)
+    make = partial(app.serving, plan, open)
+    return serving.Served(config, make, name, told_apart(str(directory)), _ready, rows, notes)
 
 
 def _ready(model: ServerState) -> str:

@@ -44,7 +44,7 @@ from reflex_runtime.web.openapi import (
     document_routes,
 )
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
-from reflex_runtime.web.serve import Host, ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.serve import Host, ReflexServer, uvicorn_config
 from reflex_runtime.web.supervisor import bind, url_of
 from reflex_runtime.web.watchers import Watchers, dashboard_routes, grid_route
 
@@ -80,7 +80,7 @@ class FeedPages:
         routes += [*dashboard_routes(self._watchers), grid_route(), Route("/status", status, operators=True)]
         documents = document_routes(lambda request: document)
         every = [*documents, *routes, *pictures.every]
-        document = described("Reflex feeds", every, _OPERATIONS, PLAIN_ERROR, _ERRORS, keys)
+        document = described("Reflex feeds", every, _OPERATIONS, PLAIN_ERROR, keys)
         self.routes = {route.path: route for route in (*routes, *documents)} | pictures.routes
         self.find = pictures.find
 
@@ -200,15 +200,6 @@ def _feed(feed: FeedSnapshot) -> dict[str, Any]:
 
 # -- /openapi.json and /docs -------------------------------------------------------------------------------------------
 
-_ERRORS: Final = {
-    "401": "the key is missing or wrong",
-    "403": "without a key: a host name that is not this server's, or a page of another site",
-    "404": "no such feed",
-    "405": "only GET is taken",
-    "408": "the request did not come in time",
-    "422": "too many feeds are asked for",
-    "429": "too many watch",
-}
 _SEVERAL: Final = "multipart/x-mixed-replace"
 _NAME: Final = {"name": {"type": "string"}}
 _OPERATIONS: Final = PAGES | {
@@ -277,9 +268,9 @@ async def _serve(
     app = App(limits, pages.routes, PLAIN, pages.find, missing=partial(_missing, pages.routes))
     host = Host("ready")
     host.on_drain.append(pages.close)
-    life = ServerLife(app, host, drain_s=0.0)
-    stop = partial(asyncio.get_running_loop().call_soon_threadsafe, life.stop.set)
-    server = ReflexServer(uvicorn_config(app, limits), life)
+    host.attach(app, drain_s=0.0)
+    stop = partial(asyncio.get_running_loop().call_soon_threadsafe, host.stopping.set)
+    server = ReflexServer(uvicorn_config(app, limits), host)
     server.on_listening = partial(ready.set_result, stop)
     await server.serve([listening])
 

@@ -7,7 +7,7 @@ results are the schemas of the OpenAPI document, with an example to send.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from reflex_runtime.functions.oip import FunctionAsModel
@@ -34,21 +34,18 @@ from reflex_runtime.web.openapi import (
     schemas_of,
 )
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, named_in
-from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
 
 PREDICT: Final = "/predict"
 log = logging.getLogger("reflex.server")
 
 
-def serving(config: FunctionsConfig, functions: Sequence[ServedFunction]) -> Make:
-    """Makes the application for `web.serve`."""
-
-    def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, FunctionServer]:
-        server = FunctionServer(config, functions, on_lost, parent)
-        return application(server), server
-
-    return make
+def serving(
+    config: FunctionsConfig, functions: Sequence[ServedFunction], parent: Parent | None
+) -> tuple[App, FunctionServer]:
+    """The application of these functions and its host."""
+    server = FunctionServer(config, functions, parent)
+    return application(server), server
 
 
 def application(server: FunctionServer) -> App:
@@ -82,7 +79,7 @@ def application(server: FunctionServer) -> App:
         return f"{path[:200]}: not found{did_you_mean(name, of)}; there are {there}"
 
     by_path = {route.path: route for route in routes}
-    app = App(config, by_path, PLAIN, named_in(routes), missing=missing, cors=config.cors)
+    app = App(config, by_path, PLAIN, named_in(routes), missing=missing)
     if config.oip_grpc:
         from reflex_runtime.web.grpc_listener import oip_listener
 
@@ -96,14 +93,6 @@ def application(server: FunctionServer) -> App:
 # -- the document ------------------------------------------------------------------------------------------------------
 
 
-ERRORS: Final = {
-    "400": "the body cannot be read", "401": "the key is missing or wrong", "403": "a web page of another site",
-    "404": "no such function", "405": "another method", "408": "the request did not come in time", "409": "superseded",
-    "413": "the body is too large", "415": "the body's Content-Type is not read", "422": "a field is wrong",
-    "429": "too many requests of this client, or at all", "499": "the caller left",
-    "500": "the function failed on this item", "503": "not ready, or the queue is full: Retry-After says when",
-    "504": "its deadline passed",
-}  # fmt: skip
 _CODES: Final = ("400", "413", "415", "422", "429", "500", "503", "504")
 _QUERY: Final = {
     "deadline_ms": {
@@ -128,7 +117,7 @@ def document(routes: Iterable[Route], server: FunctionServer, keys: Keys) -> byt
         operations[f"/predict/{name}"] = operations["/predict"] = _operation(served)
     infer = schemas_of(oip.InferBody)
     operations |= oip.operations(list(server.functions), _CODES, infer["InferBody"])
-    return described("Reflex functions", routes, operations, schemas | infer, ERRORS, keys)
+    return described("Reflex functions", routes, operations, schemas | infer, keys)
 
 
 def _operation(served: ServedFunction) -> Operation:

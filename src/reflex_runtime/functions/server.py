@@ -45,7 +45,6 @@ class FunctionServer(BatchServer):
         self,
         config: FunctionsConfig,
         functions: Sequence[ServedFunction],
-        on_lost: Callable[[], None],
         parent: Parent | None,
     ) -> None:
         self.config = config
@@ -58,7 +57,7 @@ class FunctionServer(BatchServer):
         ]
         self.batcher = Batcher(
             {served.name: served.processor for served in functions}, groups, self.audience, config.watchdog_s,
-            on_fatal=on_lost, brief=config.brief_ms / 1e3, on_stuck=leave_stuck,
+            on_fatal=self.give_up, brief=config.brief_ms / 1e3, on_stuck=leave_stuck,
         )  # fmt: skip
         header = {"model_hash": "function", "model_type": "function", "export_dir": ", ".join(self.functions)}
         self._journal = partial(JournalWriter, groups=groups, header=header | {"hardware": hardware()})
@@ -141,11 +140,7 @@ _HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name 
 def options_in(request: HttpRequest) -> PredictOptions:
     """The options in query and headers. 422 names the field."""
     texts = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
-    if request.query_string:
-        query = request.query
-        if not query:
-            raise invalid("query", "query: must be NAME=VALUE, joined by &")
-        texts |= query
+    texts |= request.query
     return options_of(texts) if texts else _DEFAULTS
 
 

@@ -26,7 +26,6 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.fields import encode
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
-from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Parent
 from reflex_runtime.web.watchers import dashboard_routes
 
@@ -77,7 +76,6 @@ class ModelServer:
             error_form(lambda error, _: error_body(error)),
             find=lambda path: card if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
-            cors=config.cors,
         )
 
     def _count(self, request: HttpRequest, status: int) -> None:
@@ -120,11 +118,7 @@ class ModelServer:
         return document([*app.routes.values(), self._one], self.state.names, app.keys, app.knows(request))
 
 
-def serving(plan: ModelPlan, open: Open) -> Make:
-    """Makes the application for `web.serve`. open: see `ServerState`."""
-
-    def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, ServerState]:
-        state = ServerState(plan, open, on_lost, parent)
-        return ModelServer(state).app, state
-
-    return make
+def serving(plan: ModelPlan, open: Open, parent: Parent | None) -> tuple[App, ServerState]:
+    """The application of a model and its host. open: see `ServerState`."""
+    state = ServerState(plan, open, parent)
+    return ModelServer(state).app, state

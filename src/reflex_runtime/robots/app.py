@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
@@ -36,7 +36,6 @@ from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.oip import ROOT
 from reflex_runtime.web.openapi import document_routes
 from reflex_runtime.web.request import HttpRequest, Route, named_in
-from reflex_runtime.web.serve import Make, ServerLife
 from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
@@ -55,7 +54,7 @@ def application(runtime: PolicyRuntime) -> App:
         return named[name].find(slash + rest or "/") if name in named else None
 
     plain.by_path |= {route.path: route for route in runtime.pages}
-    app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
+    app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime))
     for wire in WIRES.values():
         if wire.listener and getattr(config, wire.setting):
             listener = _module(wire.listener).listener(app, handler)
@@ -138,25 +137,18 @@ def create_app(source: str | None = None, **settings: str) -> tuple[App, PolicyR
     if not source:
         raise ConfigError("REFLEX_SOURCE is missing: the directory of an export")
     asked = PolicyAsked(DEFAULT_POLICY, {"prod": source}, config, places, 1.0, "")
-    runtime = PolicyRuntime(config, plans_of(config, places, [asked]), _lost)
-    app = application(runtime)
-    ServerLife(app, runtime, config.drain_timeout_s)
+    app, runtime = serving(config, plans_of(config, places, [asked]), None)
+    runtime.on_lost = partial(signal.raise_signal, signal.SIGTERM)  # whatever runs it drains and starts it again
+    runtime.attach(app, config.drain_timeout_s)
     return app, runtime
 
 
-def _lost() -> None:
-    """The device is lost for good: the server drains, and its supervisor starts it again."""
-    signal.raise_signal(signal.SIGTERM)
-
-
-def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
-    """The factory of a policy server for `web.serve`."""
-
-    def make(on_lost: Callable[[], None], parent: Parent | None) -> tuple[App, PolicyRuntime]:
-        runtime = PolicyRuntime(config, plans, on_lost, parent)
-        return application(runtime), runtime
-
-    return make
+def serving(
+    config: ServeConfig, plans: Sequence[PolicyPlan], parent: Parent | None
+) -> tuple[App, PolicyRuntime]:
+    """The application of these policies and its host."""
+    runtime = PolicyRuntime(config, plans, parent)
+    return application(runtime), runtime
 
 
 # -- plans: their errors come before anything is loaded ----------------------------------------------------------------

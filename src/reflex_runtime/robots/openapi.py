@@ -37,24 +37,6 @@ from reflex_runtime.web.openapi import (
 from reflex_runtime.web.request import Route
 
 POLICIES: Final = "/policies/"  # NAME and the paths of a server of this policy follow
-ERRORS: Final = {
-    "400": "invalid_json, invalid_request: the body is not JSON or msgpack, or the request is not HTTP",
-    "401": "unauthorized: a key is set and was not sent",
-    "403": "forbidden: without a key, the request came from another machine, or from a page of another site",
-    "404": "not_found: no such path, slot, episode, model or directory",
-    "405": "method_not_allowed: the header Allow names the right method",
-    "408": "request_timeout: the head or the body did not arrive in time",
-    "409": "superseded: a newer request of the same robot replaced it; invalid_request: it does not fit the state of "
-    "the server",
-    "413": "too_large: the body exceeds --max-body-bytes",
-    "415": "unsupported_encoding: the body is compressed",
-    "422": "invalid_request: `field` names what is wrong",
-    "429": "client_at_capacity, too_many_requests: try again after Retry-After",
-    "500": "processor_failed, processor_hung: it ran and failed",
-    "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready: "
-    "try again after Retry-After",
-    "504": "deadline_exceeded: the deadline passed before it ran",
-}
 _ALWAYS: Final = ("401", "403", "405", "408", "503")
 _CHANGED: Final = ("400", "404", "409", "413", "415", "422", "500")
 _INFERRED: Final = ("400", "409", "413", "415", "422", "429", "500", "504")
@@ -82,7 +64,7 @@ def document(routes: Iterable[Route], policies: Mapping[str, Mapping[str, Policy
     for name, specs in policies.items():
         operations |= {f"{POLICIES}{name}{path}": told for path, told in _operations(specs, name).items()}
     schemas = schemas_of(ActAnswer, oip.InferBody) | PLAIN_ERROR
-    return described("Reflex", routes, operations, schemas, ERRORS, keys, _ALWAYS)
+    return described("Reflex", routes, operations, schemas, keys, _ALWAYS)
 
 
 def _operations(

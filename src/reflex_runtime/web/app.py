@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -90,7 +90,7 @@ class App:
     """The application of one server.
 
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each request
-    and its status. missing: the error's text for a path without a route. cors: sites whose pages may read answers.
+    and its status. missing: the error's text for a path without a route.
 
     asked: number of requests so far. active: of those that are being answered, messages of other protocols included.
     closing: POSTs are refused, and connections close after their next answer. listeners: for other protocols; they
@@ -106,7 +106,6 @@ class App:
         find: Callable[[str], Route | None] = lambda path: None,
         on_answer: Callable[[HttpRequest, int], None] | None = None,
         missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}; /docs has all paths",
-        cors: Collection[str] = (),
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
@@ -120,7 +119,7 @@ class App:
         self.limits = ConnectionLimits(0, inf, inf, inf)  # set by the server
         self.requests: set[HttpRequest] = set()  # of HTTP, that are being answered
         self.keys = Keys(settings.api_key, settings.admin_key)
-        self._cors = Cors(cors)
+        self._cors = Cors(settings.cors)
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
         self._refused: defaultdict[int, Seldom] = defaultdict(Seldom)  # websockets, by status
@@ -220,12 +219,6 @@ class App:
         form = (request.route.form if request.route is not None else None) or self.form
         told = form(error, request.request_id, request.wants_msgpack)
         told.headers = [*(extra or ()), *told.headers, *retry_headers(error), *getattr(error, "headers", ())]
-        if isinstance(error, Unauthorized):
-            told.headers.append((b"www-authenticate", b"Bearer"))
-        if isinstance(error, TooSlow):
-            told.headers.append(CLOSE)
-        if isinstance(error, MethodNotAllowed):
-            told.headers.append((b"allow", str(error.details["allow"]).encode()))
         return told
 
     def refuse_bytes(self, error: ReflexError) -> bytes:

@@ -86,7 +86,7 @@ class BatchServer(Host):
             await self.batcher.close(drain=False)
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        running = "" if self._clean else f"{self.what} is still being loaded or warmed up"
+        running = "" if self.clean else f"{self.what} is still being loaded or warmed up"
         if self.loaded:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,9 +15,10 @@ log = logging.getLogger("reflex.server")
 
 
 class ClientError(ReflexError):
-    """The request is wrong; a repetition does not help."""
+    """The request is wrong; a repetition does not help. headers: of its answer."""
 
     code, http_status, outcome = "invalid_request", 400, "client_error"
+    headers: Sequence[tuple[bytes, bytes]] = ()
 
 
 class InvalidRequest(Rejected):
@@ -54,7 +55,7 @@ class UnsupportedEncoding(ClientError):
     """The body is compressed."""
 
     code, http_status = "unsupported_encoding", 415
-    headers: Final = [(b"accept-encoding", b"identity")]
+    headers = ((b"accept-encoding", b"identity"),)
 
 
 class UnsupportedMediaType(ClientError):
@@ -67,12 +68,14 @@ class TooSlow(ClientError):
     """The request did not come in time."""
 
     code, http_status, retry_safe = "request_timeout", 408, True
+    headers = ((b"connection", b"close"),)
 
 
 class Unauthorized(ClientError):
     """The key is missing or wrong."""
 
     code, http_status = "unauthorized", 401
+    headers = ((b"www-authenticate", b"Bearer"),)
 
 
 class Forbidden(ClientError):
@@ -97,6 +100,10 @@ class MethodNotAllowed(ClientError):
     """The path exists, the method does not."""
 
     code, http_status = "method_not_allowed", 405
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message, allow=allow)
+        self.headers = ((b"allow", allow.encode()),)
 
 
 class Unavailable(ReflexError):

@@ -104,18 +104,39 @@ PAGES: Final = {  # of every server
 }
 
 
+ERRORS: Final = {
+    "400": "invalid_json, invalid_request: the body cannot be read, or the request is not HTTP",
+    "401": "unauthorized: a key is set and was not sent",
+    "403": "forbidden: without a key, a host name that is not this server's, another machine, or another site's page",
+    "404": "not_found: nothing of this name is here",
+    "405": "method_not_allowed: the header Allow names the right method",
+    "408": "request_timeout: the head or the body did not arrive in time",
+    "409": "superseded: a newer request of the same client replaced it; invalid_request: it does not fit the state of "
+    "the server",
+    "413": "too_large: the body exceeds --max-body-bytes",
+    "415": "unsupported_encoding, unsupported_media_type: the body is compressed, or of a type that is not read",
+    "422": "invalid_request: `field` names what is wrong",
+    "429": "client_at_capacity, too_many_requests: try again after Retry-After",
+    "500": "processor_failed, processor_hung: it ran and failed",
+    "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready: "
+    "try again after Retry-After",
+    "504": "deadline_exceeded: the deadline passed before it ran",
+}
+"""The meaning of each status."""
+
+
 def described(
     title: str,
     routes: Iterable[Route],
     operations: Mapping[str, Operation],
     schemas: Mapping[str, Any],
-    errors: Mapping[str, str],
     keys: Keys,
     always: Sequence[str] = ("401", "403", "405", "408"),
+    errors: Mapping[str, str] = ERRORS,
 ) -> bytes:
     """The document of these routes. KeyError for one without a description, except for files of /dashboard and
-    websockets, which OpenAPI does not have. operations: by path. errors: the meaning of each status. always: statuses
-    of every request.
+    websockets, which OpenAPI does not have. operations: by path. always: statuses of every request. errors: the
+    meaning of each status.
     """
     paths: dict[str, Any] = {}
     for route in routes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -135,18 +136,21 @@ def pixels_of(sent: Any, field: str = "image") -> int:
     needed. InvalidRequest for other input, a broken file, one too large or of more than 64 scans.
     """
     if isinstance(sent, bytes | bytearray | memoryview):
-        data = bytes(sent)
-        height, width = image_size(data, field)
-        pixels: int = height * width
-        scans = data.count(JPEG_SCAN) if data.startswith(JPEG_START) else 0
+        data, scans = bytes(sent), 0
+        if data.startswith(JPEG_START):
+            _for_pillow(data, field)  # refuses very many parts
+            scans = data.count(JPEG_SCAN)
+        found = _png_size(data) or _jpeg_size(data)
+        if found is None:
+            with _opened(data, field) as image:
+                found = image.height, image.width
+        pixels = prod(_checked_size(*found, field))
         if scans > MAX_SCANS:
             raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
         return pixels // 32 * scans if scans else pixels
     if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
         raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
-    pixels = sent.shape[0] * sent.shape[1]
-    _checked_size(sent.shape[0], sent.shape[1], field)
-    return pixels // 8
+    return prod(_checked_size(sent.shape[0], sent.shape[1], field)) // 8
 
 
 _BARE: Final = {b"\xff" + bytes([mark]) for mark in (0, 1, *range(0xD0, 0xDA))}  # markers of a JPEG without a length
@@ -179,17 +183,6 @@ def _for_pillow(data: bytes, field: str) -> bool:
     else:
         return True
     raise InvalidRequest(f"{field}: a file of over {MAX_PARTS} parts", field)
-
-
-def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
-    """(height, width) in the header of a PNG or JPEG; InvalidRequest for other files and too large ones."""
-    if data.startswith(JPEG_START):
-        _for_pillow(data, field)
-    found = _png_size(data) or _jpeg_size(data)
-    if found is None:
-        with _opened(data, field) as image:
-            return image.height, image.width
-    return _checked_size(*found, field)
 
 
 def _opened(data: bytes, field: str) -> Any:

@@ -181,11 +181,14 @@ class HttpRequest:
 
     @property
     def query(self) -> dict[str, str]:
-        """The fields of the query, each name once; empty for an invalid query."""
-        try:
-            return dict(parse_qsl(self.query_string.decode("ascii"), keep_blank_values=True, max_num_fields=64))
-        except ValueError:
+        """The fields of the query, each name once. Raises the 422 for one that cannot be read."""
+        if not self.query_string:
             return {}
+        with suppress(ValueError):
+            found = dict(parse_qsl(self.query_string.decode("ascii"), keep_blank_values=True, max_num_fields=64))
+            if found:
+                return found
+        raise invalid("query", "query: must be NAME=VALUE, joined by &, in ASCII and at most 64 of them")
 
     def refuse_query(self) -> None:
         """Raise the 422 for a query, on a path without one."""

@@ -37,20 +37,29 @@ _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, st
 
 
 class Host:
-    """The product of a server, policies or a model: start, drain, stop.
+    """The product of a server, policies or a model, and its life on any ASGI server, whose lifespan calls `begin` and
+    `end`.
 
     what: its name in messages. state: of /health: initializing → loading (→ warming) → ready; `warmup_failed`;
     `draining`. error: why it could not be started. unusable: its directory or a setting is wrong, and a restart cannot
     help. on_drain: called when a drain begins. writes_files: whether SIGHUP and SIGUSR1 call `turn_files`.
+    app, drain_s: its application and its time for a drain, see `attach`. stopping: set to end the server. on_lost: ends
+    another server than ours. lost: the device is gone for good. clean: no thread is left that loads or runs.
     """
 
     what: ClassVar[str] = "the model"
+    app: App
+    drain_s: float
 
     def __init__(self, state: str = "initializing") -> None:
         self._state, self.error, self.unusable = state, "", False
         self.on_drain: list[Callable[[], None]] = []
-        self._clean = True  # no thread loads
+        self.stopping = asyncio.Event()
+        self.on_lost: Callable[[], object] | None = None
+        self.lost, self.clean = False, True
         self._started = asyncio.Event()  # `start` has returned
+        self._starting: asyncio.Future[None] | None = None
+        self._drained = False
 
     @property
     def state(self) -> str:
@@ -59,6 +68,13 @@ class Host:
     @property
     def writes_files(self) -> bool:
         return False
+
+    def attach(self, app: App, drain_s: float) -> None:
+        """Give it its application, whose lifespan is its life from now on."""
+        self.app, self.drain_s = app, drain_s
+        app.life = self
+
+    # -- the product ---------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
         """Load and warm up. ConfigError names a wrong directory or setting."""
@@ -69,7 +85,7 @@ class Host:
     async def start(self) -> None:
         """Load, and serve. A failure ends in the state `warmup_failed`, with its error. Cancelling does not end the
         thread that loads: the reading of a model file cannot be interrupted."""
-        self._state, self._clean = "loading", False
+        self._state, self.clean = "loading", False
         try:
             await self.load()
         except Exception as error:
@@ -81,7 +97,7 @@ class Host:
             await self.not_loaded()
         else:
             self._state = "ready"
-        self._clean = True
+        self.clean = True
         self._started.set()
 
     async def wait_started(self) -> bool:
@@ -97,6 +113,12 @@ class Host:
             return NotReady(f"{self.what} could not be started: {self.error}", state=self._state)
         return NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
 
+    def give_up(self) -> None:
+        """The device is lost for good: end the server."""
+        self.lost = True
+        log.error("the device is lost; answering what is left and leaving")
+        (self.on_lost or self.stopping.set)()
+
     def drain(self) -> None:
         """Begin the end of the server: no new requests come."""
         if self._state != "warmup_failed":
@@ -107,97 +129,78 @@ class Host:
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Finish requests until `until`, by the loop's clock, and end the rest. Returns whether no thread is left.
         answered: returns when every request has its answer."""
-        return self._clean
+        return self.clean
 
     def turn_files(self) -> None:
         """Continue its recordings in new files, and keep the old ones."""
 
-
-class ServerLife:
-    """The life of a host and its application on any ASGI server, whose lifespan calls `begin` and `end`.
-
-    stop: set to end the server. lost: the device is gone for good. clean: every thread ended.
-    """
-
-    def __init__(self, app: App, host: Host, drain_s: float) -> None:
-        self.app, self.host, self.drain_s = app, host, drain_s
-        self.stop = asyncio.Event()
-        self.lost, self.clean = False, True
-        self.started: asyncio.Future[None] | None = None
-        self._drained = False
-        app.life = self
-
-    def give_up(self) -> None:
-        """The device is lost for good."""
-        self.lost = True
-        log.error("the device is lost; answering what is left and leaving")
-        self.stop.set()
+    # -- its life ------------------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Begin to load; requests are answered `not_ready` until it has."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page
-        self.started = asyncio.ensure_future(self.host.start())
+        self._starting = asyncio.ensure_future(self.start())
 
-    async def run(self) -> bool:
-        """Wait until the host is ready or has failed, with log lines. False if the server must stop before."""
-        assert self.started is not None
+    async def begun(self) -> bool:
+        """Wait until it is ready or has failed, with log lines. False if the server must stop before."""
+        assert self._starting is not None
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        stopping = asyncio.ensure_future(self.stop.wait())
-        waits: set[asyncio.Future[Any]] = {self.started, stopping}
-        while not (self.started.done() or stopping.done()):
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        waits: set[asyncio.Future[Any]] = {self._starting, stopping}
+        while not (self._starting.done() or stopping.done()):
             await asyncio.wait(waits, timeout=TOLD_EVERY, return_when=asyncio.FIRST_COMPLETED)
-            if not (self.started.done() or stopping.done()):
-                log.info("%s (%.0f s)", self.host.state, loop.time() - began)
+            if not (self._starting.done() or stopping.done()):
+                log.info("%s (%.0f s)", self.state, loop.time() - began)
         stopping.cancel()
-        if self.started.done():
-            self.started.result()
-        return self.started.done()
+        if self._starting.done():
+            self._starting.result()
+        return self._starting.done()
 
-    async def drain(self) -> None:
+    async def finish(self) -> None:
         """Refuse new requests, finish those received, answer the rest."""
         if self._drained:
             return
         self._drained = True
         loop, app = asyncio.get_running_loop(), self.app
         until = loop.time() + self.drain_s
-        if self.started is not None and not self.started.done():
-            self.started.cancel()
-            await asyncio.wait({self.started})  # it ends the processes that it was starting
-        await self._read_what_arrived()  # requests that had reached this machine at the signal count as received
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait({self._starting})  # it ends the processes that it was starting
+        await _read_what_arrived(app)  # requests that had reached this machine at the signal count as received
         app.close()
-        self.host.drain()
+        self.drain()
         log.info("draining: %d requests are being answered", app.active)
         if entering := [request.task for request in app.entering if request.task is not None]:
             await asyncio.wait(entering, timeout=min(self.drain_s, READING_GRACE))
         app.give_up_entering()
-        self.clean = await self.host.stop(until, app.wait_idle)
+        self.clean = await self.stop(until, app.wait_idle)
         await _within(app.wait_idle, loop.time() + 1.0)  # all have ended, and their answers are written
-        await self._read_what_arrived()
+        await _read_what_arrived(app)
         app.bodies.close()
 
     async def end(self) -> None:
-        await self.drain()
+        await self.finish()
         for listener in self.app.listeners:
             await listener.close()
 
-    async def _read_what_arrived(self) -> None:
-        """Let the loop accept and read, one connection a turn, until it finds nothing new."""
-        loop, app = asyncio.get_running_loop(), self.app
-        until = loop.time() + ARRIVED
-        seen, quiet = (-1, -1), 0
-        while quiet < _TURNS and loop.time() < until:
-            found = (app.asked, app.active)
-            quiet = quiet + 1 if found == seen else 0
-            seen = found
-            await asyncio.sleep(0)
+
+async def _read_what_arrived(app: App) -> None:
+    """Let the loop accept and read, one connection a turn, until it finds nothing new."""
+    until = asyncio.get_running_loop().time() + ARRIVED
+    seen, quiet = (-1, -1), 0
+    while quiet < _TURNS and asyncio.get_running_loop().time() < until:
+        found = (app.asked, app.active)
+        quiet = quiet + 1 if found == seen else 0
+        seen = found
+        await asyncio.sleep(0)
 
 
 class ReflexServer(uvicorn.Server):
     """uvicorn with our life of a server: no polling, an event for the end, and a drain before connections close."""
 
-    def __init__(self, config: uvicorn.Config, life: ServerLife, parent: Parent | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, host: Host, parent: Parent | None = None) -> None:
         super().__init__(config)
-        self.life, self._parent = life, parent
+        self.host, self._parent = host, parent
         self.on_listening: Callable[[], None] | None = None
         self.on_ready: Callable[[Any], None] | None = None
 
@@ -207,13 +210,13 @@ class ReflexServer(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        life, host, parent = self.life, self.life.host, self._parent
+        host, parent = self.host, self._parent
         self._date(asyncio.get_running_loop())
         if parent is not None:
             parent.beat(asyncio.get_running_loop())
         if self.on_listening is not None:
             self.on_listening()
-        if await life.run():
+        if await host.begun():
             freeze_loaded()
             if parent is not None and host.state == "ready":
                 parent.ready()
@@ -221,8 +224,8 @@ class ReflexServer(uvicorn.Server):
                 self.on_ready(host)
             if not host.unusable:
                 freed = freed_memory()
-                idle = freed and asyncio.create_task(give_back_when_idle(lambda: life.app.asked, freed))
-                await life.stop.wait()
+                idle = freed and asyncio.create_task(give_back_when_idle(lambda: host.app.asked, freed))
+                await host.stopping.wait()
                 if idle:
                     idle.cancel()
 
@@ -232,20 +235,20 @@ class ReflexServer(uvicorn.Server):
         loop.call_later(1.0, self._date, loop)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.life.drain()
+        await self.host.finish()
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         if self.server_state.connections:
-            await _within(self.life.app.all_left.wait, asyncio.get_running_loop().time() + UNREAD)
+            await _within(self.host.app.all_left.wait, asyncio.get_running_loop().time() + UNREAD)
         for connection in list(self.server_state.connections):
             log.warning("a client does not read its answer, and the time to shut down is over")
             connection.transport.abort()
         await self.lifespan.shutdown()
 
 
-Make = Callable[[Callable[[], None], Parent | None], tuple[App, Host]]
+Make = Callable[[Parent | None], tuple[App, Host]]  # of the supervisor, if there is one
 
 
 async def serve(
@@ -260,24 +263,21 @@ async def serve(
     """Serve until a signal, or until `stop` is set. Returns the exit status, and whether every thread ended. One that
     did not hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it may crash.
 
-    make: makes the application and its host of a function to call when the device is lost for good, and the supervisor,
-    if there is one. sockets: bound. on_listening: called once the port answers; on_ready: called with the host once it
-    is ready or has failed.
+    sockets: bound. on_listening: called once the port answers; on_ready: called with the host once it is ready or has
+    failed.
     """
-    lives: list[ServerLife] = []
-    app, host = make(lambda: lives[0].give_up(), parent)
-    life = ServerLife(app, host, settings.drain_timeout_s)
-    lives.append(life)
+    app, host = make(parent)
+    host.attach(app, settings.drain_timeout_s)
     if stop is None:
-        handle_signals(asyncio.get_running_loop(), life.stop, host.turn_files if host.writes_files else None)
+        handle_signals(asyncio.get_running_loop(), host.stopping, host.turn_files if host.writes_files else None)
     else:
-        life.stop = stop
-    server = ReflexServer(uvicorn_config(app, settings), life, parent)
+        host.stopping = stop
+    server = ReflexServer(uvicorn_config(app, settings), host, parent)
     server.on_listening, server.on_ready = on_listening, on_ready
     await server.serve(list(sockets))
     if host.unusable:
-        return EXIT_UNUSABLE, life.clean
-    return EXIT_FAILED if life.lost or host.error else EXIT_OK, life.clean
+        return EXIT_UNUSABLE, host.clean
+    return EXIT_FAILED if host.lost or host.error else EXIT_OK, host.clean
 
 
 def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:

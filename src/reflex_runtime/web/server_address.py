@@ -45,7 +45,7 @@ class ServerAddress:
         """ConfigError for other text than an address. schemes: the first is the default."""
         parts = urlsplit(url if "//" in url else "//" + url, scheme=schemes[0])
         try:
-            port = parts.port if parts.port is not None else 443 if parts.scheme in ("https", "wss") else 80
+            port = parts.port if parts.port is not None else 443 if parts.scheme in ("https", "wss", "grpcs") else 80
         except ValueError:
             port = 0
         if parts.scheme not in schemes or not parts.hostname or parts.hostname.isdigit() or port == 0:

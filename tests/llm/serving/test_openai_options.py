@@ -147,12 +147,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     found: list[tuple[Any, ...]] = []
 
-    async def serve(made: tuple[Any, ...], sockets: list[socket.socket], *told: Any) -> tuple[int, bool]:
+    async def serve(make: Any, sockets: list[socket.socket], *told: Any) -> tuple[int, bool]:
         sockets[0].close()
-        found.append(made)
+        found.append(make(None))
         return 0, True
 
-    monkeypatch.setattr(server, "serving", lambda plan, open: (plan, open))
+    monkeypatch.setattr(server, "serving", lambda plan, open, parent: (plan, open))
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found

@@ -19,14 +19,14 @@ from reflex_runtime.robots.app import application
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.serving.runtime import PolicyPlan
 from reflex_runtime.web.supervisor import bind
-from reflex_runtime.web.serve import ReflexServer, ServerLife, uvicorn_config
+from reflex_runtime.web.serve import ReflexServer, uvicorn_config
 
 async def main(export, picture):
     config, up = ServeConfig(), asyncio.Event()
     runtime = PolicyRuntime(config, [PolicyPlan("default", config, {"prod": Export.load(export)})])
     app, sock = application(runtime), bind("127.0.0.1", 0)
-    life = ServerLife(app, runtime, 1.0)
-    server = ReflexServer(uvicorn_config(app, config), life)
+    runtime.attach(app, 1.0)
+    server = ReflexServer(uvicorn_config(app, config), runtime)
     server.on_ready = lambda _: up.set()
     serving = asyncio.ensure_future(server.serve([sock]))
     await up.wait()
@@ -39,7 +39,7 @@ async def main(export, picture):
     status = await reader.readline()
     print(status[9:12].decode(), sorted(set(sys.modules) - before))
     writer.close()
-    life.stop.set()
+    runtime.stopping.set()
     await serving
 
 asyncio.run(main(*sys.argv[1:]))

@@ -14,21 +14,14 @@ from reflex_runtime.llm.api import answers as openai
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import messages, responses, tokenize
 from reflex_runtime.web.access import NO_KEYS, Keys
-from reflex_runtime.web.openapi import PAGES, TEXT, Operation, content, described, ref, schemas_of
+from reflex_runtime.web.openapi import ERRORS, PAGES, TEXT, Operation, content, described, ref, schemas_of
 from reflex_runtime.web.request import Route
 
-ERRORS: Final = {
+_ERRORS: Final = ERRORS | {
     "400": "invalid_request, invalid_json, context_length_exceeded: `param` names what is wrong",
     "401": "invalid_api_key: a key is set and was not sent",
-    "403": "forbidden: without a key, a page of another site or a proxy asked",
     "404": "model_not_found, not_found: no such model, no such path",
-    "405": "method_not_allowed: the header Allow has the right method",
-    "408": "request_timeout: the head or the body did not come in time",
-    "413": "too_large: the body exceeds --max-body-bytes",
-    "415": "unsupported_encoding: the body is compressed",
     "429": "queue_full, client_at_capacity: try again after Retry-After",
-    "500": "processor_failed, processor_hung: it ran and failed",
-    "503": "deadline_unreachable, not_ready, shutting_down: try again after Retry-After",
     "504": "deadline_exceeded: the deadline passed before the first token",
 }
 
@@ -118,4 +111,5 @@ def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS
         operations[path] = Operation(post.summary, answer, codes, request=body, description=told, error=error)
     example = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
     operations["/v1/completions"] = operations["/v1/completions"]._replace(example=example)
-    return described(f"Reflex, {', '.join(names)}" if named else "Reflex", routes, operations, schemas, ERRORS, keys)
+    title = f"Reflex, {', '.join(names)}" if named else "Reflex"
+    return described(title, routes, operations, schemas, keys, errors=_ERRORS)

@@ -49,13 +49,11 @@ class ModelNotFound(NotFound):
 class ServerState(Host):
     """The model of one server.
 
-    open: loads the model, called once; its error means that the model could not be loaded. on_fatal: called on the loop
-    when the model is lost for good. parent: the supervisor, if there is one.
+    open: loads the model, called once; its error means that the model could not be loaded. parent: the supervisor, if
+    there is one.
     """
 
-    def __init__(
-        self, plan: ModelPlan, open: Open, on_fatal: Callable[[], None] | None = None, parent: Parent | None = None
-    ) -> None:
+    def __init__(self, plan: ModelPlan, open: Open, parent: Parent | None = None) -> None:
         super().__init__()
         self.plan, self.parent = plan, parent
         self.registry = CollectorRegistry()
@@ -64,7 +62,7 @@ class ServerState(Host):
         self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
         self._adapters = {plan.name: "", **{f"{plan.name}:{adapter}": adapter for adapter in plan.adapters}}
         self._created = int(time.time())
-        self._open, self._on_fatal = open, on_fatal
+        self._open = open
         self._answers = SeriesSet(MODEL_SERVER, self.registry)
         fold: Callable[[float], Fold] = Live
         if plan.config.workers:
@@ -112,7 +110,7 @@ class ServerState(Host):
         return self.host
 
     async def load(self) -> None:
-        self.host = await self._open(self.plan, self.registry, self._on_fatal, self._reached)
+        self.host = await self._open(self.plan, self.registry, self.give_up, self._reached)
         for sink in self._sinks:
             self.host.add_sink(sink)
 
@@ -141,15 +139,15 @@ class ServerState(Host):
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         if self.host is not None:
-            self._clean = await self.host.close(True, max(0.0, until - asyncio.get_running_loop().time()))
-        if not (self._clean or self.plan.config.workers):  # runtime processes have ended
+            self.clean = await self.host.close(True, max(0.0, until - asyncio.get_running_loop().time()))
+        if not (self.clean or self.plan.config.workers):  # runtime processes have ended
             log.warning("the model is still at work; leaving without it")
         if self.spans is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(UNSENT):
                     await answered()
             await in_thread(self.spans.close)
-        return self._clean
+        return self.clean
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 

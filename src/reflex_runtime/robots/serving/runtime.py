@@ -315,14 +315,8 @@ class PolicyRuntime(BatchServer):
 
     what, product = "the policy", "policies"
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        plans: Sequence[PolicyPlan],
-        on_fatal: Callable[[], None] | None = None,
-        parent: Parent | None = None,
-    ) -> None:
-        self.config, self._on_fatal = config, on_fatal
+    def __init__(self, config: ServeConfig, plans: Sequence[PolicyPlan], parent: Parent | None = None) -> None:
+        self.config = config
         self.metrics = Metrics(several=len(plans) > 1)
         super().__init__(config, self.metrics, self.metrics.registry, parent)
         self.decode_pool = DecodePool(lambda group, seconds: self.metrics.slots[group].prepare.observe(seconds))
@@ -423,7 +417,7 @@ class PolicyRuntime(BatchServer):
             groups,
             self.audience,
             config.watchdog_s,
-            on_fatal=self._on_fatal,
+            on_fatal=self.give_up,
             expendable={slot.group for slot in self.slots if slot.name == SHADOW},
             brief=config.brief_ms / 1e3,
             on_stuck=leave_stuck,
