@@ -13,15 +13,15 @@ from reflex_runtime.settings.declare import again, flag, headed, option, seconds
 
 @dataclass(frozen=True)
 class Base:
-    port: int = option(80, "the port", low=0, high=99, group="listening")
-    size: int = option(1, "a size", low=1, high=9)
+    port: int = option(80, "the port", (0, 99), group="listening")
+    size: int = option(1, "a size", (1, 9))
 
 
 @dataclass(frozen=True)
 class Both(Base):
     name: str = option("", "a name", group="first")
     size: int = again(Base, "size", 5, group="listening")
-    wait: float | None = option(None, "a time", low=0, above=True, high=60, unit="seconds", group="last")
+    wait: float | None = option(None, "a time", (0, 60, "seconds"), above=True, group="last")
 
 
 def test_a_value_outside_its_range_or_of_another_type_is_refused() -> None:

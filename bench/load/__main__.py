@@ -50,33 +50,24 @@ Exit status: 0 when requests were answered, 1 when none was, 2 when the server c
 class BenchConfig:
     """What to load a server with."""
 
-    wire: str = option(
-        "act-msgpack", "how the server is asked", metavar="NAME"
-    )
+    wire: str = option("act-msgpack", "how the server is asked", metavar="NAME")
     beside_wire: str = option(
         "", "how the second server is asked, or the same server a second time (default as --wire)", metavar="NAME"
     )
     robots: int = option(
-        8,
-        "connections, each with at most one request on its way; in an open loop as many as may be needed",
-        low=1,
-        high=2000,
+        8, "connections, each with at most one request on its way; in an open loop as many as may be needed", (1, 2000)
     )
     think_ms: float = option(
         0.0,
         "time between an answer and the robot's next request",
-        low=0,
-        high=600_000,
-        unit="ms",
+        (0, 600_000, "ms"),
         needs="arrivals=closed",
         unless="rate_hz|replay",
     )
     rate_hz: float = option(
         0.0,
         "control rate: each robot is to ask so often, whether its last answer is there or not; 0 is off",
-        low=0,
-        high=1000,
-        unit="Hz",
+        (0, 1000, "Hz"),
         needs="arrivals=closed",
         unless="replay",
     )
@@ -89,34 +80,23 @@ class BenchConfig:
     rate: float = option(
         0.0,
         "requests a second in an open loop, all robots together",
-        low=0,
-        high=10_000,
-        unit="1/s",
+        (0, 10_000, "1/s"),
         needs="arrivals=constant|arrivals=poisson|arrivals=bursts",
     )
     replay: str = option("", "an open loop at the arrival times of a recording or trace", metavar="FILE")
     deadline_ms: float = option(
         0.0,
         "later answers count as missed; sent along where the wire has a place for it; 0 is none",
-        low=0,
-        high=600_000,
-        unit="ms",
+        (0, 600_000, "ms"),
     )
-    rounds: int = option(5, "rounds on each server; two servers take turns", low=1, high=100)
+    rounds: int = option(5, "rounds on each server; two servers take turns", (1, 100))
     round_s: float = option(
-        2.0,
-        "measured seconds of a round; with --replay as long as the recording",
-        low=0.1,
-        high=600,
-        unit="s",
-        unless="replay",
+        2.0, "measured seconds of a round; with --replay as long as the recording", (0.1, 600, "s"), unless="replay"
     )
-    warmup_s: float = option(
-        0.5, "seconds at the start of a round that do not count", low=0, high=60, unit="s", unless="replay"
-    )
-    timeout_s: float = option(10.0, "longest wait for an answer", low=0.1, high=600, unit="s")
+    warmup_s: float = option(0.5, "seconds at the start of a round that do not count", (0, 60, "s"), unless="replay")
+    timeout_s: float = option(10.0, "longest wait for an answer", (0.1, 600, "s"))
     observation: str = option("", "an .npz file with the names of the wire, sent instead of a made one", metavar="FILE")
-    seed: int = option(0, "same seed, same arrival times", low=0, high=2**31)
+    seed: int = option(0, "same seed, same arrival times", (0, 2**31))
     api_key: str = option("", "of the server; also from the environment, REFLEX_API_KEY", metavar="KEY", secret=True)
     out: str = option("", "write DIR/bench.json, DIR/bench.svg and DIR/bench.png", metavar="DIR")
 

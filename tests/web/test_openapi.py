@@ -100,12 +100,11 @@ def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path) -> None:
 def test_h7_a_path_that_is_served_cannot_lack_a_description() -> None:
     routes = [Route("/docs", never, open=True), Route("/new", never, "POST"), Route("/dashboard/a.js", never)]
     operation = Operation("new", codes=("404",))
-    texts = dict.fromkeys(("401", "403", "404", "405", "408"), "")
-    paths = json.loads(described_routes("R", routes, PAGES | {"/new": operation}, {}, texts, Keys("k")))["paths"]
+    paths = json.loads(described_routes("R", routes, PAGES | {"/new": operation}, {}, Keys("k")))["paths"]
     assert {path: set(methods) for path, methods in paths.items()} == {"/docs": {"get"}, "/new": {"post"}}
     assert ("401" in paths["/docs"]["get"]["responses"], "security" in paths["/new"]["post"]) == (False, True)
     with pytest.raises(KeyError, match="/new"):
-        described_routes("R", routes, PAGES, {}, texts, Keys("k"))
+        described_routes("R", routes, PAGES, {}, Keys("k"))
 
 
 def test_h7_every_route_of_a_policy_server_is_in_its_document(tmp_path: Path) -> None:

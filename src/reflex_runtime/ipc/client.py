@@ -46,15 +46,15 @@ class ClientConfig:
     row that open the breaker; then one start every cooldown_s.
     """
 
-    call_timeout_s: float = option(30.0, low=0, above=True, high=_DAY, unit="seconds")
-    start_timeout_s: float = option(600.0, low=0, above=True, high=_DAY, unit="seconds")
-    heartbeat_s: float = option(5.0, low=0, high=_DAY, unit="seconds")
-    hung_after_s: float = option(20.0, low=0, above=True, high=_DAY, unit="seconds")
-    backoff_s: float = option(0.2, low=0, above=True, high=_DAY, unit="seconds")
-    backoff_max_s: float = option(10.0, low=0, above=True, high=_DAY, unit="seconds")
-    steady_s: float = option(30.0, low=0, high=_DAY, unit="seconds")
-    most_failures: int = option(5, low=1, high=1000)
-    cooldown_s: float = option(60.0, low=0, above=True, high=_DAY, unit="seconds")
+    call_timeout_s: float = option(30.0, within=(0, _DAY, "seconds"), above=True)
+    start_timeout_s: float = option(600.0, within=(0, _DAY, "seconds"), above=True)
+    heartbeat_s: float = option(5.0, within=(0, _DAY, "seconds"))
+    hung_after_s: float = option(20.0, within=(0, _DAY, "seconds"), above=True)
+    backoff_s: float = option(0.2, within=(0, _DAY, "seconds"), above=True)
+    backoff_max_s: float = option(10.0, within=(0, _DAY, "seconds"), above=True)
+    steady_s: float = option(30.0, within=(0, _DAY, "seconds"))
+    most_failures: int = option(5, within=(1, 1000))
+    cooldown_s: float = option(60.0, within=(0, _DAY, "seconds"), above=True)
 
     def __post_init__(self) -> None:
         validate(self, "ClientConfig")

@@ -59,15 +59,15 @@ class GenerateBatcherConfig:
     """
 
     enabled: bool = True
-    max_batch_size: int = option(16, low=1, high=1024)
-    min_hold_ms: float = option(0.75, low=0, high=1000)
-    max_hold_ms: float = option(3.0, low=0, high=1000)
-    background_extra_ms: float = option(2.0, low=0, high=1000)
-    pause_on_backpressure_ms: float = option(20.0, low=0, high=10_000)
-    max_pending: int = option(1000, low=1, high=1_000_000)
-    max_pending_tokens: int = option(1_000_000, low=1, high=1_000_000_000)
-    stream_limit: int = option(64, low=1, high=1_000_000)
-    call_timeout_ms: float = option(30_000.0, low=1, high=3_600_000)
+    max_batch_size: int = option(16, within=(1, 1024))
+    min_hold_ms: float = option(0.75, within=(0, 1000))
+    max_hold_ms: float = option(3.0, within=(0, 1000))
+    background_extra_ms: float = option(2.0, within=(0, 1000))
+    pause_on_backpressure_ms: float = option(20.0, within=(0, 10_000))
+    max_pending: int = option(1000, within=(1, 1_000_000))
+    max_pending_tokens: int = option(1_000_000, within=(1, 1_000_000_000))
+    stream_limit: int = option(64, within=(1, 1_000_000))
+    call_timeout_ms: float = option(30_000.0, within=(1, 3_600_000))
     ungroupable_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

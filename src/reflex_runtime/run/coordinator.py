@@ -76,13 +76,13 @@ class BatchConfig:
     startup_timeout: of `on_start`. watchdog: of one batch; then its feeds are released. 0 switches it off.
     """
 
-    max_batch_size: int = option(4, low=1, high=4096)
-    max_latency: float = option(0.050, low=0, high=60, unit="seconds")
-    queue_capacity: int | None = option(None, low=1, high=1_000_000)
-    response_timeout: float = option(5.0, low=0, above=True, high=3600, unit="seconds")
-    max_in_flight_per_feed: int = option(1, low=0, high=1_000_000)
-    startup_timeout: float = option(30.0, low=0, above=True, high=3600, unit="seconds")
-    watchdog: float = option(60.0, low=0, high=3600, unit="seconds")
+    max_batch_size: int = option(4, within=(1, 4096))
+    max_latency: float = option(0.050, within=(0, 60, "seconds"))
+    queue_capacity: int | None = option(None, within=(1, 1_000_000))
+    response_timeout: float = option(5.0, within=(0, 3600, "seconds"), above=True)
+    max_in_flight_per_feed: int = option(1, within=(0, 1_000_000))
+    startup_timeout: float = option(30.0, within=(0, 3600, "seconds"), above=True)
+    watchdog: float = option(60.0, within=(0, 3600, "seconds"))
 
     def __post_init__(self) -> None:
         validate(self, "BatchConfig")

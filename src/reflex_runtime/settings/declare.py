@@ -36,11 +36,9 @@ def hints_of(kind: type[Any]) -> Mapping[str, Any]:
 def option(
     default: Any,
     help: str = "",
+    within: tuple[float, float] | tuple[float, float, str] | None = None,
     *,
-    low: float | None = None,
-    high: float | None = None,
     above: bool = False,
-    unit: str = "",
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
     bare: str | None = None,
@@ -50,9 +48,9 @@ def option(
     unless: str = "",
     group: str = "",
 ) -> Any:
-    """A settings field: its default, what it does, its unit and its range, inclusive; `above`: without `low` itself.
+    """A settings field: its default, what it does, and its range: least and most, both allowed, and the unit.
 
-    bare: value of the flag alone.
+    above: the least itself is not allowed. bare: value of the flag alone.
 
     needs, unless: the setting has an effect only with these, and only without those; `check_needs` enforces it.
     Alternatives are joined by `|`; each is a setting that must be on, a setting and its value (`arrivals=closed`), or a
@@ -60,6 +58,7 @@ def option(
 
     group: the heading in --help and on the pages of this option and of those after it, up to the next heading.
     """
+    low, high, unit = (*(within or (None, None)), "")[:3]
     meta = {"help": help, "low": low, "high": high, "above": above, "unit": unit, "choices": choices, "bare": bare}
     meta |= {"metavar": metavar, "secret": secret, "repeat": repeat, "needs": needs, "unless": unless, "group": group}
     return field(default=default, metadata=meta)

@@ -27,53 +27,41 @@ class DeviceConfig(ServerConfig):
     """The settings that servers of policies and of functions share: those of a device, its batches and its queue."""
 
     provider: str = option("cpu", "cpu, cuda or an ONNX Runtime provider name", group="what is served")
-    threads: int = option(1, "threads of the model per call", low=1, high=256)
-    replicas: int = option(1, "worker processes on one port, each with a copy of the policy", low=1, high=64)
+    threads: int = option(1, "threads of the model per call", (1, 256))
+    replicas: int = option(1, "worker processes on one port, each with a copy of the policy", (1, 64))
     devices: str = option("", "a worker for each device, such as cuda:0,cuda:1", metavar="DEVICES")
     max_concurrent: int = option(
-        0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000, group="listening and trust"
+        0, "most HTTP requests in progress; beyond it 429; 0 is off", (0, 1_000_000), group="listening and trust"
     )
-    oip_grpc: str = option(
-        "", "serve OIP (Triton, KServe) over gRPC; beyond loopback with --api-key", metavar="HOST:PORT"
-    )
+    oip_grpc: str = option("", "OIP (Triton, KServe) over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
     max_batch_cost_ms: float | None = option(
         None,
         "most predicted device time of a batch; by default 100, or sixteen times the model's fixed part if that is "
         "more (twice beside other policies)",
-        low=10,
-        high=10_000,
-        unit="ms",
+        (10, 10_000, "ms"),
         group="batching",
     )
     batch_timeout_ms: float | None = option(
         None,
         "longest wait of a free device for clients that are due; by default as long as a batch may take; 0: never",
-        low=0,
-        high=1000,
-        unit="ms",
+        (0, 1000, "ms"),
     )
-    max_batch_size: int = option(256, "most requests in a batch", low=1, high=4096)
-    brief_ms: float = option(
-        0.3, "batches proven to be this brief run on the event loop; 0: none", low=0, high=5, unit="ms"
-    )
+    max_batch_size: int = option(256, "most requests in a batch", (1, 4096))
+    brief_ms: float = option(0.3, "batches proven to be this brief run on the event loop; 0: none", (0, 5, "ms"))
     deadline_ms: float = option(
-        0.0, "time limit of requests without one; 0: none", low=0, high=600_000, unit="ms", group="deadlines and queue"
+        0.0, "time limit of requests without one; 0: none", (0, 600_000, "ms"), group="deadlines and queue"
     )
-    max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", (1, 100_000))
     max_queue_s: float = option(
         2.0,
         "most predicted device time that waits per slot, without background; beyond it 503 queue_full; 0 is no limit",
-        low=0,
-        high=3600,
-        unit="s",
+        (0, 3600, "s"),
     )
-    max_in_flight_per_client: int = option(
-        0, "most unanswered requests per robot; beyond it 429; 0 is off", low=0, high=100_000
-    )
+    max_in_flight_per_client: int = option(0, "most unanswered requests per robot; then 429; 0 is off", (0, 100_000))
     watchdog_s: float = option(
-        10.0, "give up a batch that runs longer; 0 is off", low=0, high=3600, unit="s", group="faults and the end"
+        10.0, "give up a batch that runs longer; 0 is off", (0, 3600, "s"), group="faults and the end"
     )
-    drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
+    drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", (0, 600, "s"))
     trace: str = option("", "write every batch to FILE, for reflex trace", metavar="FILE", group="recording and trace")
     record: str = option("", "write every request and answer to DIR, for reflex replay and report", metavar="DIR")
 
@@ -137,36 +125,25 @@ class ServeConfig(DeviceConfig):
     policy: tuple[str, ...] = option(
         (), "a further policy: its name and its source", metavar="NAME=SOURCE", repeat=True, group="several policies"
     )
-    policy_a: str = option(
-        "", "export of slot a; with --policy-b, two versions side by side", metavar="DIR", group="two versions"
-    )
+    policy_a: str = option("", "export of slot a, beside that of --policy-b", metavar="DIR", group="two versions")
     policy_b: str = option("", "export of slot b", metavar="DIR")
-    split: int = option(50, "percent of the episodes that go to a", low=0, high=100, needs="policy_b", unless="ramp")
-    shadow_policy: str = option(
-        "", "export that runs copies of requests in idle time, to compare answers", metavar="DIR"
-    )
-    shadow_sample: float = option(0.1, "share of the requests that it gets", low=0, high=1, needs="shadow_policy")
+    split: int = option(50, "percent of the episodes that go to a", (0, 100), needs="policy_b", unless="ramp")
+    shadow_policy: str = option("", "export that answers copies of requests in idle time", metavar="DIR")
+    shadow_sample: float = option(0.1, "share of the requests that it gets", (0, 1), needs="shadow_policy")
     ramp: str = option("", "b's share in percent, by stages, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b")
-    ramp_every: str = option(
-        "10m", "length of a stage, and of the guard after a hot swap", metavar="TIME", needs="ramp|guard"
-    )
-    guard: str = option(
-        "", "limits on a ramp and after a hot swap; beyond them roll back", metavar="p99=150ms,error=1%"
-    )
+    ramp_every: str = option("10m", "length of a stage, and of a hot swap's guard", metavar="TIME", needs="ramp|guard")
+    guard: str = option("", "limits on a ramp and a hot swap; beyond them roll back", metavar="p99=150ms,error=1%")
     gr00t: str = option(
-        "", "serve GR00T over ZeroMQ, on loopback", metavar="tcp://127.0.0.1:5555", group="listening and trust"
+        "", "GR00T over ZeroMQ, on loopback", metavar="tcp://127.0.0.1:5555", group="listening and trust"
     )
-    gr00t_config: str = option(
-        "n1.6", "release whose form get_modality_config has", choices=("n1.6", "n1.5"), needs="gr00t"
-    )
-    lerobot: str = option("", "serve LeRobot's clients over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
+    gr00t_config: str = option("n1.6", "release of get_modality_config's form", choices=("n1.6", "n1.5"), needs="gr00t")
+    lerobot: str = option("", "LeRobot's clients over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
     max_batch_size: int = again(DeviceConfig, "max_batch_size", 256, unless="deterministic")
     deterministic: int = option(
         0,
         "rows of every call, filled up with copies, so that answers do not depend on what shares the batch; without "
         "ROWS 8; 0: off",
-        low=0,
-        high=256,
+        (0, 256),
         metavar="ROWS",
         bare="8",
         group="batching",
@@ -174,40 +151,34 @@ class ServeConfig(DeviceConfig):
     cost_model: str = option(
         "affine", "prediction of batch time: affine, or the median of time / size", choices=("affine", "median")
     )
-    max_batch: int = option(1, "ignored, for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
+    max_batch: int = option(1, "ignored, for old scripts; use --max-batch-cost-ms", (1, 100_000))
     latest_only: bool = option(
         False, "a robot's newer request replaces its waiting one (409 superseded)", group="deadlines and queue"
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
-    slo_mode: str = option(
-        "log_only", "if it is violated: log it, or answer 503", choices=("log_only", "503"), needs="slo"
-    )
+    slo_mode: str = option("log_only", "violated: log it, or answer 503", choices=("log_only", "503"), needs="slo")
     rtc: bool | None = option(
         None, "real-time chunking: a chunk continues the episode's last one", group="chunks and the prefix cache"
     )
-    rtc_per_episode: bool = option(
-        False, "allow --rtc with two versions; no chunk continues one of the other", needs="rtc"
-    )
+    rtc_per_episode: bool = option(False, "allow --rtc with two versions; chunks continue their own", needs="rtc")
     rtc_schedule: str = option(
         "LINEAR", "how the old chunk's weight falls", choices=("ZEROS", "ONES", "LINEAR", "EXP"), needs="rtc"
     )
-    rtc_horizon: int = option(10, "actions of a chunk that the last one affects", low=1, high=1000, needs="rtc")
+    rtc_horizon: int = option(10, "actions of a chunk that the last one affects", (1, 1000), needs="rtc")
     adaptive_steps: bool = option(False, "stop denoising when the velocity changes by less than 1 %")
     prefix_cache_mb: float = option(
-        256.0, "memory for cached prefixes; 0 is off", low=0, high=1_000_000, unit="MB", needs="a decomposed export"
+        256.0, "memory for cached prefixes; 0 is off", (0, 1_000_000, "MB"), needs="a decomposed export"
     )
     prefix_max_age_chunks: int = option(
-        0, "chunks for which a cached prefix serves changed images", low=0, high=1000, needs="prefix_cache_mb"
+        0, "chunks for which a cached prefix serves changed images", (0, 1000), needs="prefix_cache_mb"
     )
     max_consecutive_crashes: int = option(
-        5, "crashed batches in a row until it is degraded; 0 is off", low=0, high=10_000, group="faults and the end"
+        5, "crashed batches in a row until it is degraded; 0 is off", (0, 10_000), group="faults and the end"
     )
     probe_cooldown_s: float = option(
         30.0,
         "while degraded, time until a probe; doubled if it crashes too, up to 16 times",
-        low=0,
-        high=480,
-        unit="s",
+        (0, 480, "s"),
         needs="max_consecutive_crashes",
     )
     record_images: str = option(
@@ -219,11 +190,9 @@ class ServeConfig(DeviceConfig):
     )
     record_no_gzip: bool = option(False, "do not compress recordings", needs="record")
     record_max_mb: int = option(
-        0, "size of a file before the next begins; 0 is no limit", low=0, high=1_000_000, unit="MiB", needs="record"
+        0, "size of a file until the next; 0 is no limit", (0, 1_000_000, "MiB"), needs="record"
     )
-    inject_latency_ms: float = option(
-        0.0, "latency added to every batch", low=0, high=60_000, unit="ms", group="drills"
-    )
+    inject_latency_ms: float = option(0.0, "latency added to every batch", (0, 60_000, "ms"), group="drills")
     inject_fault: tuple[str, ...] = option(
         (), "SLOT:KIND:RATE[:MS], where KIND is raise, nan, hang, slow or die", metavar="FAULT", repeat=True
     )
@@ -270,7 +239,7 @@ class OwnSettings:
     """Options of a table [policies.NAME] beside `OWN_SETTINGS`."""
 
     source: str = option("", "where the policy comes from, as SOURCE")
-    weight: float = option(1.0, "share of the device's time against the others", low=0.01, high=100)
+    weight: float = option(1.0, "share of the device's time against the others", (0.01, 100))
 
     def __post_init__(self) -> None:
         validate(self, "policy")

@@ -92,7 +92,7 @@ class ServerConfig:
     """The settings of every server. Errors name flags."""
 
     host: str = option("127.0.0.1", "address to bind; set --api-key if it is not loopback", group="listening and trust")
-    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    port: int = option(8000, "port to bind; 0 picks a free one", (0, 65535))
     api_key: str = option(
         "", "key of callers (Bearer, X-Reflex-Key or x-api-key); @FILE holds it", metavar="KEY|@FILE", secret=True
     )
@@ -106,29 +106,21 @@ class ServerConfig:
     allow_host: tuple[str, ...] = option(
         (), "accept this Host and Origin without an API key; * is any", metavar="NAME", repeat=True, unless="api_key"
     )
-    cors: tuple[str, ...] = option(
-        (), "allow cross-origin requests from this origin; * is any", metavar="ORIGIN", repeat=True
-    )
-    max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
+    cors: tuple[str, ...] = option((), "pages of this origin may read answers; * is any", metavar="ORIGIN", repeat=True)
+    max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", (1024, 2**31, "bytes"))
     max_bodies_mb: float = option(
-        256.0, "memory for all request bodies; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+        256.0, "memory for all request bodies; beyond it 503 overloaded", (1, 1_000_000, "MB")
     )
-    max_connections: int = option(4096, "most open connections; beyond it 503 overloaded", low=1, high=1_000_000)
+    max_connections: int = option(4096, "most open connections; beyond it 503 overloaded", (1, 1_000_000))
     max_connections_per_address: int = option(
-        0, "most of them of one address (of IPv6 a /64); 0 is no limit; not behind a proxy", low=0, high=1_000_000
+        0, "most of them of one address (of IPv6 a /64); 0 is no limit; not behind a proxy", (0, 1_000_000)
     )
-    idle_timeout_s: float = option(
-        75.0, "close a connection without a request after this time", low=0.1, high=86_400, unit="s"
-    )
-    body_timeout_s: float = option(
-        60.0, "time for a request's body to arrive; beyond it 408", low=0.1, high=3600, unit="s"
-    )
+    idle_timeout_s: float = option(75.0, "close a connection without a request after this time", (0.1, 86_400, "s"))
+    body_timeout_s: float = option(60.0, "time for a request's body to arrive; beyond it 408", (0.1, 3600, "s"))
     uds: str = option("", "listen on this Unix socket, for this user only, instead of a port", metavar="PATH")
     ssl_certfile: str = option("", "serve TLS with this certificate chain, in PEM", metavar="FILE")
     ssl_keyfile: str = option("", "its private key, if not in the same file", metavar="FILE", needs="ssl_certfile")
-    supervise: bool = option(
-        True, "restart the server after a crash; off under another supervisor", group="faults and the end"
-    )
+    supervise: bool = option(True, "restart after a crash; off under another supervisor", group="faults and the end")
     log_format: str = option("text", "lines for people, or JSON", choices=("text", "json"))
     otel: str = option(
         "",
@@ -154,9 +146,7 @@ class LLMServeConfig(ServerConfig):
     served_model_name: str = option(
         "", "name of the model for clients; by default the directory's", metavar="NAME", group="what is served"
     )
-    lora: tuple[str, ...] = option(
-        (), "LoRA adapter (PEFT directory), in requests MODEL:NAME", metavar="NAME=DIR", repeat=True
-    )
+    lora: tuple[str, ...] = option((), "LoRA adapter (PEFT), in requests MODEL:NAME", metavar="NAME=DIR", repeat=True)
     device: str = option("auto", "auto: a GPU if PyTorch finds one, else the CPU", choices=("auto", "cpu", "cuda"))
     runner: str = option("auto", "auto: OpenVINO on a CPU, PyTorch on a GPU", choices=("auto", "openvino", "torch"))
     dtype: str = option(
@@ -166,28 +156,22 @@ class LLMServeConfig(ServerConfig):
         "none", "round the weights (OpenVINO): int8 is close to float32, int4 coarse", choices=("none", "int8", "int4")
     )
     cache_dir: str = option(
-        "", "place of converted models; by default .reflex in the model's directory, or the user's cache", metavar="DIR"
+        "", "place of converted models; by default .reflex beside the model, or the user's cache", metavar="DIR"
     )
-    threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
-    max_model_len: int = option(
-        0, "most tokens of one request, prompt and output; 0 is the model's own limit", low=0, high=1 << 24
-    )
-    workers: int = option(0, "runtime processes with a copy of the model each; 0: the server's process", low=0, high=64)
+    threads: int = option(0, "CPU threads of a step; 0 is the runner's default", (0, 1024))
+    max_model_len: int = option(0, "most tokens of a request, prompt and output; 0 is the model's limit", (0, 1 << 24))
+    workers: int = option(0, "runtime processes with a copy of the model each; 0: the server's process", (0, 64))
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
     max_gap_ms: float = option(
         0.0,
         "longest gap between two tokens: prompts are read in steps that keep it, requests wait while one more would "
         "break it; 0: 100 ms or eight times a step's fixed part, and nobody waits",
-        low=0,
-        high=60_000,
-        unit="ms",
+        (0, 60_000, "ms"),
         group="batching",
     )
-    max_num_batched_tokens: int = option(2048, "most tokens in a step", low=1, high=1 << 20)
-    max_num_seqs: int = option(256, "most requests that generate at a time", low=1, high=1 << 16)
-    long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step; 0 is no limit", low=0, high=1 << 20
-    )
+    max_num_batched_tokens: int = option(2048, "most tokens in a step", (1, 1 << 20))
+    max_num_seqs: int = option(256, "most requests that generate at a time", (1, 1 << 16))
+    long_prefill_token_threshold: int = option(0, "most tokens of one prompt in a step; 0 is no limit", (0, 1 << 20))
     speculate: str = option(
         "off",
         "ngram guesses tokens from the prompt and the answer, where that gives more tokens a second; answers stay the "
@@ -195,22 +179,18 @@ class LLMServeConfig(ServerConfig):
         choices=("off", "ngram"),
     )
     default_tiers: bool = option(False, "without a priority streams are urgent, requests of several prompts background")
-    max_queue: int = option(1000, "most waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
+    max_queue: int = option(1000, "most waiting requests; beyond it 429", (1, 1_000_000), group="queue")
     max_queued_tokens: int = option(
-        1_000_000, "most prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
+        1_000_000, "most waiting prompt tokens; beyond it 429", (1, 1_000_000_000, "tokens")
     )
-    block_size: int = option(0, "tokens in a block; 0 is the runner's default", low=0, high=4096, group="the cache")
-    kv_cache_gb: float = option(
-        0.0, "memory for keys and values of a process; 0 is 1 GiB", low=0, high=100_000, unit="GB"
-    )
+    block_size: int = option(0, "tokens in a block; 0 is the runner's default", (0, 4096), group="the cache")
+    kv_cache_gb: float = option(0.0, "memory for keys and values of a process; 0 is 1 GiB", (0, 100_000, "GB"))
     prefix_caching: bool = option(True, "compute the common beginning of prompts once")
     watchdog_s: float = option(
         60.0,
         "a step that runs longer fails; after twice the time the server ends; 0 is off",
-        low=0,
-        high=3600,
-        unit="s",
+        (0, 3600, "s"),
         group="faults and the end",
     )
-    drain_timeout_s: float = option(30.0, "time to finish accepted requests after SIGTERM", low=0, high=600, unit="s")
+    drain_timeout_s: float = option(30.0, "time to finish accepted requests after SIGTERM", (0, 600, "s"))
     trace: str = option("", "write every step to FILE, for reflex trace", metavar="FILE", group="trace")

@@ -34,9 +34,7 @@ WARM_UP_S = 2.0  # virtual seconds at the start that the figures leave out; a te
 class SimulateConfig:
     """The settings of `reflex simulate`."""
 
-    rate: float = option(
-        200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s", unless="arrivals=closed"
-    )
+    rate: float = option(200.0, "requests offered per second", (0.001, 100_000, "1/s"), unless="arrivals=closed")
     arrivals: str = option(
         "poisson",
         "pattern of arrivals; closed: callers that wait for their answer, see --callers and --think",
@@ -45,8 +43,7 @@ class SimulateConfig:
     callers: int = option(
         0,
         "clients that the requests come from; 0: 8 with --arrivals closed, else a new one for each request",
-        low=0,
-        high=10_000,
+        (0, 10_000),
     )
     think: str = option(
         "1",
@@ -55,23 +52,19 @@ class SimulateConfig:
         metavar="THINK",
         needs="arrivals=closed",
     )
-    fixed_ms: float = option(20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms")
-    marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
-    noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
+    fixed_ms: float = option(20.0, "what a batch costs before its first request", (0, 60_000, "ms"))
+    marginal_ms: float = option(2.0, "what each request adds to its batch", (0.001, 60_000, "ms"))
+    noise: float = option(0.05, "relative spread of batch times", (0, 2), metavar="SHARE")
     deadline_ms: float = option(
-        100.0,
-        "time limit of every request; 0 is none (then no request is late and none is shed)",
-        low=0,
-        high=600_000,
-        unit="ms",
+        100.0, "time limit of every request; 0 is none (then no request is late and none is shed)", (0, 600_000, "ms")
     )
     max_batch_cost_ms: float | None = again(ServeConfig, "max_batch_cost_ms", None)
     batch_timeout_ms: float | None = again(ServeConfig, "batch_timeout_ms", None)
     max_batch_size: int = again(ServeConfig, "max_batch_size", 256, unless="")
     duration_s: float = option(
-        60.0, "virtual seconds; the figures leave out the first two, or a tenth", low=0.1, high=86_400, unit="s"
+        60.0, "virtual seconds; the figures leave out the first two, or a tenth", (0.1, 86_400, "s")
     )
-    seed: int = option(0, "same seed, same run", low=0, high=2**31)
+    seed: int = option(0, "same seed, same run", (0, 2**31))
 
     def __post_init__(self) -> None:
         validate(self)

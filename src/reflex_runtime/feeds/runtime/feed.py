@@ -104,12 +104,12 @@ class FeedConfig:
     rotate: degrees by which pictures are turned clockwise; positions in results are pixels of the turned picture.
     """
 
-    max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
-    queue: int | None = option(None, low=1, high=4096)
-    restarts: int | None = option(None, low=0, high=10**9)
-    retries: int = option(10, low=0, high=10**9)
-    every: int = option(1, low=1, high=1_000_000)
-    fps: float = option(0.0, low=0, high=1000, unit="pictures a second")
+    max_age: float | None = option(1.0, within=(0, 86_400, "seconds"), above=True)
+    queue: int | None = option(None, within=(1, 4096))
+    restarts: int | None = option(None, within=(0, 10**9))
+    retries: int = option(10, within=(0, 10**9))
+    every: int = option(1, within=(1, 1_000_000))
+    fps: float = option(0.0, within=(0, 1000, "pictures a second"))
     rotate: int = 0
 
     def __post_init__(self) -> None:

@@ -82,14 +82,14 @@ class EngineConfig:
     max_queue, max_queued_tokens: most waiting requests, and most of their tokens; further requests are refused at once.
     """
 
-    max_num_batched_tokens: int = option(2048, low=1, high=1 << 20)
-    max_gap_ms: float | None = option(None, low=0, high=60_000)
+    max_num_batched_tokens: int = option(2048, within=(1, 1 << 20))
+    max_gap_ms: float | None = option(None, within=(0, 60_000))
     speculate: str = option("off", choices=("off", "ngram"))
-    max_num_seqs: int = option(256, low=1, high=1 << 16)
-    long_prefill_token_threshold: int = option(0, low=0, high=1 << 20)
+    max_num_seqs: int = option(256, within=(1, 1 << 16))
+    long_prefill_token_threshold: int = option(0, within=(0, 1 << 20))
     enable_prefix_caching: bool = True
-    max_queue: int = option(1000, low=1, high=1_000_000)
-    max_queued_tokens: int = option(1_000_000, low=1, high=1 << 40)
+    max_queue: int = option(1000, within=(1, 1_000_000))
+    max_queued_tokens: int = option(1_000_000, within=(1, 1 << 40))
 
     def __post_init__(self) -> None:
         validate(self, "EngineConfig")

@@ -53,13 +53,13 @@ class PromptsConfig:
         "4", f"output tokens of all prompts, or of each; an end token does not end the output; range 1 to {LONGEST}",
         metavar="N[,N…]",
     )  # fmt: skip
-    max_num_batched_tokens: int = option(2048, "the budget: most tokens in a step", low=1, high=1 << 20)
-    max_num_seqs: int = option(256, "most sequences generated at a time", low=1, high=1 << 16)
+    max_num_batched_tokens: int = option(2048, "the budget: most tokens in a step", (1, 1 << 20))
+    max_num_seqs: int = option(256, "most sequences generated at a time", (1, 1 << 16))
     long_prefill_token_threshold: int = option(
-        0, "most tokens of one sequence in a step; 0 is no limit of its own", low=0, high=1 << 20
+        0, "most tokens of one sequence in a step; 0 is no limit of its own", (0, 1 << 20)
     )
-    block_size: int = option(16, "tokens in a block of the cache (--model may set its own)", low=1, high=65_536)
-    num_blocks: int = option(4096, "blocks of the cache (--model may set its own)", low=1, high=1 << 22)
+    block_size: int = option(16, "tokens in a block of the cache (--model may set its own)", (1, 65_536))
+    num_blocks: int = option(4096, "blocks of the cache (--model may set its own)", (1, 1 << 22))
     prefix_caching: bool = option(True, "compute the common beginning of prompts once")
     at: str = option("", "steps made before all prompts arrive, or before each: 0,0,3", metavar="N[,N…]")
     priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
