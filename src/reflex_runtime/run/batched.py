@@ -186,11 +186,11 @@ _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the b
 class _Rules:
     """The arguments of `batched`."""
 
-    max_batch_size: int = option(32, low=1, high=1_000_000)
-    max_latency: float = option(0.005, low=0, high=60, unit="seconds")
-    capacity: int = option(1000, low=1, high=1_000_000)
+    max_batch_size: int = option(32, within=(1, 1_000_000))
+    max_latency: float = option(0.005, within=(0, 60, "seconds"))
+    capacity: int = option(1000, within=(1, 1_000_000))
     repeatable: bool = True
-    watchdog: float = option(60.0, low=0, high=86_400, unit="seconds")
+    watchdog: float = option(60.0, within=(0, 86_400, "seconds"))
 
     def __post_init__(self) -> None:
         validate(self, "@batched")

@@ -46,9 +46,9 @@ class DetectorSettings:
     names: labels by number. A label without a name stays a number.
     """
 
-    score: float | None = option(None, low=0, high=1)
-    iou: float | None = option(None, low=0, high=1)
-    max_detections: int | None = option(None, low=1, high=10**9)
+    score: float | None = option(None, within=(0, 1))
+    iou: float | None = option(None, within=(0, 1))
+    max_detections: int | None = option(None, within=(1, 10**9))
     classes: Sequence[str | int] = ()
     size: tuple[int, int] | None = None
     resize: str | None = None
