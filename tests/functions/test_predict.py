@@ -159,6 +159,9 @@ def test_what_is_no_array_is_refused(server: Functions, item: Any) -> None:
 def test_numbers_that_a_type_does_not_hold_are_refused(server: Functions) -> None:
     for item in ([-1], [256], [1.5], [True, 2.5]):
         assert refused(server.predict("whole", item), 422, "body")
+    assert "must be float32, holds other numbers" in refused(server.predict("arrays", [0.5, 1e39]), 422, "body")
+    assert refused(server.send("arrays", npy(np.array([-1e300])), "application/x-npy"), 422, "body")
+    assert right(server.send("arrays", npy(np.array([np.inf])), "application/x-npy")) is not None
     answer = server.send("arrays", b"[1, 2]", "application/x-www-form-urlencoded")  # curl's, where none is given
     assert "JSON needs Content-Type: application/json" in refused(answer, 422, "body")
     assert refused(server.send("arrays", npy(np.array([object()])), "application/x-npy"), 422, "body")

@@ -239,7 +239,8 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
         wanted = np.dtype(tensor.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             made = value.astype(wanted)
-        if wanted.kind in "iub" and not (value == made).all():
+        same = np.isfinite(value) == np.isfinite(made) if wanted.kind == "f" else value == made
+        if not same.all():
             raise ValueError(f"must be {wanted.name}, holds other numbers")
         value = made
     if tensor.dims is not None and not fits(tensor.dims, value.shape):
