@@ -274,9 +274,9 @@ def test_f8_process_that_is_not_repeatable_is_called_once() -> None:
         (lambda entries: echo(entries)[:-1], "returned 3 results for 4"),
         (lambda entries: [*echo(entries), "more"], "returned 5 results for 4"),
         (lambda entries: [], "returned 0 results for 4"),
-        (lambda entries: None, "process returned None, expected a sequence of 4 results"),
-        (lambda entries: {"a": 1, "b": 2, "c": 3, "d": 4}, "process returned a dict, expected a sequence of 4 results"),
-        (lambda entries: "four", "process returned a str, expected a sequence of 4 results"),
+        (lambda entries: None, "Detector.process returned a NoneType; it must return a list"),
+        (lambda entries: {"a": 1, "b": 2, "c": 3, "d": 4}, "Detector.process returned a dict; it must return a list"),
+        (lambda entries: "four", "Detector.process returned a str; it must return a list"),
     ],
 )
 def test_f8_a_wrong_number_of_results_fails_the_batch(returned: Callable[[Any], Any], words: str) -> None:
@@ -290,9 +290,18 @@ def test_f8_a_wrong_number_of_results_fails_the_batch(returned: Callable[[Any], 
     assert detector.frames == [["busy"], [0, 1, 2, 3], [7]]  # nobody can tell whose is missing: not repeated
 
 
+def test_f8_an_error_that_a_processor_raises_as_ours_is_not_its_own_cause() -> None:
+    def fails(entries: Sequence[BatchEntry]) -> list[Any]:
+        raise ProcessorError("no light")
+
+    with Coordinator(Detector(answer=fails)) as handle, pytest.raises(ProcessorError, match="no light") as caught:
+        handle.submit_and_wait("cam", 1)
+    assert caught.value.__cause__ is None
+
+
 def test_f8_a_result_that_is_no_sequence_is_an_error() -> None:
     with Coordinator(Detector(answer=lambda entries: 7)) as handle:
-        with pytest.raises(ProcessorError, match="TypeError"):
+        with pytest.raises(ResultCountMismatch, match="returned an int; it must return a list"):
             handle.submit_and_wait("cam", 1)
 
 

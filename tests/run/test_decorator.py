@@ -482,6 +482,12 @@ def test_what_is_no_function_over_a_list_is_refused_where_it_is_written(function
         FunctionProcessor(function)
 
 
+class Table(list[int]):
+    """As tables of pandas, polars and pyarrow: its length is that of its rows, and it iterates over its columns."""
+
+    columns = ("a",)
+
+
 def test_a_function_processor_takes_what_a_thread_can_call() -> None:
     with pytest.raises(TypeError, match="_coroutine is an async function, and a FunctionProcessor runs on a thread"):
         FunctionProcessor(_coroutine)  # type: ignore[arg-type]
@@ -491,7 +497,10 @@ def test_a_function_processor_takes_what_a_thread_can_call() -> None:
 
 @pytest.mark.parametrize(
     ("results", "kind"),
-    [(None, "NoneType"), ({1: 2}, "dict"), ("x", "str"), (b"x", "bytes"), ({1}, "set"), (iter([1]), "list_iterator")],
+    [
+        (None, "NoneType"), ({1: 2}, "dict"), ("x", "str"), (b"x", "bytes"), ({1}, "set"), (iter([1]), "list_iterator"),
+        (Table([1]), "Table"),
+    ],
 )
 def test_b19_a_result_that_is_no_list_is_a_clear_error(results: Any, kind: str) -> None:
     @batched()

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,7 +49,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.observe.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.device import Clock
-from reflex_runtime.run.processor import WALL, BaseProcessor, kind_of, reflex_error, wrapped
+from reflex_runtime.run.processor import WALL, BaseProcessor, checked_results, reflex_error, wrapped
 from reflex_runtime.run.thread_driver import ThreadDriver
 from reflex_runtime.settings.declare import option, validate
 
@@ -272,12 +272,11 @@ class Owned(BaseProcessor):
         """One result per entry, or an error."""
         began = self._clock()
         try:
-            results = self.processor.process(entries)
+            results = checked_results(self.processor.process, self.processor.process(entries))
+        except ProcessorError:
+            raise
         except ReflexError as error:
             raise _of_processor(error) from error
-        if results is None or isinstance(results, (Mapping, str, bytes)):  # of these the keys or letters would be taken
-            found = "None" if results is None else kind_of(results)
-            raise ResultCountMismatch(f"process returned {found}, expected a sequence of {len(entries)} results")
         self.sizes.ran(len(entries), began, self._clock())
         return [_missing() if r is None else _of_processor(r) if isinstance(r, ReflexError) else r for r in results]
 

@@ -255,10 +255,10 @@ def payloads_of(batch: Batch) -> list[Any]:
 def checked_results(
     function: Any, results: Any, wrong: type[ProcessorError] = ResultCountMismatch, count: int | None = None
 ) -> Sequence[Any]:
-    """The function's results. Raises `wrong` for a dict, a text, None, an iterator, and for another number than
-    `count`. With a plain ProcessorError the call is repeated in parts."""
+    """The function's results. Raises `wrong` for a dict, a text, None, an iterator, a table (of pandas: its elements
+    are columns), and for another number than `count`. With a plain ProcessorError the call is repeated in parts."""
     ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
-    if not ordered or isinstance(results, (Mapping, str, bytes)):
+    if not ordered or isinstance(results, (Mapping, str, bytes)) or hasattr(results, "columns"):
         if inspect.iscoroutine(results):
             results.close()
         found = kind_of(results)
