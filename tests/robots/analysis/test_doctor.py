@@ -216,13 +216,14 @@ CAMERAS: Any = {"images": {"front": [4, 6], "wrist": [4, 6]}, "optional_images":
 
 
 def test_t7_optional_cameras(tmp_path: Path) -> None:
-    root = means.write_export(tmp_path / "a", TWO | {"image_mask__wrist": ("b", [])}, 3, **CAMERAS)
+    root = means.write_export(tmp_path / "a", TWO | {"image_masks": ("b", [2])}, 3, **CAMERAS)
     assert found(examine(root), "cameras").actual == "finite without wrist"
     root = means.write_export(tmp_path / "b", TWO, 2, **CAMERAS)
     assert "no input has the role image_masks" in failed(root, "cameras", "warn").actual
-    root = means.write_export(tmp_path / "c", TWO | {"image_mask__wrist": ("b", [])}, 3, **CAMERAS)
-    divide = helper.make_node("Div", ["made", "image_mask__wrist_c"], ["chunk"])
-    edit(root / "model.onnx", lambda model: insert_before_output(model.graph and model, divide))
+    root = means.write_export(tmp_path / "c", TWO | {"image_masks": ("b", [2])}, 3, **CAMERAS)
+    none = helper.make_node("Floor", ["image_masks_c"], ["all_sent"])  # 0 where one is missing
+    divide = helper.make_node("Div", ["made", "all_sent"], ["chunk"])
+    edit(root / "model.onnx", lambda model: insert_before_output(model, none, divide))
     assert found(examine(root), "actions").status == "pass"
     assert "without wrist: some actions are NaN" in failed(root, "cameras").actual
 

@@ -13,6 +13,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import Export, load_policy
 from reflex_runtime.robots.policy.observation import decode_image, resize_image
+from reflex_runtime.robots.policy.spec import FLOAT_LEVELS
 from robots import means
 from robots.tiny import run_alone
 
@@ -49,17 +50,13 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("of", "to", "levels"), GOLDEN, ids=str)
 def test_p29_pictures_are_fitted_as_lerobot_fits_them(of: Any, to: Any, levels: Any) -> None:
-    fitted = resize_image(pattern(*of), *to, "pad-lerobot")[..., 1]
-    assert np.abs(fitted - np.array(levels)).max() <= 0.51  # the graph gets whole levels
     rows, columns = (np.flatnonzero(np.array(levels).any(axis)) for axis in (1, 0))
-    inner = fitted[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    corner = resize_image(pattern(*of), *to, "pad-smolvla")[..., 1]
-    assert (corner[-len(inner) :, -inner.shape[1] :] == inner).all()  # `resize_with_pad` of SmolVLA: all black before
-    assert corner.sum(dtype=int) == inner.sum(dtype=int)
-    exact = resize_image(pattern(*of), *to, "pad-smolvla-float")[..., 1][-len(inner) :, -inner.shape[1] :]
     wanted = np.array(levels)[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    assert exact.dtype == np.float32
-    assert np.abs(exact - wanted).max() <= 0.01  # they stand here with two digits
+    fitted = resize_image(pattern(*of), *to, "pad-smolvla-float")[..., 1]
+    inner = fitted[-len(wanted) :, -wanted.shape[1] :]
+    assert fitted.dtype == np.float32
+    assert np.abs(inner - wanted).max() <= 0.01  # they stand here with two digits
+    assert fitted.sum() == pytest.approx(inner.sum())  # `resize_with_pad` of SmolVLA: all black before
 
 
 def test_p29_files_are_fitted_as_arrays_are_and_jpeg_is_decoded_whole() -> None:
@@ -68,18 +65,17 @@ def test_p29_files_are_fitted_as_arrays_are_and_jpeg_is_decoded_whole() -> None:
         file = io.BytesIO()
         PIL.Image.fromarray(whole).save(file, kind, quality=95)
         decoded = decode_image(file.getvalue())
-        for resize in ("pad-lerobot", "pad-smolvla"):
-            fitted = decode_image(file.getvalue(), "image", (8, 8), resize)  # type: ignore[arg-type]
-            assert (fitted == resize_image(decoded, 8, 8, resize)).all()  # type: ignore[arg-type]
+        fitted = decode_image(file.getvalue(), "image", (8, 8), FLOAT_LEVELS)
+        assert (fitted == resize_image(decoded, 8, 8, FLOAT_LEVELS)).all()
     grey = io.BytesIO()
     PIL.Image.fromarray(whole[..., 0]).save(grey, "PNG")
-    assert decode_image(grey.getvalue(), "image", (8, 8), "pad-lerobot").shape == (8, 8, 3)
+    assert decode_image(grey.getvalue(), "image", (8, 8), FLOAT_LEVELS).shape == (8, 8, 3)
 
 
 def test_p29_an_export_says_how(tmp_path: Any) -> None:
     ports: Any = {"front": ("u", [4, 4, 3])}
     seen = {}
-    for resize in ("stretch", "pad", "pad-lerobot", "pad-smolvla", "pad-smolvla-float"):
+    for resize in ("stretch", "pad", "pad-smolvla-float"):
         if resize == "pad-smolvla-float":
             ports["front"] = ("f", [4, 4, 3])
         root = means.write_export(tmp_path / resize, ports, 1, images={"front": [4, 4]}, resize=resize)
@@ -87,7 +83,7 @@ def test_p29_an_export_says_how(tmp_path: Any) -> None:
         sent = policy.request(policy.prepare(images={"front": pattern(6, 9)}))
         seen[resize] = float(run_alone(policy, sent).actions[0, 0])
         assert seen[resize] == pytest.approx(resize_image(pattern(6, 9), 4, 4, resize).mean(), rel=1e-6)  # type: ignore[arg-type]
-    assert len(set(seen.values())) == 4  # two differ in place only
+    assert len(set(seen.values())) == 3
     whole = policy.prepare(images={"front": pattern(4, 4)}).images["front"]
     assert (whole.dtype, (whole == pattern(4, 4)).all()) == (np.float32, True)
     with pytest.raises(ConfigError, match="float"):
@@ -97,5 +93,5 @@ def test_p29_an_export_says_how(tmp_path: Any) -> None:
             )
         )
     ports["front"] = ("u", [4, 4, 3])
-    with pytest.raises(ConfigError, match="resize: found \"crop\", expected 'stretch' or 'pad' or 'pad-lerobot'"):
+    with pytest.raises(ConfigError, match="resize: found \"crop\", expected 'stretch' or 'pad' or 'pad-smolvla-float'"):
         Export.load(means.write_export(tmp_path / "x", ports, 1, images={"front": [4, 4]}, resize="crop"))

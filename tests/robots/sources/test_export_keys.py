@@ -120,16 +120,16 @@ def test_p25_x_narrower_than_an_action_is_refused_and_so_is_a_graph_of_another_w
 
 # -- missing cameras ---------------------------------------------------------------------------------------------------
 
-TWO: Any = {"front": IMAGE, "wrist": IMAGE, "image_mask__wrist": ("b", []), "image_masks": ("i", [2])}
+TWO: Any = {"front": IMAGE, "wrist": IMAGE, "image_masks": ("i", [2])}
 
 
 def test_p20_a_graph_gets_masks_of_the_cameras_that_were_sent(tmp_path: Path) -> None:
     images = {"front": SIZE, "wrist": SIZE}
-    root = means.write_export(tmp_path, TWO, 4, images=images, optional_images=["wrist"])
+    root = means.write_export(tmp_path, TWO, 3, images=images, optional_images=["wrist"])
     policy = load_policy(root)
     both = first(policy, images={"front": picture(1), "wrist": picture(2)})
-    assert both == pytest.approx([picture(1).mean(), picture(2).mean(), 1.0, 1.0], rel=1e-5)
-    assert first(policy, images={"front": picture(1)}) == pytest.approx([picture(1).mean(), 0.0, 0.0, 0.5], rel=1e-5)
+    assert both == pytest.approx([picture(1).mean(), picture(2).mean(), 1.0], rel=1e-5)
+    assert first(policy, images={"front": picture(1)}) == pytest.approx([picture(1).mean(), 0.0, 0.5], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_p20_a_graph_gets_masks_of_the_cameras_that_were_sent(tmp_path: Path) ->
     ],
 )
 def test_p20_wrong_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    refused(means.write_export(tmp_path, TWO, 4, images={"front": SIZE, "wrist": SIZE}, **keys), message)
+    refused(means.write_export(tmp_path, TWO, 3, images={"front": SIZE, "wrist": SIZE}, **keys), message)
 
 
 def test_p20_an_image_has_no_name_of_a_role(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def everything(root: Path) -> Path:
     images = {"front": SIZE, "wrist": SIZE}
     ports: Any = {
         "front": ("u", [2, *SIZE, 3]), "wrist": ("u", [2, *SIZE, 3]), "tokens": ("i", [6]), "state": ("f", [2, 2]),
-        "token_mask": ("b", [6]), "image_masks": ("f", [2, 2]), "image_mask__wrist": ("i", [2]),
+        "token_mask": ("b", [6]), "image_masks": ("f", [2, 2]),
     }  # fmt: skip
     means.write_export(
         root, ports, 8, images=images, optional_images=["wrist"], observation_steps=2, x_dim=8, action_dim=7,
@@ -411,7 +411,7 @@ def test_p25_a_decomposed_export_with_all_of_it_batches_and_caches(tmp_path: Pat
         before, now = picture(10 * robot + 1).mean(), picture(10 * robot + 2).mean()
         tokens = [1, 5, 0, 0, 0, 0]  # 0.5 is bin 192, which is no word here
         assert tiny.value(ticket).actions[0] == pytest.approx(
-            [(before + now) / 2, now / 2, np.mean(tokens), np.mean([0.0, 0.25, 0.0, 0.5]), 0.5, 0.75, 0.5], rel=1e-4
+            [(before + now) / 2, now / 2, np.mean(tokens), np.mean([0.0, 0.25, 0.0, 0.5]), 0.5, 0.75, 0.0], rel=1e-4
         )
     assert bench.answer(ask(3, 1, "front")).cache == "miss"
     assert bench.answer(ask(3, 1, "front")).cache == "hit"  # asked again: the same past, so the same prefix

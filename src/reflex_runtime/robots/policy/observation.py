@@ -8,7 +8,7 @@ import io
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import isfinite
@@ -21,15 +21,13 @@ from reflex_runtime.robots.policy.episodes import EPISODES, Anchor, Prefix, Pref
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, PolicySpec, Resize
 from reflex_runtime.robots.policy.units import transformed
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.pictures import BAND_PIXELS, MAX_IMAGE_PIXELS, bands, decode_picture, pixels_of, plain, whole
+from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, bands, decode_picture, pixels_of, whole
 
 Image = NDArray[Any]  # uint8, or float32 (`FLOAT_LEVELS`)
 Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
-IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
-_SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla", FLOAT_LEVELS})
 
 
 class Doubt(NamedTuple):
@@ -90,18 +88,14 @@ class Observation:
         return size + (0 if self.state is None else self.state.nbytes) + MOMENT_OVERHEAD
 
     def row(self, role: str) -> NDArray[Any]:
-        """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_mask/NAME", its mask.
-
-        "image_masks" are all masks along a last axis, in the order of the policy's images.
-        """
+        """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_masks": those of all
+        images along a last axis, in their order."""
         if role in self.images:
             return self.images[role]
-        if role in ("tokens", "token_mask", "state"):
-            value: NDArray[Any] = getattr(self, role)
-            return value
         if role == "image_masks":
             return np.array([self.present[name] for name in self.images], np.bool_).T
-        return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
+        value: NDArray[Any] = getattr(self, role)
+        return value
 
 
 @dataclass(slots=True, eq=False)  # only `GuardedProcessor` writes to one
@@ -142,8 +136,10 @@ def decode_image(
     """
     if size is None:
         return decode_picture(data, field)
+    if resize == FLOAT_LEVELS:
+        return resize_image(decode_picture(data, field), *size, resize)
     fit = partial(_fitted, height=size[0], width=size[1], resize=resize)
-    return resize_image(decode_picture(data, field, None if resize in _SAMPLED else size, fit), *size, resize)
+    return resize_image(decode_picture(data, field, size, fit), *size, resize)
 
 
 def warm_decoders() -> None:
@@ -162,30 +158,24 @@ def warm_decoders() -> None:
 def resize_image(image: Image, height: int, width: int, resize: Resize = "stretch") -> Image:
     """Bilinear; unchanged when it already has the size.
 
-    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-lerobot": like
-    "pad", each pixel between the four nearest of the original, without averaging, as π0 of LeRobot does. "pad-smolvla":
-    the same in the bottom right corner. "pad-smolvla-float": like that, float32 where it was fitted.
+    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-smolvla-float":
+    in the bottom right corner, each pixel between the four nearest of the original, without averaging, in float32 where
+    it was fitted, as SmolVLA of LeRobot does.
     """
     if image.shape[:2] == (height, width):
         return image
-    if resize in _SAMPLED:  # an image of Pillow would be a copy
+    if resize == FLOAT_LEVELS:
         inner = _inner(image.shape[1], image.shape[0], height, width, resize)
-        return _padded(_levels(_sampled(image.__getitem__, image.shape[:2], *inner), resize), height, width, resize)
+        return _padded(_sampled(image, *inner), height, width, resize)
     import PIL.Image
 
     return _fitted(PIL.Image.fromarray(image), height, width, resize)
 
 
 def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
-    """The same for an image of Pillow, in any mode."""
+    """The same for an image of Pillow, in any mode; its pixels are not sampled."""
     inner = _inner(image.width, image.height, height, width, resize)
-    if image.size == inner:
-        return _padded(whole(image), height, width, resize)
-    if resize in _SAMPLED:
-        sampled = _sampled(lambda rows: _rows(image, rows), (image.height, image.width), *inner)
-        pixels = _levels(sampled, resize)
-    else:
-        pixels = np.asarray(_resized(image, *inner))
+    pixels = whole(image) if image.size == inner else np.asarray(_resized(image, *inner))
     return _padded(pixels, height, width, resize)
 
 
@@ -197,11 +187,6 @@ def _inner(wide: int, high: int, height: int, width: int, resize: Resize) -> tup
     return max(1, int(wide / ratio)), max(1, int(high / ratio))
 
 
-def _levels(sampled: NDArray[np.float32], resize: Resize) -> Image:
-    """Rounded, unless `resize` is `FLOAT_LEVELS`."""
-    return sampled if resize == FLOAT_LEVELS else (sampled + np.float32(0.5)).astype(np.uint8)
-
-
 def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
     """The pixels in a black frame; grey ones in three channels."""
     if pixels.ndim == 2:
@@ -209,7 +194,7 @@ def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
     down, right = height - pixels.shape[0], width - pixels.shape[1]
     if not (down or right):
         return pixels
-    top, left = (down, right) if resize in ("pad-smolvla", FLOAT_LEVELS) else (down // 2, right // 2)
+    top, left = (down, right) if resize == FLOAT_LEVELS else (down // 2, right // 2)
     padded = np.zeros((height, width, 3), pixels.dtype)
     padded[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
     return padded
@@ -230,29 +215,15 @@ def _resized(image: Any, width: int, height: int) -> Any:
     return narrow.resize((width, height), bilinear)
 
 
-def _rows(image: Any, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-    """Some rows of a picture; those of a large one singly, because an array of all would be a copy."""
-    if image.width * image.height <= BAND_PIXELS:
-        return np.asarray(plain(image))[rows]
-    return np.concatenate([np.asarray(plain(image.crop((0, row, image.width, row + 1)))) for row in rows.tolist()])
-
-
-def _sampled(
-    take: Callable[[NDArray[np.intp]], NDArray[np.uint8]], size: tuple[int, ...], width: int, height: int
-) -> NDArray[np.float32]:
-    """Each pixel between the four nearest of the original, as PyTorch's `interpolate` gives it.
-
-    take: returns rows of the original. size: (height, width) of it.
-    """
-    (y, y_next, y_share), (x, x_next, x_share) = _nearest(size[0], height), _nearest(size[1], width)
-    above, below = take(y), take(y_next)
-    more = (1,) * (above.ndim - 2)  # of the colours, where there are any
-    sides = []
+def _sampled(image: Any, width: int, height: int) -> NDArray[np.float32]:
+    """Each pixel between the four nearest of the original, as PyTorch's `interpolate` gives it."""
+    (y, y_next, y_share), (x, x_next, x_share) = _nearest(len(image), height), _nearest(image.shape[1], width)
+    above, below = image[y], image[y_next]
+    sides: list[NDArray[np.float32]] = []
     for column in (x, x_next):
         upper = above.take(column, axis=1).astype(np.float32)
-        sides.append(upper + y_share.reshape(-1, 1, *more) * (below.take(column, axis=1) - upper))
-    between: NDArray[np.float32] = sides[0] + x_share.reshape(1, -1, *more) * (sides[1] - sides[0])
-    return between
+        sides.append(upper + y_share.reshape(-1, 1, 1) * (below.take(column, axis=1) - upper))
+    return sides[0] + x_share.reshape(1, -1, 1) * (sides[1] - sides[0])
 
 
 def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:

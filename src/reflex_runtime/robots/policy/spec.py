@@ -16,7 +16,7 @@ from reflex_runtime.robots.policy.units import AddState, Norm, Transform
 from reflex_runtime.run.model_files import shorten
 from reflex_runtime.run.onnx_session import CPU
 
-Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla", "pad-smolvla-float"]
+Resize = Literal["stretch", "pad", "pad-smolvla-float"]
 FLOAT_LEVELS: Final = "pad-smolvla-float"
 """The `resize` that makes float32 pictures: levels of 255 that are not rounded."""
 Size = tuple[int, int]  # height, width in pixels

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots.policy.base import PolicySource, StagedModel, WholeModel, stacked
 from reflex_runtime.robots.policy.episodes import PrefixTensors
-from reflex_runtime.robots.policy.observation import IMAGE_MASK, Observation
+from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import FLOAT_LEVELS, DeviceOptions, PolicySpec, Size
 from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.robots.policy.units import AddState, Floats
@@ -284,7 +284,7 @@ def _text(root: Path, table: JsonObject, takes_text: bool) -> tuple[InstructionT
 
 
 MODEL_FILE: Final = "model.onnx"
-TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
+TOKEN_MASK, MASKS = "token_mask", "image_masks"
 ROLES: Final = ("tokens", TOKEN_MASK, MASKS, "state", "noise", "time", "past_kv", "actions")
 """Beside the names of the images."""
 _Flag = Annotated[bool, Meta(description="true or false")]
@@ -294,8 +294,7 @@ def _graphs(root: Path, table: JsonObject, config: ExportConfig, images: Mapping
     """The graphs by `inputs`, `outputs` and `decomposed`, with the role of each of their tensors."""
     split, tensors = config.export_kind == "decomposed", _tensors(config, images, table.get("max_tokens"))
     inputs, outputs = table.part("inputs"), table.part("outputs")
-    masks = [TOKEN_MASK, MASKS, *map(IMAGE_MASK.__add__, images)]
-    inputs.only([*images, "tokens", "state", "noise", *(["time", "past_kv"] if split else []), *masks])
+    inputs.only([*images, "tokens", "state", "noise", *(["time", "past_kv"] if split else []), TOKEN_MASK, MASKS])
     outputs.only(["actions", "past_kv"] if split else ["actions"])
     if inputs.has(TOKEN_MASK) and not inputs.has("tokens"):
         inputs.wrong(TOKEN_MASK, "none without the role tokens")
@@ -305,7 +304,7 @@ def _graphs(root: Path, table: JsonObject, config: ExportConfig, images: Mapping
         seen = [*images, *filter(inputs.has, roles)]
         if not seen:
             table.wrong("inputs", "an image, tokens or state: something to act on")
-        return _named(inputs, [*seen, *filter(inputs.has, masks)], tensors)
+        return _named(inputs, [*seen, *filter(inputs.has, (TOKEN_MASK, MASKS))], tensors)
 
     if not split:
         if table.has("decomposed"):
@@ -360,7 +359,6 @@ def _tensors(
     return {
         TOKEN_MASK: ("bif", tokens),
         MASKS: ("bif", (*history, len(images))),
-        **{IMAGE_MASK + name: ("bif", history) for name in images},
         **{n: ("f" if config.resize == FLOAT_LEVELS else "u", (*history, *size, 3)) for n, size in images.items()},
         "tokens": ("i", tokens),
         "state": ("f", (*history, config.state_dim)),
