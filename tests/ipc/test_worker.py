@@ -107,7 +107,7 @@ def test_g9_an_empty_batch_has_empty_results_and_one_that_is_no_list_fails() -> 
     async def main() -> None:
         async with ends() as both:
             assert (await both.batch()).results == []
-            for wrong in ({}, {"requests": {}}, [], {"requests": [params("a")] * (worker.MOST_REQUESTS + 1)}):
+            for wrong in ({}, {"requests": {}}, [], {"requests": [params("a")] * (1025)}):
                 error = await refused(both, BATCH_GENERATE, wrong)
                 assert isinstance(error, ProtocolError)
                 assert error.rpc_code == INVALID_PARAMS
@@ -591,14 +591,14 @@ def test_a_model_is_loaded_and_asked() -> None:
         ("load_model", {"model_id": ""}, "1 to 200"),
         ("load_model", {"model_id": "x\n"}, "1 to 200"),
         ("generate", {"stream_id": "a", "model_id": "x"}, "model_id='x': is not loaded here; 'm' is"),
-        ("shutdown", {"timeout_s": -1}, "timeout_s=-1"),
-        ("shutdown", {"timeout_s": 1e9}, "timeout_s="),
+        ("shutdown", {"timeout_s": -1}, "`float` >= 0.0 - at .*timeout_s"),
+        ("shutdown", {"timeout_s": 1e9}, "`float` <= 3600.0 - at .*timeout_s"),
     ],
 )
 def test_wrong_params_are_told_with_the_field_and_the_value(method: str, asked: Any, said: str) -> None:
     async def main() -> None:
         async with ends() as both:
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises((ConfigError, ProtocolError), match=said):
                 await both.call(method, asked)
             for wrong in ([], {"model_id": 1, "stream_id": 1, "timeout_s": "x"}):
                 with pytest.raises(ProtocolError) as caught:

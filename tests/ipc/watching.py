@@ -17,7 +17,7 @@ import uvloop
 
 from ipc.answering import PLAIN, Child
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, State
 from reflex_runtime.ipc.frames import RpcMessage
 from reflex_runtime.ipc.peer import Handler, Peer
 from reflex_runtime.ipc.spawn import Link, Opener, _peer_on, spawned
@@ -87,9 +87,9 @@ class Watch:
         self._changed: list[tuple[Callable[[], Any], asyncio.Future[None]]] = []
 
     def client(self, opener: Opener, config: ClientConfig = QUICK, **more: Any) -> RuntimeClient:
-        return RuntimeClient(
-            opener, config, name="w", on_note=self.note, on_lost=self.lost, on_state=self.state, **more
-        )
+        client = WatchedClient(opener, config, name="w", on_note=self.note, on_lost=self.lost, **more)
+        client.watch = self
+        return client
 
     def state(self, state: str) -> None:
         self.states.append(state)
@@ -177,3 +177,15 @@ def nothing_left(directory: Path) -> Iterator[None]:
     new = {name: what for name, what in descriptors().items() if name not in had}
     assert not new, new
     assert not list(directory.glob("reflex-*"))
+
+
+class WatchedClient(RuntimeClient):
+    """Tells its watch each new state."""
+
+    watch: Watch
+
+    def _become(self, state: State) -> None:
+        before = self.state
+        super()._become(state)
+        if self.state != before:
+            self.watch.state(state)

@@ -82,7 +82,7 @@ class RuntimeClient:
 
     prepare: called after every start, to load the model; until it returns, within start_timeout_s, only its own calls
     and those of its tasks are sent. on_note: gets every notification. on_lost: called once for each process that was
-    ready. on_state: called after it, with each new `state`. What these raise is logged.
+    ready. What these raise is logged.
 
     capabilities, info: of the last process that was ready. restarts: starts after the first. last_error: why the last
     process was lost or did not start.
@@ -97,10 +97,9 @@ class RuntimeClient:
         prepare: Callable[[RuntimeClient], Awaitable[None]] | None = None,
         on_note: Callable[[RpcMessage], None] | None = None,
         on_lost: Callable[[ReflexError], None] | None = None,
-        on_state: Callable[[State], None] | None = None,
     ) -> None:
         self.config, self.name = config or ClientConfig(), name
-        self.on_note, self.on_lost, self.on_state = on_note, on_lost, on_state
+        self.on_note, self.on_lost = on_note, on_lost
         self.state: State = "starting"
         self.capabilities: frozenset[str] = frozenset()
         self.info: Info | None = None
@@ -114,8 +113,7 @@ class RuntimeClient:
         self._link: Link | None = None  # set also while the process is prepared, and until it is reaped
         self._since = math.nan  # when it became ready
         self._next_start = math.nan
-        self._life: asyncio.Task[None] | None = None
-        self._first: asyncio.Future[None] | None = None
+        self._life: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._sent: Counter[str] = Counter()  # of earlier connections
         self._frames = 0
@@ -128,20 +126,20 @@ class RuntimeClient:
         the error of `prepare`; no process is left then."""
         if self._life is not None or self._closing is not None:
             raise ConfigError(f"{self.name}: a client is started once, and not after it was closed")
-        self._first = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live(self._first), name=self.name)
+        self._life = starting = asyncio.create_task(self._ready_link(), name=self.name)
         try:
-            await asyncio.wait({self._life, self._first}, return_when=asyncio.FIRST_COMPLETED)
+            link = await starting
         except asyncio.CancelledError:
-            await self.close(0)
+            if self._closing is None:
+                await self.close(0)
+                raise
+        except Exception as error:
+            self.last_error = str(error) or type(error).__name__
+            self._become("stopped")
             raise
-        if self._first.done():
-            return
-        if self._life.cancelled():
+        if self._closing is not None:
             raise Closed(f"{self.name} was closed before it was ready")
-        error = self._life.exception()
-        assert error is not None
-        raise error
+        self._life = asyncio.create_task(self._live(link), name=self.name)
 
     async def close(self, timeout: float = 10.0, drain: bool = True) -> None:
         """End the process: it may finish its streams (`drain`; else they end with an error) and exit within `timeout`
@@ -245,31 +243,21 @@ class RuntimeClient:
             return  # it was not ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
         if self.state == "stopped":
-            self._tell(self.on_lost, CutShort(f"{self.name} was shut down"))
+            self._tell_lost(CutShort(f"{self.name} was shut down"))
             return
         self._restarts.lived(lived)
         self.last_error = "its connection ended" if error is None else str(error)
         log.warning("%s was lost: %s", self.name, self.last_error)
         self._become("restarting")
-        self._tell(self.on_lost, ConnectionLost(f"{self.name} was lost: {self.last_error}"))
+        self._tell_lost(ConnectionLost(f"{self.name} was lost: {self.last_error}"))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    async def _live(self, first: asyncio.Future[None]) -> None:
-        """Run one process after another until `close`. first: done when the first is ready; raises if it fails."""
+    async def _live(self, link: Link | None) -> None:
+        """Run one process after another until `close`. link: of the first one, which is ready."""
         try:
             while True:
-                try:
-                    link = await self._ready_link()
-                except Exception as error:
-                    self.last_error = str(error) or type(error).__name__
-                    if not first.done():
-                        raise
-                    log.warning("%s could not be started again: %s", self.name, self.last_error)
-                    self._restarts.failed()
-                else:
-                    if not first.done():
-                        first.set_result(None)
+                if link is not None:
                     hung = await self._until_lost(link)
                     if self.state == "stopped":
                         return  # `close` has the link
@@ -278,6 +266,12 @@ class RuntimeClient:
                         self.last_error += f"; its process {link.process.ending}"
                         log.warning("%s: its process %s", self.name, link.process.ending)
                 await self._rest()
+                try:
+                    link = await self._ready_link()
+                except Exception as error:
+                    link, self.last_error = None, str(error) or type(error).__name__
+                    log.warning("%s could not be started again: %s", self.name, self.last_error)
+                    self._restarts.failed()
         finally:
             self._become("stopped")
             if self._link is not None and self._closing is None:  # the loop ends without `close`
@@ -313,13 +307,13 @@ class RuntimeClient:
                 within = f"{self.config.start_timeout_s:g} s (start_timeout_s)"
                 raise StartFailed(f"{self.name} was not ready within {within}") from None
             raise
-        return link
-
-    async def _until_lost(self, link: Link) -> bool:
-        """Ready until the connection ends. Returns whether a hang of the process was the reason."""
         self._since = asyncio.get_running_loop().time()
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
+        return link
+
+    async def _until_lost(self, link: Link) -> bool:
+        """Wait until the connection ends. Returns whether a hang of the process was the reason."""
         every, ended = self.config.heartbeat_s, {link.peer.ended}
         if not every:
             await asyncio.wait(ended)
@@ -380,17 +374,15 @@ class RuntimeClient:
         return max(0.0, self._next_start - asyncio.get_running_loop().time())
 
     def _become(self, state: State) -> None:
-        if state != self.state and self.state != "stopped":
+        if self.state != "stopped":
             self.state = state
-            self._tell(self.on_state, state)
 
-    def _tell(self, listener: Callable[[Any], None] | None, what: Any) -> None:
-        if listener is None:
-            return
-        try:
-            listener(what)
-        except Exception:
-            log.exception("%s: a listener failed", self.name)
+    def _tell_lost(self, error: ReflexError) -> None:
+        if self.on_lost is not None:
+            try:
+                self.on_lost(error)
+            except Exception:
+                log.exception("%s: its listener failed", self.name)
 
 
 _WORDS: dict[State, str] = {

@@ -6,8 +6,8 @@ fields that a newer one adds.
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import Any, Literal, Self
+from math import inf, ulp
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -33,6 +33,9 @@ class Constraint(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 < len(self.text) <= MOST_FORM:
             raise ConfigError(f"{self.kind}: has {len(self.text)} characters, must have 1 to {MOST_FORM}")
+
+
+Ranges = dict[str, tuple[float, float, str]]  # of fields that are not None: least, most, and the rule in words
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -68,24 +71,25 @@ class SamplingParams(msgspec.Struct, frozen=True):
     include_stop: bool = False
     constraint: Constraint | None = None
 
+    ranges: ClassVar[Ranges] = {
+        "max_tokens": (1, inf, "must be >= 1 token"),
+        "temperature": (0.0, 2.0, "must be in [0, 2]"),
+        "top_p": (ulp(0.0), 1.0, "must be in (0, 1]"),
+        "top_k": (0, inf, "must be >= 0, where 0 is off"),
+        "seed": (-(1 << 63), (1 << 64) - 1, "must fit 64 bits"),
+        "logprobs": (0, MOST_LOGPROBS, f"must be in [0, {MOST_LOGPROBS}]"),
+        "min_p": (0.0, 1.0, "must be in [0, 1]"),
+        "presence_penalty": (-2.0, 2.0, "must be in [-2, 2]"),
+        "frequency_penalty": (-2.0, 2.0, "must be in [-2, 2]"),
+        "repetition_penalty": (0.01, 100.0, "must be in [0.01, 100], where 1 is off"),
+    }
+
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "must be >= 1 token")
-        temperature = self.temperature
-        _check("temperature", temperature, isfinite(temperature) and 0.0 <= temperature <= 2.0, "must be in [0, 2]")
-        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "must be in (0, 1]")
-        _check("top_k", self.top_k, self.top_k >= 0, "must be >= 0, where 0 is off")
-        _check("seed", self.seed, self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "must fit 64 bits")
+        for name, (low, high, rule) in self.ranges.items():
+            value = getattr(self, name)
+            _check(name, value, value is None or low <= value <= high, rule)
         well = len(self.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in self.stop)
         _check("stop", self.stop, well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
-        logprobs = self.logprobs
-        well = logprobs is None or 0 <= logprobs <= MOST_LOGPROBS
-        _check("logprobs", logprobs, well, f"must be in [0, {MOST_LOGPROBS}]")
-        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "must be in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(name, value, -2.0 <= value <= 2.0, "must be in [-2, 2]")
-        repetition = self.repetition_penalty
-        _check("repetition_penalty", repetition, 0.01 <= repetition <= 100.0, "must be in [0.01, 100], where 1 is off")
         least, most = self.min_tokens, self.max_tokens
         _check("min_tokens", least, 0 <= least <= most, f"must be in [0, max_tokens={most}]")
         self._check_ids()
@@ -123,7 +127,6 @@ TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
 WINDOW = 64  # tokens that a stream may be ahead of its reader, by default
 MOST_CREDITS = 1_000_000  # at a time
 MOST_SCORES = 1 << 19  # scores of a prompt's tokens: some 40 MB of JSON
-SHORTEST_GAP_MS, LONGEST_GAP_MS = 1, 60_000  # between two tokens
 
 
 def is_id(name: object) -> bool:
@@ -177,6 +180,13 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     draft_model: str | None = None
     guidance: dict[str, Any] | None = None
 
+    ranges: ClassVar[Ranges] = {
+        **SamplingParams.ranges,
+        "credits": (1, MOST_CREDITS, f"must be in [1, {MOST_CREDITS}] tokens"),
+        "max_gap_ms": (1, 60_000, "must be in [1, 60000]"),
+        "prompt_logprobs": SamplingParams.ranges["logprobs"],
+    }
+
     @classmethod
     def of(cls, params: SamplingParams, **more: Any) -> GenerateParams:
         """A request with these sampling parameters."""
@@ -186,20 +196,12 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
         super().__post_init__()
         if self.priority not in PRIORITIES:
             raise ConfigError(f"priority={self.priority!r:.220}: must be one of {', '.join(PRIORITIES)}")
-        if not 1 <= self.credits <= MOST_CREDITS:
-            raise ConfigError(f"credits={self.credits!r}: must be in [1, {MOST_CREDITS}] tokens")
-        gap, low, high = self.max_gap_ms, SHORTEST_GAP_MS, LONGEST_GAP_MS
-        if gap is not None and not low <= gap <= high:
-            raise ConfigError(f"max_gap_ms={gap!r}: must be in [{low}, {high}] or absent")
-        told = self.prompt_logprobs
-        if told is not None and not 0 <= told <= MOST_LOGPROBS:
-            raise ConfigError(f"prompt_logprobs={told!r}: must be in [0, {MOST_LOGPROBS}] or absent")
 
 
 class BatchGenerate(msgspec.Struct):
     """Params of `batch_generate`. Each request is decoded separately: a wrong one fails alone."""
 
-    requests: list[msgspec.Raw]
+    requests: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1024)]
 
 
 class Started(msgspec.Struct):
@@ -237,7 +239,7 @@ class Shutdown(msgspec.Struct):
     """Params of `shutdown`. drain: streams may finish within `timeout_s` seconds."""
 
     drain: bool = True
-    timeout_s: float = 10.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 10.0
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -305,4 +307,4 @@ class Credit(msgspec.Struct):
     """`stream.credit`, from the front: further tokens that may be sent."""
 
     stream_id: str
-    tokens: int
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_CREDITS)]

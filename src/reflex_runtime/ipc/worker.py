@@ -14,7 +14,6 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from math import isfinite
 from typing import Any, Protocol
 
 from reflex_runtime.core.errors import Closed, ConfigError, Drained, ProcessorError, ReflexError
@@ -27,8 +26,6 @@ from reflex_runtime.version import __version__
 
 log = logging.getLogger("reflex.ipc")
 
-MOST_REQUESTS = 1024  # in a batch
-LONGEST_DRAIN = 3600  # seconds
 GRACE = 5.0  # seconds beyond its time limit until work is left behind
 
 _KINDS = {
@@ -171,8 +168,6 @@ class Worker:
 
     def _told_to_stop(self, asked: wire.Shutdown) -> asyncio.Task[bool]:
         """The first call decides; later ones get its answer."""
-        if not (isfinite(asked.timeout_s) and 0 <= asked.timeout_s <= LONGEST_DRAIN):
-            raise ConfigError(f"shutdown: timeout_s={asked.timeout_s}: must be in [0, {LONGEST_DRAIN}] seconds")
         self.told_to_stop = True
         return self._stop(asked.drain, asked.timeout_s)
 
@@ -257,9 +252,6 @@ class Worker:
     def _batch_generate(self, asked: wire.BatchGenerate) -> Coroutine[Any, Any, wire.BatchResult]:
         """Accept all requests, in order; the coroutine starts them."""
         arrived, requests = self._clock(), asked.requests
-        if len(requests) > MOST_REQUESTS:
-            told = f"requests: {len(requests)} of them; at most {MOST_REQUESTS}"
-            raise frames.ProtocolError(told, frames.INVALID_PARAMS)
         groups: Counter[str] = Counter()
         seen: set[str] = set()
         accepted: list[_Accepted | ReflexError] = []

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -286,41 +286,15 @@ async def tokenised(
     choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
     if choices > most:  # they are queued together
         raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
-    try:
-        if asked.tools.tools:
-            constraint = asked.tools.constraint(runtime.texts.tokenizer.tool_format)
-            if constraint is not None:
-                asked = replace(asked, params=changed(asked.params, constraint=constraint))
-        prompts = await _tokens(runtime, asked)
-    except RecursionError:  # the decoder of bodies allows a few levels more
-        raise too_deep() from None
+    if asked.tools.tools:
+        constraint = asked.tools.constraint(runtime.texts.tokenizer.tool_format)
+        if constraint is not None:
+            asked = replace(asked, params=changed(asked.params, constraint=constraint))
+    texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
+    prompts = [prompt for prompt in asked.prompts if not isinstance(prompt, str)]
+    prompts = prompts or await wire.tokens_of(runtime.texts, asked.conversation or texts, asked.prompt_field)
     _check_tokens(asked, prompts, config)
     return asked, prompts
-
-
-async def _tokens(runtime: ModelHost, asked: wire.GenerationRequest) -> list[list[int]]:
-    try:
-        if asked.conversation is not None:
-            return [await runtime.texts.encode_chat(asked.conversation)]
-        texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
-        if not texts:
-            return [p for p in asked.prompts if not isinstance(p, str)]
-        if len(texts) > 1:
-            with suppress(ConfigError, TooLarge):  # then one by one, to name the wrong one
-                return await runtime.texts.encode(texts)
-        return [await _one(runtime, text, asked.place(i)) for i, text in enumerate(texts)]
-    except ConfigError as error:
-        raise wire.refused(error, asked.prompt_field) from None
-
-
-async def _one(runtime: ModelHost, text: str, place: str) -> list[int]:
-    """The tokens of one text. place: its field."""
-    try:
-        return (await runtime.texts.encode([text]))[0]
-    except TooLarge as error:
-        raise BadRequest(f"{place}: {error.message}", place, "context_length_exceeded") from None
-    except ConfigError as error:
-        raise wire.refused(error, place) from None
 
 
 async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Matcher | None:

@@ -272,6 +272,8 @@ class AskedTools:
             return forced(form, self.tools, self.several)
         except ConfigError as error:
             raise BadRequest(f"tools: all parameters together: {error.message}", "tools") from None
+        except RecursionError:
+            raise too_deep() from None
 
     def parser(self, form: ToolForm) -> ToolParser:
         """The parser of one choice."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 import msgspec
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
 from reflex_runtime.llm.api.fields import BadRequest
 from reflex_runtime.llm.engine.load import AUTHORS_SAY
-from reflex_runtime.llm.engine.tokenizer import Conversation
+from reflex_runtime.llm.engine.tokenizer import Conversation, Texts
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import check_id
 
@@ -257,6 +258,28 @@ def refused(error: ConfigError, field: str) -> BadRequest:
     if found is None or not (found[1].startswith(field) or found[1] in ("stop_token_ids", "logit_bias")):
         return BadRequest(f"{field}: {message}", field)
     return BadRequest(message, found[1])
+
+
+async def tokens_of(texts: Texts, what: Conversation | Sequence[str], field: str) -> list[list[int]]:
+    """The tokens of a conversation, or of each text. field: of the caller. Raises BadRequest."""
+    place = field
+    try:
+        if isinstance(what, Conversation):
+            return [await texts.encode_chat(what)]
+        if len(what) > 1:
+            with suppress(ConfigError, TooLarge):  # then one by one, to name the wrong one
+                return await texts.encode(what)
+        found = []
+        for i, text in enumerate(what):
+            place = f"{field}[{i}]" if len(what) > 1 else field
+            found += await texts.encode([text])
+        return found
+    except RecursionError:  # the decoder of bodies allows a few levels more
+        raise wire.too_deep() from None
+    except TooLarge as error:
+        raise BadRequest(f"{place}: {error.message}", place, "context_length_exceeded") from None
+    except ConfigError as error:
+        raise refused(error, place) from None
 
 
 def client_of(named: Mapping[str, str | None]) -> str:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.api.decode import decode, token_ids
-from reflex_runtime.llm.api.fields import BadRequest, FieldTable, Message, too_deep
+from reflex_runtime.llm.api.fields import BadRequest, FieldTable, Message
 from reflex_runtime.llm.api.messages import InputTokens, counted
-from reflex_runtime.llm.api.requests import chat_conversation, refused
+from reflex_runtime.llm.api.requests import chat_conversation, tokens_of
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import encode
 
@@ -110,9 +109,8 @@ async def _counted(conversation: Conversation, model: ModelHost) -> bytes:
 
 async def _ids(what: str | Conversation, model: ModelHost) -> list[int]:
     """The tokens of a text, or of a conversation by the model's chat template. Raises BadRequest."""
-    try:
-        return (await model.texts.encode([what]))[0] if isinstance(what, str) else await model.texts.encode_chat(what)
-    except RecursionError:
-        raise too_deep() from None
-    except ConfigError as error:
-        raise refused(error, "prompt" if isinstance(what, str) else "messages") from None
+    found = await tokens_of(model.texts, [what] if isinstance(what, str) else what, _FIELDS[type(what)])
+    return found[0]
+
+
+_FIELDS: Final = {str: "prompt", Conversation: "messages"}
