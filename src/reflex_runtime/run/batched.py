@@ -30,11 +30,11 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from random import random
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Final, Generic, Self, TypeVar, overload
 
 from reflex_runtime.core.batch import Batch, Outcome
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, WaitTimeout
@@ -182,32 +182,13 @@ _CALLS_ITSELF: Final = "@batched: the function calls itself with a single item, 
 _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """The arguments of `batched`."""
-
-    max_batch_size: int = option(32, within=(1, 1_000_000))
-    max_latency: float = option(0.005, within=(0, 60, "seconds"))
-    capacity: int = option(1000, within=(1, 1_000_000))
-    repeatable: bool = True
-    watchdog: float = option(60.0, within=(0, 86_400, "seconds"))
-
-    def __post_init__(self) -> None:
-        validate(self, "@batched")
-
-    @property
-    def group(self) -> GroupConfig:
-        flush = FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency, shed=True)
-        return GroupConfig(name=GROUP, flush=flush, capacity=self.capacity)
-
-
 class BatchedCoroutine(Handle, Generic[Item, Result]):
     """A coroutine function over a list that is awaited with single items. `Handle` lists its errors.
 
     Batches, sinks and `close` are those of the running loop.
     """
 
-    def __init__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], rules: _Rules) -> None:
+    def __init__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], rules: _Batched) -> None:
         super().__init__(function)
         self._make = partial(_Calls, function, rules)
         self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
@@ -246,7 +227,7 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
 class _Calls:
     """The calls of one function in one loop. running: the batch in the call that is out."""
 
-    def __init__(self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], rules: _Rules) -> None:
+    def __init__(self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], rules: _Batched) -> None:
         self._function, self._rules = function, rules
         self.running: Batch | None = None
         self.dispatcher = Dispatcher([rules.group], self._run, max_batches=1)
@@ -279,7 +260,7 @@ class _Calls:
 class BatchedFunction(Handle, Generic[Item, Result]):
     """A function over a list that is called with single items. `Handle` lists its errors."""
 
-    def __init__(self, function: Callable[[list[Item]], Sequence[Result]], rules: _Rules) -> None:
+    def __init__(self, function: Callable[[list[Item]], Sequence[Result]], rules: _Batched) -> None:
         super().__init__(function)
         self._driver = _Driver(function, rules, self._name)
 
@@ -337,7 +318,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 class _Driver(ThreadDriver):
     """The driver of one batched function. Its threads start with the first item."""
 
-    def __init__(self, function: Callable[[list[Any]], Any], rules: _Rules, name: str, sinks: Iterable[Sink] = ()):
+    def __init__(self, function: Callable[[list[Any]], Any], rules: _Batched, name: str, sinks: Iterable[Sink] = ()):
         self._made_of = function, rules, name
         processor = FunctionProcessor(function, rules.repeatable)
         super().__init__(rules.group, processor, rules.watchdog or inf, time.monotonic, name, sinks)
@@ -472,8 +453,34 @@ def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None])
     return call
 
 
-class Decorator(Protocol):
-    """The decorator that `batched(...)` returns."""
+@dataclass(frozen=True, slots=True)
+class _Batched:
+    """Makes a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
+
+    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs, for callers that were
+    just answered and are expected to call again; a lone caller is never held. Items that come while a call runs form
+    the next batch. capacity: most waiting items. repeatable: False for a function that must not see an item twice; then
+    one bad item fails its whole call. watchdog: seconds that a call may take; then its callers get `ProcessorHung`. A
+    thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
+
+    A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one for every
+    object. TypeError for anything but a function of one list: a generator, a class method, two parameters.
+    """
+
+    max_batch_size: int = option(32, within=(1, 1_000_000))
+    max_latency: float = option(0.005, within=(0, 60, "seconds"))
+    capacity: int = option(1000, within=(1, 1_000_000))
+    repeatable: bool = True
+    watchdog: float = option(60.0, within=(0, 86_400, "seconds"))
+
+    def __post_init__(self) -> None:
+        validate(self, "@batched")
+
+    @property
+    def group(self) -> GroupConfig:
+        """The same for the scheduler."""
+        flush = FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency, shed=True)
+        return GroupConfig(name=GROUP, flush=flush, capacity=self.capacity)
 
     @overload
     def __call__(
@@ -489,62 +496,32 @@ class Decorator(Protocol):
     def __call__(
         self, function: Callable[[Owner, list[Item]], Sequence[Result]], /
     ) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        max_batch_size: int = 32,
+        max_latency: float = 0.005,
+        capacity: int = 1000,
+        repeatable: bool = True,
+        watchdog: float = 60.0,
+    ) -> _Batched: ...
+    def __call__(self, *functions: Any, **options: Any) -> Any:
+        made = replace(self, **options) if options else self
+        for function in functions:
+            return made._of(function)
+        return made
 
-
-@overload
-def batched(function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /) -> BatchedCoroutine[Item, Result]: ...
-@overload
-def batched(function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
-@overload
-def batched(
-    function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
-) -> BatchedMethod[BatchedCoroutine[Item, Result]]: ...
-@overload
-def batched(
-    function: Callable[[Owner, list[Item]], Sequence[Result]], /
-) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
-@overload
-def batched(
-    max_batch_size: int = 32,
-    max_latency: float = 0.005,
-    capacity: int = 1000,
-    repeatable: bool = True,
-    watchdog: float = 60.0,
-) -> Decorator: ...
-def batched(
-    max_batch_size: Any = 32,
-    max_latency: float = 0.005,
-    capacity: int = 1000,
-    repeatable: bool = True,
-    watchdog: float = 60.0,
-) -> Any:
-    """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
-
-    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs, for callers that were
-    just answered and are expected to call again; a lone caller is never held. Items that come while a call runs form
-    the next batch. capacity: most waiting items. repeatable: False for a function that must not see an item twice; then
-    one bad item fails its whole call. watchdog: seconds that a call may take; then its callers get `ProcessorHung`. A
-    thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
-
-    A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one for every
-    object. TypeError for anything but a function of one list: a generator, a class method, two parameters.
-    """
-    if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
-        return batched(32, max_latency, capacity, repeatable, watchdog)(max_batch_size)
-    rules = _Rules(max_batch_size, max_latency, capacity, repeatable, watchdog)
-
-    def decorate(function: Any) -> Any:
+    def _of(self, function: Any) -> Any:
+        """What replaces the function."""
         if isinstance(function, staticmethod):
             function = function.__func__
-        kind = BatchedCoroutine if is_async(function) else BatchedFunction
-
-        def make(of_list: Callable[[list[Any]], Any]) -> Any:
-            return kind(of_list, rules)
-
+        make = partial(BatchedCoroutine if is_async(function) else BatchedFunction, rules=self)
         if not is_method(function):
             check_function(function)
             return make(function)
         check_function(function, "self")
         return BatchedMethod(function, make)
 
-    return decorate
+
+batched: Final = _Batched()
