@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError
 from random import Random
 from typing import Any
 
@@ -42,6 +42,7 @@ from reflex_runtime.feeds.runtime.health import (
     BatchSubmissionRejected,
     BatchTimeout,
     FeedDisconnected,
+    FeedFailed,
     Health,
     HealthEvent,
     StageError,
@@ -264,7 +265,7 @@ def test_f10_an_answer_tells_the_rest_of_the_time_outs_and_errors() -> None:
         play.batch([("cam1", BAD), ("cam2", BAD)])
     assert [type(e) for e in play.told] == [BatchTimeout, BatchError]
     play.now += 0.1
-    assert play.batch([("cam2", OK)]) == [BatchError(100.1, "detector", 2, "no model today")]
+    assert play.batch([("cam2", OK)]) == [BatchError(100.1, "detector", 2, "detector", "no model today")]
     assert play.batch([("cam1", OK)], abandoned=True) == []  # that one came too late
     assert play.batch([("cam1", OK)]) == [BatchTimeout(100.1, "cam1", 2, "detector")]
 
@@ -308,7 +309,7 @@ def test_f10_errors_are_counted_by_batches() -> None:
     play.truth[BatchError, "detector"] += 1
     play.batch([("cam1", hung), ("cam2", hung)])
     play.batch([("cam1", Failed(Cancelled())), ("cam2", Failed(Drained()))])  # nobody's fault
-    assert play.flush() == [BatchError(100.0, "detector", 2, "it hangs")]
+    assert play.flush() == [BatchError(100.0, "detector", 2, "detector", "it hangs")]
     assert play.counts() == play.truth == {(BatchError, "detector"): 3}
 
 
@@ -317,9 +318,9 @@ def test_f10_errors_are_told_when_their_second_is_over_or_something_is_answered(
     for _ in range(2):
         play.batch([("cam1", BAD)])
     play.now += 1.0
-    assert play.queue("cam1") == [BatchError(101.0, "detector", 1, "no model today")]
+    assert play.queue("cam1") == [BatchError(101.0, "detector", 1, "detector", "no model today")]
     play.batch([("cam1", BAD)])
-    assert play.batch([("cam1", OK)]) == [BatchError(101.0, "detector", 1, "no model today")]
+    assert play.batch([("cam1", OK)]) == [BatchError(101.0, "detector", 1, "detector", "no model today")]
 
 
 def test_f10_a_failure_without_a_batch_is_no_batch_error() -> None:
@@ -334,12 +335,12 @@ def test_f10_a_dead_coordinator_is_one_stage_error_per_feed() -> None:
     play.told.clear()
     dead = ProcessorError("the device thread died")
     told = play.give(DeviceLost(play.now, dead))
-    assert told == [StageError(100.0, feed, "the device thread died", "detector") for feed in ("cam1", "cam2")]
+    assert told == [StageError(100.0, feed, 1, "detector", "the device thread died") for feed in ("cam1", "cam2")]
     assert play.give(DeviceLost(play.now, dead)) == []
     for feed in ("cam1", "cam2"):
         assert play.refuse(feed, Closed()) == []
     (late,) = play.refuse("cam3", Closed())  # it had not asked before
-    assert late == StageError(100.0, "cam3", "the device thread died", "detector")
+    assert late == StageError(100.0, "cam3", 1, "detector", "the device thread died")
     assert play.refuse("cam3", Closed()) == []
 
 
@@ -416,7 +417,9 @@ def test_a_sink_that_fails_leaves_no_empty_telling_behind() -> None:
 
 
 def test_health_events_are_values() -> None:
-    event = FeedDisconnected(1.0, "cam1", "connection refused", retry_in=2.0)
-    assert asdict(event) == {"at": 1.0, "source": "cam1", "error": "connection refused", "retry_in": 2.0}
+    event = FeedDisconnected(1.0, "cam1", error="connection refused", retry_in=2.0)
+    assert (event.source, event.error, event.retry_in) == ("cam1", "connection refused", 2.0)
+    assert event == FeedDisconnected(1.0, "cam1", error="connection refused", retry_in=2.0)
+    assert event != FeedFailed(1.0, "cam1", error="connection refused", retry_in=2.0)
     with pytest.raises(FrozenInstanceError):
         event.error = ""

@@ -581,7 +581,7 @@ def test_f11_a_source_that_hangs_is_reported_and_left_behind() -> None:
     deaf.idle()
     report = runtime.stop(0.2)
     assert report.detached == ("reflex-feed-deaf-capture",)
-    assert [(e.source, e.name) for e in log.wait(ThreadDetached)] == [("deaf", "reflex-feed-deaf-capture")]
+    assert [(e.source, e.error) for e in log.wait(ThreadDetached)] == [("deaf", "reflex-feed-deaf-capture")]
     deaf.let_go()
 
 

@@ -84,9 +84,6 @@ def check_files(config: FeedsConfig) -> None:
     if config.results.lower().endswith(".parquet"):
         other = one_line(Path(config.results).with_suffix(".jsonl"))
         raise ConfigError(f"--results={one_line(config.results)}: results are JSON lines, not Parquet: {other}")
-    for flag, value in written(config):
-        if os.path.isdir(value):  # False for a name that is too long
-            raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
     if config.annotate:
         with files.refused(f"--annotate={one_line(config.annotate)}", "be made"):
             Path(config.annotate).mkdir(parents=True, exist_ok=True)

@@ -420,11 +420,11 @@ class Feed:
             self.ledger.note(words)
             if self._restarts >= most or (isinstance(lost, SourceError) and not lost.retryable):
                 if connected:
-                    self._emit(FeedDisconnected(self.clock(), self.name, words))
+                    self._emit(FeedDisconnected(self.clock(), self.name, error=words))
                 return lost
             pause = doubled(OPEN_S, OPEN_MOST_S, self._losses) * self._chance.uniform(1.0 - JITTER, 1.0 + JITTER)
             self._connection, self._losses = "reconnecting", self._losses + 1
-            self._emit(FeedDisconnected(self.clock(), self.name, words, pause))
+            self._emit(FeedDisconnected(self.clock(), self.name, error=words, retry_in=pause))
             self._pause(self._stop, pause)
             self._restarts += 1
 
@@ -641,7 +641,7 @@ class Feed:
 
     def _tell(self, count: int) -> None:
         if count:
-            self._emit(FeedStageError(self.clock(), self.name, self._fault, count=count))
+            self._emit(FeedStageError(self.clock(), self.name, count, error=self._fault))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -678,7 +678,7 @@ class Feed:
             self.ledger.note(_words(failure))
         self._final = "failed" if failure is not None else "stopped" if self._stopped else "ended"
         if failure is not None:
-            self._emit(FeedFailed(now, self.name, _words(failure)))
+            self._emit(FeedFailed(now, self.name, error=_words(failure)))
         elif self._final == "ended":
             self._emit(FeedEnded(now, self.name))
         self._on_end()
@@ -694,7 +694,7 @@ class Feed:
             except BaseException as error:
                 words = f"a sink could not be closed: {_words(error)}"
                 self.ledger.note(words)
-                self._emit(FeedStageError(self.clock(), self.name, words))
+                self._emit(FeedStageError(self.clock(), self.name, error=words))
 
     def _emit(self, event: HealthEvent) -> None:
         try:

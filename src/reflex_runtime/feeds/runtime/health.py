@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar
 
@@ -39,92 +39,71 @@ FEEDS = 4096  # most feeds that a coordinator's health remembers
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """at: monotonic seconds. source: the id of the feed or of the coordinator."""
+    """Something that happened to a feed or a coordinator.
+
+    at: monotonic seconds. source: the id of the feed or of the coordinator. count: frames or batches since the event
+    before. coordinator: of the feed, where it has a part in this. error: the last message, or the name of a thread.
+    retry_in: seconds until the source is opened again; None: never.
+    """
 
     at: float
     source: str
+    count: int = 1
+    coordinator: str = ""
+    error: str = ""
+    retry_in: float | None = None
     level: ClassVar[int] = logging.ERROR  # of its log line
-    says: ClassVar[str] = "{error}"
+    says: ClassVar[str] = "{0.error}"
 
     def words(self) -> tuple[int, str]:
         """(level, text) for the log."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return self.level, self.says.format(**values, frames=frames(values.get("count", 0)))
+        batches = f"{self.count} batch{'es'[: 2 * (self.count > 1)]}"
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return self.level, self.says.format(self, frames=frames(self.count), batches=batches, times=times)
 
 
-@dataclass(frozen=True, slots=True)
-class _FramesLost(HealthEvent):
-    """`count` frames of a feed were not answered."""
-
-    count: int
-    coordinator: str = ""
-    level = logging.WARNING
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSubmissionRejected(_FramesLost):
+class BatchSubmissionRejected(HealthEvent):
     """`count` frames of a feed met a full queue, or were displaced from it by a feed with fewer in it."""
 
-    says = "{frames} refused, the queue of {coordinator} was full"
+    level, says = logging.WARNING, "{frames} refused, the queue of {0.coordinator} was full"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchInFlightExceeded(_FramesLost):
+class BatchInFlightExceeded(HealthEvent):
     """`count` frames of a feed exceeded its in-flight limit."""
 
-    says = "{frames} refused, {coordinator} had not answered the one before"
+    level, says = logging.WARNING, "{frames} refused, {0.coordinator} had not answered the one before"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTimeout(_FramesLost):
+class BatchTimeout(HealthEvent):
     """A feed stopped waiting for `count` answers."""
 
-    says = "{frames} not answered by {coordinator} in time"
+    level, says = logging.WARNING, "{frames} not answered by {0.coordinator} in time"
 
 
-@dataclass(frozen=True, slots=True)
 class BatchError(HealthEvent):
-    """`count` batches of a coordinator failed in whole or in part. error: message of the last failure."""
+    """`count` batches of a coordinator failed in whole or in part."""
 
-    count: int
-    error: str
-
-    def words(self) -> tuple[int, str]:
-        return self.level, f"{self.count} batch{'es' if self.count > 1 else ''} failed: {self.error}"
+    says = "{batches} failed: {0.error}"
 
 
-@dataclass(frozen=True, slots=True)
 class StageError(HealthEvent):
     """A feed's coordinator died: once for each feed, never at an ordinary stop."""
 
-    error: str
-    coordinator: str = ""
 
-
-@dataclass(frozen=True, slots=True)
 class FeedStageError(HealthEvent):
-    """A stage or a sink of a feed failed on `count` frames. error: message of the last failure."""
+    """A stage or a sink of a feed failed on `count` frames."""
 
-    error: str
-    count: int = 1
-
-    def words(self) -> tuple[int, str]:
-        return self.level, self.error + (f" ({self.count} times)" if self.count > 1 else "")
+    says = "{0.error}{times}"
 
 
-@dataclass(frozen=True, slots=True)
 class FeedConnected(HealthEvent):
     """A feed's source was opened."""
 
     level, says = logging.INFO, "connected"
 
 
-@dataclass(frozen=True, slots=True)
 class FeedDisconnected(HealthEvent):
-    """A feed's source was lost or could not be opened. retry_in: seconds until it is opened again; None: never."""
-
-    error: str
-    retry_in: float | None = None
+    """A feed's source was lost or could not be opened."""
 
     def words(self) -> tuple[int, str]:
         if self.retry_in is None:
@@ -132,30 +111,22 @@ class FeedDisconnected(HealthEvent):
         return logging.WARNING, f"{self.error}; trying again in {self.retry_in:.1f} s"
 
 
-@dataclass(frozen=True, slots=True)
 class FeedEnded(HealthEvent):
     """A feed reached the end of its source."""
 
     level, says = logging.INFO, "came to its end"
 
 
-@dataclass(frozen=True, slots=True)
 class FeedFailed(HealthEvent):
     """A feed ended with an error."""
 
-    error: str
-    says = "given up: {error}"
+    says = "given up: {0.error}"
 
 
-@dataclass(frozen=True, slots=True)
 class ThreadDetached(HealthEvent):
     """A thread did not end within its time limit and was abandoned."""
 
-    name: str
-    says = "thread {name} did not end in time and is abandoned"
-
-
-_Counted = type[_FramesLost] | type[BatchError]
+    says = "thread {0.error} did not end in time and is abandoned"
 
 
 class Health:
@@ -175,7 +146,7 @@ class Health:
         self.source = source
         self._emit, self._every = emit, every
         self._feeds: dict[Any, bool] = {}  # known feeds: whether the coordinator's loss was reported
-        self._throttles: dict[tuple[Any, _Counted], Throttle] = {}  # of what failed lately
+        self._throttles: dict[tuple[Any, type[HealthEvent]], Throttle] = {}  # of what failed lately
         self._batch = 0  # the last failed batch
         self._error = ""
         self._sweep_at = inf
@@ -232,16 +203,16 @@ class Health:
             self._batch = admission.id
             self._count((self.source, BatchError), now)
 
-    def _lose(self, client: Any, kind: type[_FramesLost], now: float) -> None:
+    def _lose(self, client: Any, kind: type[HealthEvent], now: float) -> None:
         self._know(client)
         self._count((client, kind), now)
 
-    def _count(self, key: tuple[Any, _Counted], now: float) -> None:
+    def _count(self, key: tuple[Any, type[HealthEvent]], now: float) -> None:
         throttle = self._throttles.setdefault(key, Throttle(self._every))
         self._tell(key, now, throttle.count(now))
         self._sweep_at = min(self._sweep_at, now + self._every)
 
-    def _recovered(self, client: Any, kind: _Counted, now: float) -> None:
+    def _recovered(self, client: Any, kind: type[HealthEvent], now: float) -> None:
         if (throttle := self._throttles.get((client, kind))) is not None:
             self._tell((client, kind), now, throttle.recover(now))
 
@@ -257,17 +228,15 @@ class Health:
         if not self._feeds.setdefault(client, False) and len(self._feeds) > FEEDS:
             del self._feeds[next(iter(self._feeds))]
 
-    def _tell(self, key: tuple[Any, _Counted], now: float, count: int) -> None:
-        client, kind = key
-        if count and issubclass(kind, BatchError):
-            self._emit(kind(now, self.source, count, self._error))
-        elif count:
-            self._emit(kind(now, str(client), count, self.source))
+    def _tell(self, key: tuple[Any, type[HealthEvent]], now: float, count: int) -> None:
+        if count:
+            client, kind = key
+            self._emit(kind(now, str(client), count, self.source, self._error if kind is BatchError else ""))
 
     def _tell_lost(self, client: Any, now: float) -> None:
         if not self._feeds.get(client):
             self._feeds[client] = True
-            self._emit(StageError(now, str(client), self._lost or "", self.source))
+            self._emit(StageError(now, str(client), coordinator=self.source, error=self._lost or ""))
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

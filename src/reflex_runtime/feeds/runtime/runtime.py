@@ -294,7 +294,7 @@ class Runtime:
         detached += [output.name for output in outputs if not output.join()]
         for coordinator, _ in coordinators:
             if coordinator.detached is not None:
-                self._emit(ThreadDetached(time.monotonic(), coordinator.id, coordinator.detached))
+                self._emit(ThreadDetached(time.monotonic(), coordinator.id, error=coordinator.detached))
                 detached.append(coordinator.detached)
         with self._change:
             self._state = STOPPED
@@ -402,4 +402,4 @@ class Runtime:
         feed.abandon()
         for thread in feed.detached:
             log.warning("%s: thread %s did not end in time and is abandoned", feed.name, thread)
-            self._emit(ThreadDetached(time.monotonic(), feed.name, thread))
+            self._emit(ThreadDetached(time.monotonic(), feed.name, error=thread))
