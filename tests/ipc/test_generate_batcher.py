@@ -27,7 +27,6 @@ from reflex_runtime.core.errors import (
     Shed,
 )
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.ipc import frames
 from reflex_runtime.ipc.frames import ProtocolError, RpcError, error_of
 from reflex_runtime.ipc.generate_batcher import OFF, GenerateBatcher, GenerateBatcherConfig
 from reflex_runtime.ipc.generate_calls import MOST_PARTITIONS, BatchDispatched, BatcherStats
@@ -728,7 +727,7 @@ def test_g9_what_could_be_too_large_together_goes_alone_and_only_what_is_too_lar
             large = [made.ask(f"s{i}", prompt="x" * 300_000) for i in range(2)]
             larger = made.ask("larger", prompt="x" * 400_000)
             assert [(await one)["stream_id"] for one in large] == ["s0", "s1"]
-            assert isinstance(await outcome(larger), frames.OversizeFrame)
+            assert "at most" in str(await outcome(larger))
             assert made.registry.active_count() == 2
             assert made.batcher.get_stats()["fallbacks"] == {"oversize": 3}
 

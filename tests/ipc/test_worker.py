@@ -20,6 +20,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.ipc import messages, streams, worker
 from reflex_runtime.ipc.frames import INVALID_PARAMS, METHOD_NOT_FOUND, ProtocolError
 from reflex_runtime.ipc.messages import CHUNK, EVENT, PROMPT, STATS, ScoredToken, Started
+from reflex_runtime.ipc.spawn import unheard
 from reflex_runtime.version import __version__
 
 
@@ -753,9 +754,10 @@ def test_g14_every_call_is_answered_before_the_connection_ends(method: str, aske
         async with ends(loaded=method == "generate", grace=0.05) as both:
             both.engine.gates["never"] = asyncio.Event()
             call = both.peer.call(method, asked)
-            both.peer.notify("shutdown", {"drain": False})
+            shutdown = unheard(both.peer.call("shutdown", {"drain": False}))
             with pytest.raises(Drained):
                 await call
+            await asyncio.wait({shutdown})
             assert await both.run is False  # something may still be at work
 
     play(main())

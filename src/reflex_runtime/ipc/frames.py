@@ -38,10 +38,6 @@ class ProtocolError(ReflexError):
         return type(self), (self.message, self.rpc_code)
 
 
-class OversizeFrame(ProtocolError):
-    """A frame above the limit."""
-
-
 class RpcError(msgspec.Struct, omit_defaults=True):
     """The error of a call. data: of an error of the runtime, to raise it at the other end (`error_of`)."""
 
@@ -80,14 +76,13 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what de
 
 
 def encode(messages: list[RpcMessage], most: int = MAX_FRAME) -> bytes:
-    """One frame of at least one message. Raises OversizeFrame above `most` bytes, and ProtocolError for values that are
-    not JSON."""
+    """One frame of at least one message. Raises ProtocolError above `most` bytes, and for values that are not JSON."""
     try:
         body = msgspec.json.encode(messages[0] if len(messages) == 1 else messages)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"cannot be written as JSON: {error}", INTERNAL_ERROR) from None
     if len(body) > most:
-        raise OversizeFrame(f"a frame of {len(body)} bytes; at most {most} are sent")
+        raise ProtocolError(f"a frame of {len(body)} bytes; at most {most} are sent")
     return _HEADER.pack(_JSON, len(body)) + body
 
 
@@ -97,7 +92,7 @@ class FrameDecoder:
         decoder.feed(data)
         for messages in decoder: ...
 
-    Raises ProtocolError for a frame without messages, and OversizeFrame above `most` bytes. Nothing can be read after
+    Raises ProtocolError for a frame without messages, or above `most` bytes. Nothing can be read after
     that: the frame is missing, and a part must not pass for the whole answer.
     """
 
@@ -121,7 +116,7 @@ class FrameDecoder:
             if kind != _JSON:
                 raise ProtocolError(f"a frame begins with J, not with the byte {kind[0]}", PARSE_ERROR)
             if length > self._most:
-                raise OversizeFrame(f"a frame of {length} bytes; at most {self._most} are read")
+                raise ProtocolError(f"a frame of {length} bytes; at most {self._most} are read")
             begin = self._at + _HEADER.size
             if len(self._data) < begin + length:
                 return

@@ -129,9 +129,10 @@ MOST_CREDITS = 1_000_000  # at a time
 MOST_SCORES = 1 << 19  # scores of a prompt's tokens: some 40 MB of JSON
 
 
-def is_id(name: object) -> bool:
-    """Whether it is a name for a stream or a model: 1 to LONGEST_ID printable characters."""
-    return isinstance(name, str) and 0 < len(name) <= LONGEST_ID and name.isprintable()
+def check_name(field: str, name: object) -> None:
+    """Raise ConfigError unless it can be the name of a stream or a model."""
+    if not (isinstance(name, str) and 0 < len(name) <= LONGEST_ID and name.isprintable()):
+        raise ConfigError(f"{field}={name!r:.220}: must be 1 to {LONGEST_ID} printable characters")
 
 
 class Info(msgspec.Struct):

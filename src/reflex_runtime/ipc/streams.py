@@ -252,8 +252,7 @@ class StreamRegistry:
         if stream_id is None:
             self._number += 1
             stream_id = f"{self._prefix}-{self._number}"
-        elif not wire.is_id(stream_id):
-            raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {wire.LONGEST_ID} printable characters")
+        wire.check_name("stream_id", stream_id)
         if stream_id in self._streams:
             raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
         handle = self._streams[stream_id] = StreamHandle(self, stream_id, partition, bell)
@@ -488,11 +487,10 @@ class Outlets:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def add(self, params: wire.GenerateParams) -> Outlet:
-        """A stream for this request. Raises ProtocolError (−32602) for a wrong id or one that is live; QueueFull."""
+        """A stream for this request. Raises ConfigError for a wrong id, ProtocolError (−32602) for one that is live;
+        QueueFull."""
         id = params.stream_id
-        if not wire.is_id(id):
-            rule = f"must be 1 to {wire.LONGEST_ID} printable characters"
-            raise ProtocolError(f"stream_id={id[:50]!r}: {rule}", INVALID_PARAMS)
+        wire.check_name("stream_id", id)
         if id in self.live:
             raise ProtocolError(f"stream_id={id!r}: a stream of that name has not ended", INVALID_PARAMS)
         if len(self.live) >= MOST_STREAMS:

@@ -82,8 +82,9 @@ class Worker:
             wire.BATCH_GENERATE: self._batch_generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
         }  # fmt: skip
         self._notes: dict[str, Callable[[Any], object]] = {
-            wire.CREDIT: self._outlets.credit, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._told_to_stop,
-        }  # fmt: skip
+            wire.CREDIT: self._outlets.credit,
+            wire.CANCEL: self._cancel,
+        }
 
     async def run(self, peer: Peer) -> bool:
         """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns.
@@ -164,12 +165,9 @@ class Worker:
         return None if self._engine is None else self._engine.live()
 
     def _shutdown(self, asked: wire.Shutdown) -> Coroutine[Any, Any, dict[str, bool]]:
-        return _clean(self._told_to_stop(asked))
-
-    def _told_to_stop(self, asked: wire.Shutdown) -> asyncio.Task[bool]:
         """The first call decides; later ones get its answer."""
         self.told_to_stop = True
-        return self._stop(asked.drain, asked.timeout_s)
+        return _clean(self._stop(asked.drain, asked.timeout_s))
 
     def _stop(self, drain: bool, timeout: float) -> asyncio.Task[bool]:
         if self._stopping is None:
@@ -199,12 +197,11 @@ class Worker:
 
     def _load(self, asked: wire.LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
         """Check the params at once, so that the next call finds the model taken; load in a coroutine."""
-        where = f"load_model: model_id={asked.model_id[:50]!r}"
-        if not wire.is_id(asked.model_id):
-            raise ConfigError(f"{where}: must be 1 to {wire.LONGEST_ID} printable characters")
+        wire.check_name("load_model: model_id", asked.model_id)
         self._check_open()
         if self._engine is not None or self._loading:
-            raise ConfigError(f"{where}: a process has one model, and {self._model_id!r} is loaded")
+            told = f"a process has one model, and {self._model_id!r} is loaded"
+            raise ConfigError(f"load_model: model_id={asked.model_id!r}: {told}")
         self._model_id, self._loading = asked.model_id, True
         return self._loaded(asked)
 

@@ -383,11 +383,7 @@ async def requests_of(
             own = changed(own, seed=seed, prompt_logprobs=None)
         try:
             found.append(runtime.request(ids, own, matcher))
-        except TooLarge as error:
-            place = asked.place(number)
-            told = error.message if place == asked.prompt_field else f"{place}: {error.message}"
-            raise BadRequest(told, place, "context_length_exceeded") from None
-        except ConfigError as error:
+        except (ConfigError, TooLarge) as error:
             raise wire.refused(error, asked.place(number)) from None
     return found
 

@@ -248,8 +248,13 @@ def _message(place: int, message: wire.Message) -> dict[str, Any]:
     return found
 
 
-def refused(error: ConfigError, field: str) -> BadRequest:
+def refused(error: ConfigError | TooLarge | RecursionError, field: str) -> BadRequest:
     """The error of the tokenizer, the template or the processor for a prompt or conversation. field: of it."""
+    if isinstance(error, RecursionError):  # the decoder of bodies allows a few levels more
+        return wire.too_deep()
+    if isinstance(error, TooLarge):
+        told = f"{field}: {error.message}" if "[" in field else error.message
+        return BadRequest(told, field, "context_length_exceeded")
     message = error.message.removeprefix(f"{field.partition('[')[0]}: ")
     where, _, rest = message.partition(": ")
     if "/" in where or "\\" in where:  # a path of this machine is not for callers
@@ -274,11 +279,7 @@ async def tokens_of(texts: Texts, what: Conversation | Sequence[str], field: str
             place = f"{field}[{i}]" if len(what) > 1 else field
             found += await texts.encode([text])
         return found
-    except RecursionError:  # the decoder of bodies allows a few levels more
-        raise wire.too_deep() from None
-    except TooLarge as error:
-        raise BadRequest(f"{place}: {error.message}", place, "context_length_exceeded") from None
-    except ConfigError as error:
+    except (ConfigError, TooLarge, RecursionError) as error:
         raise refused(error, place) from None
 
 
