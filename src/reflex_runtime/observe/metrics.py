@@ -356,7 +356,7 @@ FEEDS_AT_COORDINATORS: Final = (  # of each feed at each coordinator
 # -- the series of a policy server ------------------------------------------------------------------------------------
 
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
-WARNINGS = ("instruction_ignored", "instruction_unknown")
+WARNINGS = ("instruction_ignored", "instruction_unknown", "instruction_cut")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 

@@ -128,9 +128,13 @@ def test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted(server:
     assert good(server.post(fields()))["warnings"] == []
     assert good(server.post(fields(instruction="")))["warnings"] == []  # it has none
     said = "instruction: words that the policy does not know: "
-    for text, words in (("fold my door, fold\n", "'fold', 'my', 'door,'"), ("Tür öffnen", "'tür', 'öffnen'")):
+    cut = "instruction: the policy reads 3 tokens, and {} more were cut off its end"
+    for text, words, more in (
+        ("fold my door, fold\n", "'fold', 'my', 'door,'", [cut.format(1)]),
+        ("Tür öffnen", "'tür', 'öffnen'", []),
+    ):
         answer = good(server.post(fields(instruction=text)))
-        assert answer["warnings"] == [said + words]
+        assert answer["warnings"] == [said + words, *more]
         assert server.wait_log(f"{said}{words} (repeats are not logged)")
     assert good(server.post(fields(instruction="fold my door,", request_id="again")))["warnings"] == [
         f"{said}'fold', 'my', 'door,'"
@@ -138,11 +142,13 @@ def test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted(server:
     again = json.dumps(fields(instruction="fold my door,", request_id="again")).encode()  # on another path
     assert good(server.ask("POST", "/policies/default/act", again))["warnings"] == [f"{said}'fold', 'my', 'door,'"]
     long = f"\x1b{50 * 'x'} " + " ".join(f"w{i}" for i in range(9))
-    (told,) = good(server.post(fields(instruction=long)))["warnings"]
+    told, end = good(server.post(fields(instruction=long)))["warnings"]
+    assert end == cut.format(7)
     assert told == said + ", ".join(map(repr, [f"\x1b{39 * 'x'}", *(f"w{i}" for i in range(7))])) + " and 2 more"
     server.wait_log("and 2 more (repeats are not logged)")
     assert not any("request again: " in line for line in server.log)
     assert server.metrics()("reflex_request_warnings_total", kind="instruction_unknown") == before + 5
+    assert server.metrics()("reflex_request_warnings_total", kind="instruction_cut") >= 2
     with Server(write_tiny(tmp_path / "tiny")) as blind:
         assert good(blind.act())["warnings"] == []
         (told,) = good(blind.act(instruction="open the door"))["warnings"]

@@ -63,7 +63,7 @@ def test_export_monolithic_is_read_as_it_stands(tmp_path: Path) -> None:
     assert {r: s.name for r, s in export.graphs["model"].inputs.items()} == config()["inputs"]
     assert export.graphs["model"].outputs["actions"].name == "chunk"
     assert export.tokenizer is not None
-    assert export.tokenizer.encode("Open the WINDOW", TOKENS).tolist() == [1, 3, 0]
+    assert export.tokenizer.row("Open the WINDOW", TOKENS)[0].tolist() == [1, 3, 0]
     assert export.takes_state
     assert export.takes_text
 
@@ -188,6 +188,8 @@ WRONG: list[tuple[str, str, Change, str]] = [  # kind of export, key named, chan
     ("monolithic", "state_dim", put("state_dim", value=0), "at least 1"),
     ("monolithic", "tokenizer", drop("tokenizer"), "an object {word: id >= 0}"),
     ("monolithic", "tokenizer", put("tokenizer", value={"open": -1}), "an object {word: id >= 0}"),
+    ("monolithic", "tokenizer", put("tokenizer", value={"Open": 1}), "words in lower case without white space"),
+    ("monolithic", "tokenizer", put("tokenizer", value={"open it": 1}), "words in lower case without white space"),
     ("monolithic", "tokenizer", put("tokenizer", value="tokenizer.json"), "a file that exists"),
     ("monolithic", "tokenizer", drop("inputs", "tokens"), "none, because `inputs` has no role tokens"),
     ("monolithic", "max_tokens", drop("max_tokens"), "an integer in [1, 100000]"),
@@ -391,9 +393,9 @@ def tokenizer_in(root: Path, content: dict[str, Any]) -> Path:
 def test_export_word_level_tokenizer_json(tmp_path: Path) -> None:
     tokenizer = Export.load(tokenizer_in(tmp_path, WORD_LEVEL)).tokenizer
     assert tokenizer is not None
-    assert tokenizer.encode("Open door!", 5).tolist() == [3, 4, 5, 7, 7]
-    assert tokenizer.encode("shut", 1).tolist() == [9]
-    assert tokenizer.encode("open door open door", 2).tolist() == [3, 4]
+    assert tokenizer.row("Open door!", 5)[0].tolist() == [3, 4, 5, 7, 7]
+    assert tokenizer.row("shut", 1)[0].tolist() == [9]
+    assert tokenizer.row("open door open door", 2)[0].tolist() == [3, 4]
 
 
 def test_the_words_that_a_tokenizer_does_not_know(tmp_path: Path) -> None:
@@ -407,7 +409,7 @@ def test_export_word_level_tokenizer_json_without_normalizer(tmp_path: Path) -> 
     split = WORD_LEVEL | {"normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "padding": None}
     tokenizer = Export.load(tokenizer_in(tmp_path, split)).tokenizer
     assert tokenizer is not None
-    assert tokenizer.encode("Open door! door", 4).tolist() == [9, 9, 4, 0]
+    assert tokenizer.row("Open door! door", 4)[0].tolist() == [9, 9, 4, 0]
 
 
 def test_export_without_the_package_it_says_what_to_install_or_how_to_convert(
@@ -434,8 +436,8 @@ def test_export_other_tokenizers_are_read_by_the_package(tmp_path: Path) -> None
     }
     tokenizer = Export.load(tokenizer_in(tmp_path, content)).tokenizer
     assert tokenizer is not None
-    assert tokenizer.encode("opn", 5).tolist() == [4, 2, 3, 9, 9]
-    assert tokenizer.encode("opnopn", 3).tolist() == [4, 2, 3]
+    assert tokenizer.row("opn", 5)[0].tolist() == [4, 2, 3, 9, 9]
+    assert tokenizer.row("opnopn", 3)[0].tolist() == [4, 2, 3]
     with pytest.raises(ConfigError, match="the tokenizers package cannot read it"):
         Export.load(tokenizer_in(tmp_path, {"model": {"type": "BPE"}}))
 

@@ -284,11 +284,9 @@ def check_tokenizer(context: CheckContext) -> str:
     spec, tokenizer = context.spec, context.spec.tokenizer
     if tokenizer is None:
         raise Finding("skip", "the model makes its own tokens" if spec.takes_text else "the policy reads no text")
-    nonsense = tokenizer.encode("zqxjkvbp", 1).tolist()
     for text in filter(None, context.instructions):
-        words = text.split()
-        unknown = [word for word in words if word != "zqxjkvbp" and tokenizer.encode(word, 1).tolist() == nonsense]
-        if len(unknown) == len(words):
+        unknown = [word for word in text.split() if tokenizer.unknown(word)]
+        if len(unknown) == len(text.split()):
             raise Finding("fail", f"{text!r}: not one word of it is known")
         if unknown:
             told = f"{text!r}: {', '.join(map(repr, unknown))} unknown"

@@ -238,7 +238,7 @@ class Policy(BaseProcessor):
         if spec.takes_text and instruction is None:  # an empty one is a text
             raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
         robot_state, normalised = fields.state(state)
-        tokens, mask = fields.tokens(instruction or "", normalised) if spec.takes_text else (None, None)
+        tokens, mask, cut = fields.tokens(instruction or "", normalised)
         if seed is None:
             seed = seed_of(request_id) if spec.takes_noise else 0
         elif not 0 <= seed < 1 << 64:
@@ -256,7 +256,7 @@ class Policy(BaseProcessor):
             observation = replace(observation, **joined, moment=observation, past=ids)
         if instruction:
             observation.instruction = instruction
-            observation.doubts = fields.doubts(instruction)
+            observation.doubts = fields.doubts(instruction, cut)
         observation.ready = self.model.prepare(observation)
         return observation
 

@@ -33,7 +33,7 @@ MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the
 class Doubt(NamedTuple):
     """A field of a request that has not the effect that its caller may expect. kind: for the counter."""
 
-    kind: Literal["instruction_ignored", "instruction_unknown"]
+    kind: Literal["instruction_ignored", "instruction_unknown", "instruction_cut"]
     message: str
 
 
@@ -397,24 +397,28 @@ class ObservationFields:
             image = sent if resize == "none" else resize_image(sent, *size, resize)
         return image.astype(np.float32, copy=False) if resize == FLOAT_LEVELS else image
 
-    def doubts(self, instruction: str) -> tuple[Doubt, ...]:
-        """Doubts about an instruction that is accepted."""
-        tokenizer = self.spec.tokenizer
+    def doubts(self, instruction: str, cut: int) -> tuple[Doubt, ...]:
+        """Doubts about an instruction that is accepted. cut: tokens that were cut off."""
+        tokenizer, found = self.spec.tokenizer, []
         if not self.spec.takes_text:
-            return (Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"),)
-        if tokenizer is None or not (unknown := tokenizer.unknown(instruction)):
-            return ()
-        told = ", ".join(repr(word[:MAX_WORD]) for word in unknown[:MAX_WORDS])
-        more = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
-        return (Doubt("instruction_unknown", f"instruction: words that the policy does not know: {told}{more}"),)
+            found.append(Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"))
+        if tokenizer is not None and (unknown := tokenizer.unknown(instruction)):
+            told = ", ".join(repr(word[:MAX_WORD]) for word in unknown[:MAX_WORDS])
+            more = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
+            message = f"instruction: words that the policy does not know: {told}{more}"
+            found.append(Doubt("instruction_unknown", message))
+        if cut:
+            read = f"the policy reads {self.spec.max_tokens} tokens, and {cut} more were cut off its end"
+            found.append(Doubt("instruction_cut", f"instruction: {read}"))
+        return tuple(found)
 
     def tokens(
         self, instruction: str, state: NDArray[np.float32] | None
-    ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None]:
-        """Tokens and their mask; None where its model makes the tokens."""
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None, int]:
+        """As `InstructionTokenizer.row`; (None, None, 0) where the policy reads no text, or its model makes tokens."""
         tokenizer, prompt = self.spec.tokenizer, self.spec.prompt
-        if tokenizer is None:
-            return None, None
+        if tokenizer is None or not self.spec.takes_text:
+            return None, None, 0
         return tokenizer.row(prompt.render(instruction, state) if prompt else instruction, self.spec.max_tokens)
 
     def state(

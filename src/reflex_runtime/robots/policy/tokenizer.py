@@ -72,16 +72,13 @@ class InstructionTokenizer:
         """Its words that have a part without a token; no punctuation alone."""
         raise NotImplementedError
 
-    def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
-        """int64 [max_tokens]: a longer text is cut, a shorter one padded at its end."""
-        return self.row(text, max_tokens)[0]
-
-    def row(self, text: str, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The same, and bool [max_tokens]: which of them are the text's."""
-        ids = self.ids(text)[:max_tokens]
-        row = np.full(max_tokens, self.padding, np.int64)
+    def row(self, text: str, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], int]:
+        """int64 [max_tokens], padded at its end; bool [max_tokens]: which of them are the text's; and the number of
+        tokens that are cut off a longer text."""
+        found = self.ids(text)
+        ids, row = found[:max_tokens], np.full(max_tokens, self.padding, np.int64)
         row[: len(ids)] = ids
-        return row, np.arange(max_tokens) < len(ids)
+        return row, np.arange(max_tokens) < len(ids), len(found) - len(ids)
 
 
 class WordTokenizer(InstructionTokenizer):

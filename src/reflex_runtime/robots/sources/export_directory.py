@@ -277,7 +277,11 @@ def _text(root: Path, table: JsonObject, takes_text: bool) -> tuple[InstructionT
     max_tokens: int = table.convert("max_tokens", _MaxTokens)
     if isinstance(table.get("tokenizer"), str):
         return read_tokenizer(file_in(root, table, "tokenizer")), max_tokens
-    return WordTokenizer(table.convert("tokenizer", _Vocabulary)), max_tokens
+    words = table.convert("tokenizer", _Vocabulary)
+    for word in words:
+        if word.lower().split() != [word]:
+            table.wrong("tokenizer", "words in lower case without white space, as instructions are split", word)
+    return WordTokenizer(words), max_tokens
 
 
 # -- roles of tensors --------------------------------------------------------------------------------------------------
