@@ -85,6 +85,8 @@ class ZmqListener:
             self.begin()
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # noqa: ASYNC110 (`_read` takes one each turn)
             await asyncio.sleep(0)
+        if self._answering:
+            await asyncio.wait(self._answering, timeout=UNREAD_MS / 1e3)
         self._socket.close()
         self._context.term()
 
@@ -94,25 +96,24 @@ class ZmqListener:
             head = frames.index(b"") + 1 if b"" in frames[:-1] else 0
             body = frames[head:]
             message = ZmqMessage(self._app.enter(), [peer, *frames[:head]], body[0] if body else b"")
+            task = asyncio.get_running_loop().create_task(self._answer(message, len(body)))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+            await asyncio.sleep(0)  # the task begins; a message that waits is read without a turn of the loop
+
+    async def _answer(self, message: ZmqMessage, frames: int) -> None:
+        try:
             try:
-                self._check(message, len(body))
+                self._check(message, frames)
             except Exception as error:
-                self._send(message, self._failed(message, error))
+                data = self._failed(message, error)
             else:
-                task = asyncio.get_running_loop().create_task(self._answer(message))
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
-            await asyncio.sleep(0)  # a message that waits is read without a turn of the loop
-
-    async def _answer(self, message: ZmqMessage) -> None:
-        self._send(message, await self._answer_to(message))
-
-    def _send(self, message: ZmqMessage, data: bytes) -> None:
-        """Send the answer to a message; a ROUTER never waits, and drops what nobody reads."""
-        self._app.bodies.release(message)
-        if not self._socket.closed:
-            self._socket.send_multipart([*message.envelope, data], zmq.NOBLOCK)
-        self._app.leave()
+                data = await self._answer_to(message)
+            if not self._socket.closed:  # a ROUTER never waits, and drops what nobody reads
+                self._socket.send_multipart([*message.envelope, data], zmq.NOBLOCK)
+        finally:
+            self._app.bodies.release(message)
+            self._app.leave()
 
     def _check(self, message: ZmqMessage, frames: int) -> None:
         self._app.check_open()
@@ -120,6 +121,6 @@ class ZmqListener:
             raise ClientError(f"a message has one frame, and this one {frames}")
         if len(message.data) > self._most:
             raise BodyTooLarge(f"the message has {len(message.data)} bytes, at most {self._most} may come")
-        if len(self._answering) >= MAX_WAITING:
+        if len(self._answering) > MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} messages are being answered", retry_after=1.0)
         self._app.bodies.take(message, len(message.data))

@@ -202,6 +202,7 @@ GROOT = {"state.all": NUMBERS}
         ("/act?deadline_ms=5", as_json(state=[0, 0]), "query"),
         ("/act", as_json(state=NUMBERS, num_steps=10), "num_steps"),
         ("/act", as_json(state=NUMBERS, unnorm_key="fractal"), "unnorm_key"),
+        ("/act", as_json(state=NUMBERS, unnorm_key=NUMBERS), "unnorm_key"),
         ("/act", as_json(observation=GROOT, nonsense=1), "nonsense"),
         ("/act", as_json(observation=GROOT, options={"nonsense": 1}), "options.nonsense"),
         ("/act", as_json(observation=GROOT, options={"deadline_ms": -1}), "deadline_ms"),

@@ -111,7 +111,8 @@ class JsonNumpy:
         if self.form == ACTION:
             own |= {DOMAIN: metadata.get(DOMAIN), STEPS: metadata.get(STEPS, reading.spec.num_denoising_steps)}
         for name, value in own.items():
-            if None not in (sent := seen.get(name), value) and sent != value:
+            sent = seen.get(name)
+            if sent is not None and value is not None and (isinstance(sent, np.ndarray) or sent != value):
                 raise invalid_input(name, f"is {printable(str(sent)[:100])}, the export has {value}")
         return _asked(reading, seen, limits_among(observation))
 
