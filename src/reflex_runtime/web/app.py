@@ -19,26 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.run.processor import ASYNC_WALL
 from reflex_runtime.settings import ServerConfig
-from reflex_runtime.web.access import (
-    AddressShares,
-    Cors,
-    Keys,
-    Trust,
-    answer_preflight,
-    check_direct,
-    check_once,
-    is_preflight,
-)
-from reflex_runtime.web.errors import (
-    CallerLeft,
-    ErrorForm,
-    Headers,
-    MethodNotAllowed,
-    NotFound,
-    TooSlow,
-    Unauthorized,
-    known,
-)
+from reflex_runtime.web import access, errors
 from reflex_runtime.web.fields import printable
 from reflex_runtime.web.request import (
     CLOSE,
@@ -102,7 +83,7 @@ class App:
         self,
         settings: ServerConfig,
         routes: Mapping[str, Route],
-        form: ErrorForm,
+        form: errors.ErrorForm,
         find: Callable[[str], Route | None] = lambda path: None,
         on_answer: Callable[[HttpRequest, int], None] | None = None,
         missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}; /docs has all paths",
@@ -111,16 +92,16 @@ class App:
         self._missing = missing
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self._cut_stalled)
         self.reading = Reading(max(1, self.bodies.most // settings.max_body_bytes))
-        self.shares = AddressShares(settings.max_connections_per_address)
+        self.shares = access.AddressShares(settings.max_connections_per_address)
         self.asked = self.active = self.apart = 0
         self.closing = False
         self.listeners: list[Listener] = []
         self.life: Lifespan | None = None
         self.limits = ConnectionLimits(0, inf, inf, inf)  # set by the server
         self.requests: set[HttpRequest] = set()  # of HTTP, that are being answered
-        self.keys = Keys(settings.api_key, settings.admin_key)
-        self._cors = Cors(settings.cors)
-        self._trust = Trust(settings.host, settings.allow_host)
+        self.keys = access.Keys(settings.api_key, settings.admin_key)
+        self._cors = access.Cors(settings.cors)
+        self._trust = access.Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
         self._refused: defaultdict[int, Seldom] = defaultdict(Seldom)  # websockets, by status
         self._beside: set[asyncio.Task[None]] = set()
@@ -175,13 +156,13 @@ class App:
         except asyncio.CancelledError as cancelled:
             return await self._failed(request, cancelled_by(cancelled))
         except Exception as failure:
-            error = known(failure, request.request_id)
+            error = errors.known(failure, request.request_id)
             if route is None and request.route is not None and request.route.refused is not None:
                 request.route.refused(request, error)
             return await self._failed(request, error)
 
     async def _failed(self, request: HttpRequest, error: ReflexError) -> HttpResponse | None:
-        if isinstance(error, CallerLeft):
+        if isinstance(error, errors.CallerLeft):
             request.ended = True
             return None
         if request.begun:
@@ -195,27 +176,27 @@ class App:
         route = request.route = self.routes.get(path) or self._find(path) or self.routes.get(path.rstrip("/"))
         socket = isinstance(request, WebSocket)
         if len(request.headers) < len(request.scope["headers"]):  # a name comes twice
-            check_once(request.scope["headers"])
+            access.check_once(request.scope["headers"])
         crosses = self._cors.admits(request, route)
-        if crosses and route is not None and is_preflight(request):
+        if crosses and route is not None and access.is_preflight(request):
             if not self.keys.callers:
                 self._trust.check("GET", request.headers)
-            return Route(route.path, answer_preflight(route))
+            return Route(route.path, access.answer_preflight(route))
         self._check_caller(request, route, crosses)
         if route is None:
-            raise NotFound(printable(self._missing(request.path)))
+            raise errors.NotFound(printable(self._missing(request.path)))
         if socket or route.method != "GET":
             self.check_open()
         if socket:
             if route.socket is None:
-                raise NotFound(printable(f"{request.path[:200]} has no websocket"))
+                raise errors.NotFound(printable(f"{request.path[:200]} has no websocket"))
         elif request.method != route.method and (request.method, route.method) != ("HEAD", "GET"):
-            raise MethodNotAllowed(printable(f"{request.path[:200]} takes {route.method}"), allow=route.method)
+            raise errors.MethodNotAllowed(printable(f"{request.path[:200]} takes {route.method}"), allow=route.method)
         return route
 
-    def refuse(self, request: HttpRequest, failure: Exception, extra: Headers | None = None) -> HttpResponse:
+    def refuse(self, request: HttpRequest, failure: Exception, extra: errors.Headers | None = None) -> HttpResponse:
         """The answer for an error. Unexpected exceptions are logged, and answered as a 500 without their text."""
-        error = known(failure, request.request_id)
+        error = errors.known(failure, request.request_id)
         form = (request.route.form if request.route is not None else None) or self.form
         told = form(error, request.request_id, request.wants_msgpack)
         told.headers = [*(extra or ()), *told.headers, *retry_headers(error), *getattr(error, "headers", ())]
@@ -261,14 +242,14 @@ class App:
             if not keys.sent(request.headers, needed):
                 which = "the key of operators (--admin-key)" if needed is keys.operators else "the key"
                 how = "Authorization: Bearer KEY, X-Reflex-Key or x-api-key"
-                raise Unauthorized(f"{which} is missing or wrong; send it as {how}")
+                raise errors.Unauthorized(f"{which} is missing or wrong; send it as {how}")
         elif not keys.callers:
             guarded = socket or (route is not None and route.own_pages)
             self._trust.check("POST" if guarded else "GET" if crosses else request.method, request.headers)
         if route is None or not route.changes or request.method != route.method:
             return
         if not (keys.operators if route.operators else keys.callers) and not self._is_operator(request):
-            check_direct(request.client, request.headers, "--admin-key" if route.operators else "--api-key")
+            access.check_direct(request.client, request.headers, "--admin-key" if route.operators else "--api-key")
 
     def _is_operator(self, request: HttpRequest) -> bool:
         """Whether this caller sent the operators' key, which opens everything."""
@@ -282,8 +263,8 @@ class App:
         """Whether this caller may change state; for paths that may change it or not."""
         if not self.keys.callers and not self._is_operator(request):
             try:
-                check_direct(request.client, request.headers, "--api-key")
-            except Unauthorized:
+                access.check_direct(request.client, request.headers, "--api-key")
+            except errors.Unauthorized:
                 return False
         return True
 
@@ -294,7 +275,7 @@ class App:
             oldest = min(stalled, key=lambda request: request.heard)
             self.bodies.release(oldest)
             if oldest.task is not None:
-                oldest.task.cancel(TooSlow("the request stopped coming, and others need its memory"))
+                oldest.task.cancel(errors.TooSlow("the request stopped coming, and others need its memory"))
 
     # -- a websocket ---------------------------------------------------------------------------------------------------
 
@@ -311,8 +292,8 @@ class App:
         except asyncio.CancelledError:
             return  # it left
         except Exception as failure:
-            error = known(failure, socket.request_id)
-            if isinstance(error, CallerLeft):
+            error = errors.known(failure, socket.request_id)
+            if isinstance(error, errors.CallerLeft):
                 return
             if socket.accepted:
                 await socket.close({500: INTERNAL, 503: TRY_LATER}.get(error.http_status, POLICY), error.code)
@@ -384,4 +365,4 @@ class App:
 def cancelled_by(cancelled: asyncio.CancelledError) -> ReflexError:
     """The error with which a request's coroutine was cancelled; by default its caller left."""
     why: Any = cancelled.args[0] if cancelled.args else None
-    return why if isinstance(why, ReflexError) else CallerLeft("the caller left")
+    return why if isinstance(why, ReflexError) else errors.CallerLeft("the caller left")
