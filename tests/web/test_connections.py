@@ -365,6 +365,14 @@ def test_h10_ssl_certfile_and_ssl_keyfile_serve_tls(tiny: Path, certificate: tup
             assert answer.status == 200
 
 
+def test_h10_a_handshake_has_the_time_of_a_head(tiny: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    options = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--body-timeout-s", "0.2")
+    with Server(tiny, *options) as server, server.connect() as silent:
+        silent.settimeout(PATIENCE / 2)
+        assert silent.recv(1) == b""
+
+
 def test_h10_the_same_files_serve_tls_over_grpc(
     tiny: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,7 +150,7 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("name", thinned(SERVERS, ["policy", "model"]))
-def test_no_server_sends_anything_or_writes_to_the_users_home_but_its_own_cache(
+def test_no_server_sends_anything_or_writes_to_the_users_home(
     name: str, tiny: Path, tmp_path: Path
 ) -> None:
     watch = can_watch()
@@ -159,10 +159,7 @@ def test_no_server_sends_anything_or_writes_to_the_users_home_but_its_own_cache(
     home.mkdir()
     found = run([part.format(export=tiny) for part in arguments], home, ready, use, watch)
     assert found == []
-    written = [path.relative_to(home) for path in home.rglob("*")]
-    own = Path(".cache", "reflex")  # the graph of the bundled model
-    assert [str(path) for path in written if not path.is_relative_to(own) and path != own.parent] == []
-    assert any(path.is_relative_to(own) for path in written) == (name in ("model", "workers"))
+    assert [str(path) for path in home.rglob("*")] == []
     if not watch:
         pytest.skip("its home is empty; strace is missing or may not trace here, so its calls were not seen")
 

@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from email.utils import formatdate
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import uvicorn
@@ -209,6 +210,20 @@ class ReflexServer(uvicorn.Server):
         """`handle_signals` handles them on the loop."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to load, and accept from these sockets. A handshake of TLS has the time of a head, not a minute."""
+        await self.lifespan.startup()
+        tls, limits, loop = self.config.ssl, self.host.app.limits, asyncio.get_running_loop()
+        make = partial(
+            HttpConnection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        time = limits.head if tls else None
+        self.servers = [
+            await loop.create_server(make, sock=sock, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=time)
+            for sock in sockets or ()
+        ]
+        self.started = True
+
     async def main_loop(self) -> None:
         host, parent = self.host, self._parent
         self._date(asyncio.get_running_loop())
@@ -291,7 +306,7 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
     )
     return uvicorn.Config(
         app, http=HttpConnection, ws=SocketConnection, lifespan="on", interface="asgi3",
-        log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
+        log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False,
         ws_max_size=settings.max_body_bytes, ws_ping_timeout=None, ws_per_message_deflate=False,
         ssl_certfile=settings.ssl_certfile or None, ssl_keyfile=settings.ssl_keyfile or None,
     )  # fmt: skip
