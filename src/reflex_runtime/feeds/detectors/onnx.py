@@ -19,11 +19,11 @@ from reflex_runtime.feeds.detectors.picture_input import (
     FittedPicture,
     Picture,
     PictureInput,
-    opencv_here,
     picture_input,
     result_of,
 )
 from reflex_runtime.feeds.detectors.recognise import LARGEST, GraphFacts, Trial, dialect_of, facts_of
+from reflex_runtime.feeds.runtime.pipeline import library
 from reflex_runtime.run.coordinator import BatchEntry
 from reflex_runtime.run.onnx_session import PROVIDERS, OnnxSession
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of, option, validate
@@ -201,7 +201,7 @@ class OnnxFrames:
         if resize not in FITTINGS:
             raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
         if resize in (CORNER, LETTERBOX):
-            opencv_here()
+            library("cv2", "letterbox")
         return _Loaded(session, taken, facts, dialect, _limits(wanted, dialect, facts), resize)
 
     def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.extras import not_installed
 from reflex_runtime.feeds.detectors.heads import CORNER, CROP, LETTERBOX, STRETCH, Dialect, Found
 from reflex_runtime.feeds.runtime.pipeline import opencv
 from reflex_runtime.run.onnx_session import OnnxSession, fits, shown
@@ -70,7 +69,7 @@ def letterboxed(frame: Picture, place: Picture, middle: bool = True) -> Fit:
     if (new_h, new_w) == (height, width):
         inner[:] = frame
     else:
-        cv2 = opencv_here()
+        cv2 = opencv()
         cv2.resize(np.ascontiguousarray(frame), (new_w, new_h), dst=inner, interpolation=cv2.INTER_LINEAR)
     return Fit(new_w / width, new_h / height, left, top, width, height)
 
@@ -116,13 +115,6 @@ def planes_of(picture: Picture) -> NDArray[np.uint8]:
 def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = None) -> Picture:
     picture = Image.fromarray(frame)
     return np.asarray(picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=reducing_gap))
-
-
-def opencv_here() -> Any:
-    """The module cv2, which letterbox needs. Raises ConfigError."""
-    if (cv2 := opencv()) is None:
-        raise not_installed("cv2", "letterbox")
-    return cv2
 
 
 SIZES_NAME: Final = "orig_target_sizes"  # a second input [n, 2], for width and height of the first

@@ -102,8 +102,6 @@ class Source(Protocol):
         """From any thread: end a waiting `open` or `read` soon, and every later one, with a SourceError."""
 
 
-LARGEST: Final = 1_000_000  # pixels
-
 Image = NDArray[np.uint8]  # [height, width, 3]
 
 
@@ -201,11 +199,6 @@ class Region:
     top: int
     width: int
     height: int
-
-    def __post_init__(self) -> None:
-        sides = (self.left, self.top, self.width, self.height)
-        if not all(isinstance(n, int) and 0 <= n <= LARGEST for n in sides) or not (self.width and self.height):
-            raise ConfigError(f"Region{sides}: must be whole numbers of pixels >= 0, width and height >= 1")
 
     @classmethod
     def of(cls, text: str) -> Region:
