@@ -172,15 +172,16 @@ class BaseClient:
         function: its name, where the server has several. client: whose fair share it takes. A later attempt sends the
         rest of the deadline.
         """
-        own = {"priority": priority, "client": client, "request_id": request_id or uuid.uuid4().hex}
-        said = {name: value for name, value in own.items() if value is not None}
+        request_id = request_id or uuid.uuid4().hex
+        options = {"priority": priority, "client": client, "request_id": request_id}
+        query = urlencode({name: value for name, value in options.items() if value is not None})
         check_deadline(deadline_ms)
         body = msgspec.msgpack.encode(item, enc_hook=plain_item)
         path = f"/predict/{quote(function, safe='')}" if function else "/predict"
         try:
-            reply, _ = await self._ask("POST", f"{path}?{urlencode(said)}", body, deadline_ms)
+            reply, _ = await self._ask("POST", f"{path}?{query}", body, deadline_ms)
         except ClientError as error:
-            error.request_id = error.request_id or said["request_id"]
+            error.request_id = error.request_id or request_id
             raise
         return result(reply)
 

@@ -33,8 +33,8 @@ class ClientError(Exception):
         self.body: Mapping[str, Any] = body or {}
 
     def __str__(self) -> str:
-        told = f"{self.code} ({self.status})" if self.status else self.code
-        return f"{told}: {self.message}" + (f" [request {self.request_id}]" if self.request_id else "")
+        code = f"{self.code} ({self.status})" if self.status else self.code
+        return f"{code}: {self.message}" + (f" [request {self.request_id}]" if self.request_id else "")
 
 
 class Unreachable(ClientError):

@@ -165,16 +165,16 @@ def refused(reply: Reply) -> ServerError:
     body: dict[str, Any] = {}
     try:
         body = decoded(reply)
-        told = msgspec.convert(body, _Refusal)
+        refusal = msgspec.convert(body, _Refusal)
     except (BadAnswer, msgspec.ValidationError):
         start = reply.body[:200].decode(errors="replace")
-        told, body = _Refusal(f"http_{reply.status}", f"no error of a reflex server: {start!r}"), {}
-    return class_of(told.error, reply.status)(
-        told.message,
-        code=told.error,
+        refusal, body = _Refusal(f"http_{reply.status}", f"no error of a reflex server: {start!r}"), {}
+    return class_of(refusal.error, reply.status)(
+        refusal.message,
+        code=refusal.error,
         status=reply.status,
-        retry_safe=told.retry_safe is True,
-        request_id=told.request_id if isinstance(told.request_id, str) else None,
+        retry_safe=refusal.retry_safe is True,
+        request_id=refusal.request_id if isinstance(refusal.request_id, str) else None,
         retry_after=_retry_after(reply.headers.get("retry-after")),
         body=body,
     )
@@ -187,14 +187,14 @@ def chunk(reply: Reply, request_id: str, attempts: int) -> Chunk:
     for name, size in (("num_actions", actions.shape[0]), ("action_dim", actions.shape[1])):
         if raw.get(name, size) != size:
             raise BadAnswer(f"{name} is {raw[name]!r}, and there are {size}", status=200)
-    told = raw.get("request_id")
-    if request_id and isinstance(told, str) and told != request_id:
-        raise BadAnswer(f"it answers request {told!r}", status=200)
-    told_of = (raw.get(name) for name in ("timing", "batch", "guard"))
-    timing, batch, guard = (value if isinstance(value, dict) else {} for value in told_of)
+    answered = raw.get("request_id")
+    if request_id and isinstance(answered, str) and answered != request_id:
+        raise BadAnswer(f"it answers request {answered!r}", status=200)
+    parts = (raw.get(name) for name in ("timing", "batch", "guard"))
+    timing, batch, guard = (value if isinstance(value, dict) else {} for value in parts)
     return Chunk(
         actions=actions,
-        request_id=told if isinstance(told, str) else request_id,
+        request_id=answered if isinstance(answered, str) else request_id,
         timing={name: float(value) for name, value in timing.items() if type(value) in (int, float)},
         batch=batch,
         cache=str(raw.get("cache", "off")),
