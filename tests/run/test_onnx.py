@@ -100,6 +100,16 @@ def test_b11_a_leading_axis_of_any_size_gets_whole_calls(tmp_path: Path, monkeyp
         OnnxSession(tmp_path / "total.onnx", any_batch=True)
 
 
+def test_b11_results_of_other_rows_are_refused(tmp_path: Path) -> None:
+    twice = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 13]> g (float[n, 3] x) => (float[m, 3] y) { y = Concat<axis=0>(x, x) }'
+    )
+    onnx.save(twice, tmp_path / "twice.onnx")
+    session = OnnxSession(tmp_path / "twice.onnx")
+    with pytest.raises(ConfigError, match="output 'y': leading axis: found 8, expected 4 as that of its inputs"):
+        session.run({"x": ROWS})
+
+
 @pytest.mark.parametrize(
     ("x", "y", "shift", "said"),
     [

@@ -241,7 +241,7 @@ class OnnxSession:
         if size is not None:
             return self._replay(size, n, rows)
         if self.dynamic_batch:
-            return self.call(rows)
+            return self._checked(self.call(rows), n)
         return self._in_parts(n, rows, self.batch_size or 1, notes)
 
     @property
@@ -256,10 +256,18 @@ class OnnxSession:
         parts = []
         for start in range(0, n, size):
             part = {name: array[start : start + size] for name, array in rows.items()}
-            parts.append(self.call({name: _padded(array, size) for name, array in part.items()}))
-            if odd := [f"{name!r}: leading axis: found {len(a)}" for name, a in parts[-1].items() if len(a) != size]:
-                raise BatchAxisError(f"{self.path}: output {odd[0]}, expected {size} as that of its inputs")
+            parts.append(self._checked(self.call({name: _padded(array, size) for name, array in part.items()}), size))
         return {name: np.concatenate([part[name] for part in parts])[:n] for name in self._wanted}
+
+    def _checked(self, results: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
+        """BatchAxisError unless each result has `size` rows: a caller would get those of another one."""
+        for name, array in results.items():
+            if array.shape[:1] != (size,):
+                found = array.shape[0] if array.ndim else "none"
+                raise BatchAxisError(
+                    f"{self.path}: output {name!r}: leading axis: found {found}, expected {size} as that of its inputs"
+                )
+        return results
 
     def place(self, array: NDArray[Any], name: str) -> Any:
         """The rows of input `name` on the GPU, so that one upload serves many calls.
@@ -327,8 +335,8 @@ class OnnxSession:
                 value = np.ascontiguousarray(value, self.inputs[name].dtype)
             captured.put(name, value)
         self._session.run_with_iobinding(captured.binding, captured.options)
-        results = captured.binding.copy_outputs_to_cpu()
-        return {name: array[:n] for name, array in zip(self._wanted, results, strict=True)}
+        results = dict(zip(self._wanted, captured.binding.copy_outputs_to_cpu(), strict=True))
+        return {name: array[:n] for name, array in self._checked(results, size).items()}
 
     def _capture(self, size: int, rows: Rows) -> _Captured:
         inputs = {name: self._upload(_padded(value, size), name) for name, value in rows.items()}

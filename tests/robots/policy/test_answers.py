@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.robots import MonolithicPolicy, Observation, PolicySpec, WholeModel
+from reflex_runtime.robots import MonolithicPolicy, Observation, Policy, PolicySpec, StagedModel, WholeModel
+from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
+from reflex_runtime.robots.policy.episodes import PrefixTensors
 
 SPEC = PolicySpec(
     model_id="m", source="m.py", staged=False, num_denoising_steps=1, chunk_size=4, action_dim=3, x_dim=8, images={},
@@ -32,7 +35,22 @@ def policy(change: Callable[[NDArray[np.float32]], Any]) -> MonolithicPolicy:
     return MonolithicPolicy(Answers(change))
 
 
-def answers(policy: MonolithicPolicy) -> Any:
+class Steps(StagedModel):
+    def __init__(self, change: Callable[[NDArray[np.float32]], Any]) -> None:
+        super().__init__(replace(SPEC, staged=True, num_denoising_steps=2))
+        self._change = change
+
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[PrefixTensors]:
+        return [PrefixTensors({})] * len(rows)
+
+    def pack(self, prefixes: Sequence[Any], rows: Sequence[Observation]) -> Any:
+        return None
+
+    def step(self, packed: Any, x: NDArray[np.float32], k: Any, n: int) -> Any:
+        return self._change(x)
+
+
+def answers(policy: Policy) -> Any:
     tickets = [Ticket(policy.request(policy.prepare(state=[0.0] * 3, request_id=str(i))), i, 0.0) for i in range(2)]
     return policy.answers([ticket.request for ticket in tickets])
 
@@ -62,3 +80,19 @@ def test_e1_actions_of_another_shape_or_kind_are_an_error_that_names_both(change
     with pytest.raises(ProcessorError) as caught:
         answers(policy(change))
     assert str(caught.value).startswith(f"m.py: the model answered {found}")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda x: np.concatenate([x, x]), "float32[4, 4, 8]"),
+        (lambda x: x[:1], "float32[1, 4, 8]"),
+        (lambda x: x[:, :1], "float32[2, 1, 8]"),
+        (lambda x: x[..., :1], "float32[2, 4, 1]"),
+        (lambda x: None, "NoneType"),
+    ],
+)
+def test_e1_a_step_of_another_shape_is_an_error_that_names_both(change: Any, found: str) -> None:
+    with pytest.raises(ProcessorError) as caught:
+        answers(DecomposedPolicy(Steps(change)))
+    assert str(caught.value) == f"m.py: a step of the model answered {found}, not [2, 4, 8] as its x"

@@ -187,6 +187,15 @@ def test_p2_a_cached_prefix_answers_as_a_new_one() -> None:
     assert first.actions.tobytes() == second.actions.tobytes()
 
 
+def test_p2_a_prefix_of_other_rows_is_refused(template: Any) -> None:
+    module = template.TinyVLA()
+    policy = DecomposedPolicy(TorchStaged(template.SPEC, module))
+    prefix = module.prefix
+    module.prefix = lambda inputs: {name: torch.cat([made, made]) for name, made in prefix(inputs).items()}
+    with pytest.raises(ProcessorError, match=r"the prefix 'scene' has the shape \[4, 22, 64\], expected 2 rows"):
+        policy.answers([asked(policy, 0), asked(policy, 1)])
+
+
 def test_p2_neither_gradients_nor_training_mode(template: Any) -> None:
     module = template.TinyVLA()
     module.train()

@@ -151,6 +151,11 @@ def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(rows).reshape(len(rows), *rows[0].shape)
 
 
+def described(answer: Any) -> str:
+    """Type and shape of a model's answer, for errors."""
+    return f"{answer.dtype}{list(answer.shape)}" if isinstance(answer, np.ndarray) else type(answer).__name__
+
+
 # -- policies: everything around a model ------------------------------------------------------------------------------
 
 
@@ -393,9 +398,8 @@ class Policy(BaseProcessor):
             found = self.model.finish(rows, x)
             if found.shape == wanted:
                 return found
-        other = f"{found.dtype}{list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
         raise ProcessorError(
-            f"{spec.source}: the model answered {other}, not {list(wanted)} (rows, chunk_size, action_dim)"
+            f"{spec.source}: the model answered {described(found)}, not {list(wanted)} (rows, chunk_size, action_dim)"
         )
 
     def _noise(self, observation: Observation) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
-from reflex_runtime.robots.policy.base import Policy, StagedModel, stacked
+from reflex_runtime.robots.policy.base import Policy, StagedModel, described, stacked
 from reflex_runtime.robots.policy.episodes import Anchor, ChunkTails, Prefix, PrefixCache, PrefixKey, Rtc, digest
 from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 
@@ -191,7 +191,11 @@ class DecomposedPolicy(Policy):
             self._packed = (tickets, self.model.pack(self._filled(prefixes), self._filled(seen)))
         rows = self._filled(list(flows.values()))
         k, x = np.array([flow.step for flow in rows], np.int64), stacked([flow.x for flow in rows])
-        return list(self.model.step(self._packed[1], x, k, self.spec.num_denoising_steps))[: len(flows)]
+        moved = self.model.step(self._packed[1], x, k, self.spec.num_denoising_steps)
+        if not isinstance(moved, np.ndarray) or moved.shape != x.shape or moved.dtype.kind not in "fiu":
+            other = f"{described(moved)}, not {list(x.shape)} as its x"
+            raise ProcessorError(f"{self.spec.source}: a step of the model answered {other}")
+        return list(moved)[: len(flows)]
 
     def _flow(self, ticket: Ticket) -> _Flow | None:
         """The state of a ticket between steps; one with a cached prefix starts here."""

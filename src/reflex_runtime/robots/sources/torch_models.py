@@ -128,6 +128,10 @@ class TorchStaged(GraphedStaged):
     def prefix(self, rows: Sequence[Observation]) -> Sequence[PrefixTensors]:
         with torch.inference_mode():
             made = self._placed.module.prefix(self._placed.inputs(rows, self.spec.prefix_takes_state))
+            for name, tensor in made.items():
+                if tensor.shape[:1] != (len(rows),):
+                    wrong = f"the prefix {name!r} has the shape {list(tensor.shape)}"
+                    raise ProcessorError(f"{self.spec.source}: {wrong}, expected {len(rows)} rows")
             # Copied out of the batch: a view would keep the tensors of all its rows in memory.
             return [PrefixTensors({name: t[i : i + 1].clone() for name, t in made.items()}) for i in range(len(rows))]
 
