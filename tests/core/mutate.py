@@ -216,7 +216,7 @@ MUTANTS = [
         "if ticket.cancel_requested:  # while",
         "if False:  # while",
     ),
-    M("core/holding.py", "quiet although a batch left", "        self._idle_after = -1\n\n", "\n"),
+    M("core/holding.py", "quiet although a batch left", "        self.idle_after = -1\n\n", "\n"),
     M(
         "core/scheduler.py",
         "crashed steps are committed",
@@ -686,8 +686,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "latest-only spares what is prepared",
-        "return [*self.preparing.get(request.client, ()), *waiting]",
-        "return waiting",
+        "return [*self.preparing.get(request.client, ()), *sorted",
+        "return [*sorted",
     ),
     M("core/admission.py", "closing forgets what is prepared", "chain(prepared, queued)", "chain((), queued)"),
     M(
@@ -698,7 +698,7 @@ MUTANTS = [
     ),
     # two groups or one
     M("core/statistics.py", "a slow-down is in every part", "if fixed < 0.0 else", "if True else"),
-    M("core/flush.py", "who is not followed is greedy", " if key[2] is not None else self._counts[key]", ""),
+    M("core/flush.py", "who is not followed is greedy", " if key[2] is not None else count", ""),
     M("core/holding.py", "two groups stay two", "if r > rate", "if False and r > rate"),
     M("core/holding.py", "those that come later are gathered", "ordered) // 2] <= soon", "ordered) // 2] <= 1e9"),
     M("core/holding.py", "what is prepared does not wait", "(queued + left) * (wait if", "queued * (wait if"),

@@ -517,18 +517,13 @@ class TimeCost(CostModel):
         return known
 
     def _share(self, ticket: Ticket, budget: float, most: int) -> float:
-        """The marginal part is the cost of two minus that of one; the rest is divided among a full batch."""
+        """Its marginal part, and the fixed one divided among a full batch."""
         if self.affine and self.fits(ticket.request.shape) is None:
             return 0.0  # a median of small batches does not predict full ones
-        tally = self.tally()
-        alone = tally.with_ticket(ticket)
-        if not tally.measured:
-            return 0.0
-        tally.add(ticket, 1.0)
-        each = max(tally.with_ticket(ticket) - alone, 0.0)
-        ceiling = max(budget, NEARLY_FREE * alone)
-        size = most if each == 0.0 else int(min(most, 1.0 + (ceiling - alone) / each * SLACK))
-        return each + (alone - each) / size
+        fixed, each, _ = super().line(ticket)
+        ceiling = max(budget, NEARLY_FREE * (fixed + each))
+        size = most if each == 0.0 else int(min(most, 1.0 + (ceiling - fixed - each) / each * SLACK))
+        return each + fixed / size
 
     def measured(self, ticket: Ticket) -> bool:
         """Whether such requests were measured; a guess must not refuse requests."""

@@ -226,8 +226,7 @@ class Planner:
     SHARED = 2.0  # times its fixed part, where others would wait for it: half of the device's time
 
     def __init__(self) -> None:
-        self._counts: dict[_Key, float] = {}  # decayed arrivals
-        self._weights: dict[_Key, float] = {}
+        self._counts: dict[_Key, list[float]] = {}  # decayed arrivals, and the client's weight
         self._since = self._planned = -inf
         self._demand: dict[tuple[Priority, float], _Demand] = {}
         self._policies: dict[Hashable, FlushPolicy] = {}  # planned now, by partition
@@ -235,15 +234,12 @@ class Planner:
     def arrived(self, ticket: Ticket, now: float) -> None:
         request = ticket.request
         key = (request.priority, inf if request.time_limit is None else round(request.time_limit, 3), request.client)
-        count = self._counts.get(key)
-        if count is None:
+        if key not in self._counts:
             if self._since == -inf:
                 self._since = self._planned = now
             if len(self._counts) >= self.CLIENTS:
                 key = (key[0], _rough(key[1]), None)
-            count = self._counts.get(key, 0.0)
-            self._weights[key] = request.weight
-        self._counts[key] = count + 1.0
+        self._counts.setdefault(key, [0.0, request.weight])[0] += 1.0
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         if len(self._counts) < 2 and not base.times_fixed:
@@ -303,12 +299,11 @@ class Planner:
         many = len({key[:2] for key in self._counts}) > self.KINDS
         for key in sorted(self._counts, key=_kind):
             kind = (key[0], _rough(key[1])) if many else key[:2]
+            count, weight = self._counts[key]
             # Those that are not followed one by one are as many clients as requests: none of them is greedy.
-            weight = self._weights[key] if key[2] is not None else self._counts[key]
-            clients.setdefault(kind, []).append((self._counts[key] / seen, weight))
-        fade = exp((self._planned - now) / self.TAU)
-        self._counts = {key: count * fade for key, count in self._counts.items() if count * fade > _FORGOTTEN}
-        self._weights = {key: self._weights[key] for key in self._counts}
+            clients.setdefault(kind, []).append((count / seen, weight if key[2] is not None else count))
+        fade, counts = exp((self._planned - now) / self.TAU), self._counts.items()
+        self._counts = {key: [count * fade, weight] for key, (count, weight) in counts if count * fade > _FORGOTTEN}
         self._planned = now
         return {kind: _Demand(found, seen) for kind, found in clients.items()}
 

@@ -389,8 +389,8 @@ class Group(ShareHolder):
     def superseded_by(self, request: Request) -> list[Ticket]:
         """Waiting tickets of the same client, which a newer request replaces."""
         client = self.clients.get(request.client)
-        waiting = [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
-        return [*self.preparing.get(request.client, ()), *waiting]
+        waiting = [] if client is None else [t for queue in client.queues.values() for t in queue.tickets]
+        return [*self.preparing.get(request.client, ()), *sorted(waiting, key=lambda ticket: ticket.seq)]
 
     def crashed(self, partition: Partition, batch: Batch, failed: int, faults: int) -> bool:
         """Whether a batch counts as a crash of the processor, not as the fault of a member.

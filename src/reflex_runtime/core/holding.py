@@ -166,10 +166,10 @@ class ThinkTimes:
         self._pace = 0.0  # seconds from one that is ready to the next, or from its admission
         self._ready_at = -inf
 
-    def worth(self, n: int, places: int, fixed: float) -> float:
-        """Upper bound of a hold's gain, if every absent client returned now; 0.0 where no hold can pay. Seconds."""
-        worth = min(len(self._absent) + len(self._preparing), places) * fixed
-        return worth if worth > n * BRIEF else 0.0
+    @property
+    def due(self) -> int:
+        """How many clients may come."""
+        return len(self._absent) + len(self._preparing)
 
     def prepares(self, ticket: Ticket) -> None:
         """The ticket was admitted, and is prepared now."""
@@ -248,8 +248,7 @@ class ThinkTimes:
         queued: n. places: how many more may join. fixed: a. seconds: T(n). held: its hold so far, in seconds. met: of
         n, those that came to a busy device. even: whether callers that are too many for one batch share even ones.
         """
-        worth = self.worth(queued, places, fixed)
-        if longest <= 0.0 or worth <= 0.0:
+        if longest <= 0.0 or min(self.due, places) * fixed <= queued * BRIEF:  # it would not pay if all came now
             return NO_HOLD, NO_HOLD
         found = self._expected(partition, now, longest, fixed)
         if self._preparing:
@@ -326,6 +325,7 @@ class Holding:
 
     free_since: when the device last became free. draining: nothing is held.
     inputs: their number; each one lets every hold be decided again. think_times: of the clients of each group.
+    idle_after: the input after which nothing was found to run. ends: then, when the first hold ends.
     """
 
     def __init__(self, configs: Iterable[GroupConfig]) -> None:
@@ -333,8 +333,8 @@ class Holding:
         self.free_since = -inf
         self.draining = False
         self.inputs = 0
-        self._idle_after = -1  # the input after which nothing was found to run
-        self.ends = inf  # then: when the first hold ends
+        self.idle_after = -1
+        self.ends = inf
         self._gaps = any(config.gap_chance for config in configs)
         self._asked = Rate()  # of groups that others yield to
 
@@ -352,13 +352,13 @@ class Holding:
         This is checked where it is cheap: for one that is still prepared, and while several clients are waited for,
         until the last of them has come.
         """
-        if self._idle_after != self.inputs - 1:
+        if self.idle_after != self.inputs - 1:
             return
         if ticket.state is not PREPARING:
             if len(group.active) > 1:
                 return
             partition = group.active[ticket.request.partition]
-            if partition.hold_input != self._idle_after or partition.hold_until <= now:
+            if partition.hold_input != self.idle_after or partition.hold_until <= now:
                 return
             if ticket.request.client in group.offenders or partition.residents:
                 return
@@ -378,7 +378,7 @@ class Holding:
     def sent(self, partition: Partition) -> None:
         """A batch of the partition left."""
         partition.hold_since = None
-        self._idle_after = -1
+        self.idle_after = -1
 
     # -- until when it is valid --------------------------------------------------------------------------------------
 
@@ -386,18 +386,10 @@ class Holding:
         """A batch waits until then."""
         self.ends = min(self.ends, until)
 
-    def found_nothing(self) -> None:
-        """`next_batch` found nothing to run."""
-        self._idle_after = self.inputs
-
     @property
     def current(self) -> bool:
         """Whether nothing was found to run, and no input since could have changed that."""
-        return self._idle_after == self.inputs
-
-    def ends_at(self, now: float) -> float:
-        """When the next decision is due: now after an input."""
-        return self.ends if self._idle_after == self.inputs else now
+        return self.idle_after == self.inputs
 
     # -- the decision ------------------------------------------------------------------------------------------------
 
@@ -444,7 +436,7 @@ class Holding:
         """The wait for clients whose next request is due, if it pays."""
         seconds, queued, returns = filled.tally.seconds, len(filled.grants), self.think_times[group.name]
         places = filled.places - queued
-        if not returns.worth(queued, places, seconds):  # the fixed part is not above it
+        if places <= 0 or not returns.due:
             return NO_HOLD
         head = next(iter(filled.grants))
         fixed, marginal, _ = group.cost.line(head)

@@ -207,10 +207,6 @@ class ClientShare(ShareHolder):
         self.unsettled = 0
         self.queues: dict[tuple[Tier, Priority], ClientQueue] = {}
 
-    def waiting(self) -> list[Ticket]:
-        """Its tickets that wait, in no particular order."""
-        return [ticket for queue in self.queues.values() for ticket in queue.tickets]
-
 
 class Clients:
     """The clients of one group, their counters and caps."""

@@ -315,7 +315,7 @@ class Scheduler:
             batch = self._form(group)
             if batch is not None:
                 return batch
-        self._holding.found_nothing()
+        self._holding.idle_after = self._holding.inputs
         shed = settled != self.settled
         if shed or (not stood and any(group.unsettled for group in self._groups.values())):
             self._idle_polls.append(self._now)
@@ -369,7 +369,9 @@ class Scheduler:
         """
         at = self._now if self._leaving.behind else self.expires_at()
         at = min([at, *[paused.paused_until for paused in self._paused]])
-        return at if len(self._in_flight) >= self._max_batches else min(at, self._holding.ends_at(self._now))
+        if len(self._in_flight) >= self._max_batches:
+            return at
+        return min(at, self._holding.ends if self._holding.current else self._now)
 
     @property
     def behind(self) -> bool:

@@ -177,7 +177,7 @@ class TimedTokens(TokenCost):
         self._plain: dict[int, float] = {}
         self._shared: dict[int, float] = {}
         self._sharing: tuple[int, float] | None = None  # of the step that is formed: its key there, and most seconds
-        self._extra, self._asked, self._most_extra = ExtraUnits(), False, most_extra
+        self.extras, self.most_extra, self.speculates = ExtraUnits(), most_extra, False
 
     @property
     def measured(self) -> bool:
@@ -237,13 +237,6 @@ class TimedTokens(TokenCost):
         limit = self._gap / ((1.0 + SURE * self.sigma) * (1.0 + SHARE))
         return self.predict(1.0, 0.0, 0.0) <= limit < self.predict(rows + 1.0, 0.0, pairs)
 
-    def extra(self, tickets: Sequence[Ticket], rows: int, seconds: float, units: float, gap: float) -> Sequence[int]:
-        """How many extra units each of these members of a step may get. rows: of the step. seconds: that it takes so
-        far; units: that the budget leaves. gap: shortest one of the rows."""
-        self._asked = True
-        left = min(gap, self.gap) / (1.0 + SURE * self.sigma) - seconds
-        return self._extra.choose(rows, [ticket.extra for ticket in tickets], min(units, self._most_extra), left)
-
     def shared(self, rows: int) -> float:
         if not self.measured:
             return inf
@@ -269,9 +262,9 @@ class TimedTokens(TokenCost):
             else:
                 tokens += units
         more = sum(extra.values())
-        if self._asked:
-            self._extra.observe(rows, tokens, more, elapsed)
-        took = elapsed - self._extra.seconds(rows, more)  # without them
+        if self.speculates:
+            self.extras.observe(rows, tokens, more, elapsed)
+        took = elapsed - self.extras.seconds(rows, more)  # without them
         if rows and not tokens and 0.0 < took < inf:
             self._observe_rows(rows, took)
         self._fit.observe(_counts(rows, tokens, pairs), max(took, 0.2 * elapsed))
@@ -351,7 +344,11 @@ class _TimedTokenTally(TokenTally):
         return self._model.closed(rows, pairs)
 
     def extra(self, tickets: Sequence[Ticket], budget: float) -> Sequence[int]:
-        return self._model.extra(tickets, round(self._rows), self.seconds, budget - self.cost, self._own)
+        model = self._model
+        model.speculates = True
+        left = min(self._own, model.gap) / (1.0 + SURE * self.sigma) - self.seconds
+        most = min(budget - self.cost, model.most_extra)
+        return model.extras.choose(round(self._rows), [ticket.extra for ticket in tickets], most, left)
 
     def add(self, ticket: Ticket, units: float) -> None:
         super().add(ticket, units)
