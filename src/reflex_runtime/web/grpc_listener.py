@@ -350,13 +350,10 @@ def _parameter(sent: Any) -> Any:
 def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.OipModels) -> GrpcListener:
     """These models at `--oip-grpc`."""
 
-    def model_of(data: bytes) -> oip.OipModel:
-        sent = parse(messages.ModelRequest, data)
-        return models.find(sent.name, sent.version)
-
-    def told(kind: Any, fields: Callable[[bytes], Mapping[str, Any]]) -> Method:
+    def told(kind: Any, fields: Callable[[oip.OipModels, str, str], Mapping[str, Any]]) -> Method:
         async def method(call: GrpcCall, data: bytes) -> bytes:
-            return serialize(kind(**fields(data)))
+            sent = parse(messages.ModelRequest, data)  # of a call for the server it is empty
+            return serialize(kind(**fields(models, sent.name, sent.version)))
 
         return method
 
@@ -370,13 +367,7 @@ def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.Oi
             models.refused(call, error)
 
     listener = GrpcListener(app, "--oip-grpc", config.oip_grpc, config)
-    methods = {
-        "ServerLive": told(messages.ServerLiveResponse, lambda data: {"live": True}),
-        "ServerReady": told(messages.ServerReadyResponse, lambda data: {"ready": models.ready}),
-        "ServerMetadata": told(messages.ServerMetadataResponse, lambda data: models.metadata()),
-        "ModelReady": told(messages.ModelReadyResponse, lambda data: {"ready": model_of(data).ready}),
-        "ModelMetadata": told(messages.ModelMetadataResponse, lambda data: oip.metadata_of(model_of(data))),
-        "ModelInfer": infer,
-    }
+    methods = {name: told(getattr(messages, f"{name}Response"), fields) for name, (_, fields) in oip.CALLS.items()}
+    methods["ModelInfer"] = infer
     listener.serve(SERVICE, methods, {}, failed)
     return listener

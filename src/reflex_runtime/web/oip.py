@@ -379,6 +379,16 @@ def metadata_of(model: OipModel) -> dict[str, Any]:
     return {"name": model.names[0], "versions": [VERSION], "platform": "reflex", **told}
 
 
+CALLS: Final[Mapping[str, tuple[str, Callable[[OipModels, str, str], Mapping[str, Any]]]]] = {
+    "ServerMetadata": (ROOT, lambda models, name, version: models.metadata()),
+    "ServerLive": ("/v2/health/live", lambda models, name, version: {"live": True}),
+    "ServerReady": ("/v2/health/ready", lambda models, name, version: {"ready": models.ready}),
+    "ModelMetadata": (MODEL, lambda models, name, version: metadata_of(models.find(name, version))),
+    "ModelReady": (f"{MODEL}/ready", lambda models, name, version: {"ready": models.find(name, version).ready}),
+}
+"""The calls of the protocol beside inference, by their names in gRPC: path, and answer for the named model."""
+
+
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
@@ -395,26 +405,24 @@ FORM: Final = _refuse
 def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:
     """The routes of the protocol. most: bytes of a body. prefix: of the paths."""
 
-    def model_of(request: HttpRequest) -> OipModel:
-        """The model in the path; names may contain slashes."""
+    def named_in(request: HttpRequest) -> tuple[str, str]:
+        """Model and version in the path; names may contain slashes."""
         name = request.path.removeprefix(prefix)[len(MODELS) :]
         if name.endswith(("/infer", "/ready")):
             name = name.rpartition("/")[0]
         before, versions, version = name.rpartition("/versions/")
-        if not versions or "/" in version:
-            before, version = name, ""
-        return models.find(before, version)
+        return (before, version) if versions and "/" not in version else (name, "")
 
-    def told(fields: Callable[[HttpRequest], Mapping[str, Any]]) -> Handler:
+    def told(fields: Callable[[OipModels, str, str], Mapping[str, Any]]) -> Handler:
         async def run(request: HttpRequest) -> HttpResponse:
-            found = fields(request)
+            found = fields(models, *named_in(request))
             return HttpResponse(200 if found.get("ready", True) else 503, encode(found))
 
         return run
 
     async def infer(request: HttpRequest) -> HttpResponse:
         try:
-            model = model_of(request)
+            model = models.find(*named_in(request))
             sent = await _read(request)
             request.refuse_query()
             answer = await model.infer(request, sent)
@@ -431,18 +439,17 @@ def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:
             return HttpResponse(200, body)
         return HttpResponse(200, body, BINARY, [(HEAD, b"%d" % head)])
 
-    routes = [
-        Route(ROOT, told(lambda request: models.metadata()), form=FORM),
-        Route("/v2/health/live", told(lambda request: {"live": True}), open=True, form=FORM),
-        Route("/v2/health/ready", told(lambda request: {"ready": models.ready}), open=True, form=FORM),
+    return [
+        *(
+            Route(own, told(fields), open="/health/" in path, form=FORM)
+            for path, fields in CALLS.values()
+            for own in dict.fromkeys((path, path.replace(MODEL, MODEL + OF_VERSION)))
+        ),
+        *(
+            Route(f"{path}/infer", infer, "POST", most=most, form=FORM, refused=models.refused)
+            for path in (MODEL, MODEL + OF_VERSION)
+        ),
     ]
-    for path in (MODEL, MODEL + OF_VERSION):
-        routes += [
-            Route(path, told(lambda request: metadata_of(model_of(request))), form=FORM),
-            Route(f"{path}/ready", told(lambda request: {"ready": model_of(request).ready}), form=FORM),
-            Route(f"{path}/infer", infer, "POST", most=most, form=FORM, refused=models.refused),
-        ]
-    return routes
 
 
 async def _read(request: HttpRequest) -> InferRequest:
