@@ -14,7 +14,8 @@ from bench.load.wires.expected import Expected, Observed
 from bench.load.wires.target import Target
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut
 from reflex_runtime.client.exchange import Reply, refused
-from reflex_runtime.robots.wires.groot import decode_answer, encode
+from reflex_runtime.robots.wires.common import unpack
+from reflex_runtime.robots.wires.groot import encode
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.fields import encode as encode_json
 
@@ -100,7 +101,7 @@ class GrootCaller:
             if not whole:
                 await self.close()
         try:
-            answer = decode_answer(came)
+            answer = unpack(came)
         except ClientError as error:
             raise BadAnswer(f"no message of GR00T: {error.message}") from None
         if isinstance(answer, dict) and "error" in answer:

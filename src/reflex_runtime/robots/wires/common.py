@@ -124,12 +124,6 @@ def limits_among(values: Mapping[str, Any]) -> RequestLimits:
     return limits_of({name: values[name] for name in LIMITS if values.get(name) is not None})
 
 
-def limits_of_row(limits: RequestLimits, row: int) -> RequestLimits:
-    """The limits of one of several robots that share them: its ids have its number."""
-    ids = {name: getattr(limits, name, None) for name in IDS}
-    return msgspec.structs.replace(limits, **{name: f"{id}{IDS[name]}{row}" for name, id in ids.items() if id})
-
-
 def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
     """The limits under `reflex/…` in an observation."""
     return limits_of({name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)})
@@ -152,10 +146,14 @@ def question_of(
     robot_id: str | None = None,
     episode_id: str | None = None,
     said: RequestLimits | None = None,
+    part: str = "",
 ) -> Question:
-    """A question. limits: of the request; said: of its websocket. robot_id: used if `limits` has none."""
+    """A question. limits: of the request; said: of its websocket. robot_id: used if `limits` has none. part: the suffix
+    of robot and request, of one of several in a message."""
     images, state, instruction = observed
-    own = msgspec.structs.asdict(limits) | {"robot_id": limits.robot_id or robot_id, "episode_id": episode_id}
+    robot, request = limits.robot_id or robot_id, limits.request_id
+    own = msgspec.structs.asdict(limits) | {"robot_id": robot and robot + part, "episode_id": episode_id}
+    own["request_id"] = request and request + part.replace("/", IDS["request_id"])
     if said is not None:
         own["priority"] = limits.priority or said.priority
         own["deadline_ms"] = said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms

@@ -32,8 +32,6 @@ from reflex_runtime.robots.serving.question import (
     MAX_ROWS,
     PROMPTS,
     ObservationReader,
-    Question,
-    RequestLimits,
     text_of,
 )
 from reflex_runtime.robots.wires.common import (
@@ -58,15 +56,10 @@ if TYPE_CHECKING:  # json-numpy reads the same observations, without pyzmq
 
 def decode(frame: bytes) -> dict[str, Any]:
     """The map in a message, arrays as read-only views of it; ClientError when there is none."""
-    value = decode_answer(frame)
+    value = unpack(frame)
     if not isinstance(value, dict):
         raise ClientError("the message must be a map with an endpoint")
     return value
-
-
-def decode_answer(frame: bytes) -> Any:
-    """The value in an answer, arrays in either form."""
-    return unpack(frame)
 
 
 def _npy(array: NDArray[Any]) -> dict[str, Any]:
@@ -341,24 +334,17 @@ class GrootSession:
             limits.deadline_ms = DEADLINE_MS
         rows = observation.rows(reading)
         parts = _parts(options.get("env_id"), len(rows))
-        questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
-        if len(questions) > 1 and limits.request_id:
-            for row, question in enumerate(questions):
-                question.request_id = f"{limits.request_id}.{row}"
+        questions = []
+        for row, part in zip(rows, parts, strict=True):
+            observed = reading.read(row)
+            named = None if limits.episode_id is None else limits.episode_id + part
+            episode = client.episodes(part).of(named, observed[2])
+            questions.append(question_of(observed, limits, client.name, episode, part=part))
         answers = await handler.infer_all(_pending(message, client.name), questions, message.received)
         actions = observation.actions(reading, [answer.actions for answer in answers])
         if not nested:
             return encode(actions)
         return encode([actions, {"reflex": [answer_details(answer) for answer in answers]}])
-
-
-def _question(
-    reading: ObservationReader, row: Mapping[str, Any], client: GrootClient, part: str, limits: RequestLimits
-) -> Question:
-    observed = reading.read(row)
-    name = None if limits.episode_id is None else limits.episode_id + part
-    own = msgspec.structs.replace(limits, robot_id=(limits.robot_id or client.name) + part)
-    return question_of(observed, own, None, client.episodes(part).of(name, observed[2]))
 
 
 def _pending(message: ZmqMessage, name: str) -> PendingRequest:

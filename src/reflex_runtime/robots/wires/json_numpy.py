@@ -37,7 +37,7 @@ from reflex_runtime.robots.serving.question import (
     Question,
     RequestLimits,
 )
-from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, limits_of_row, question_of
+from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, question_of
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of, only, options_of
 from reflex_runtime.web.arrays import array_in, check_json
 from reflex_runtime.web.errors import ClientError
@@ -131,8 +131,8 @@ class GrootJson:
         """One for each row; the 422 names a missing or wrong field."""
         self._reading = reading
         rows = self.observation.rows(reading)
-        limits = [self._limits] if len(rows) == 1 else [limits_of_row(self._limits, row) for row in range(len(rows))]
-        return [partial(_asked, reading, *each) for each in zip(rows, limits, strict=True)]
+        parts = [""] if len(rows) == 1 else [f"/{row}" for row in range(len(rows))]
+        return [partial(_asked, reading, row, self._limits, part) for row, part in zip(rows, parts, strict=True)]
 
     def answer(self, chunks: Sequence[NDArray[Any]]) -> bytes:
         """The body of the answer."""
@@ -141,8 +141,9 @@ class GrootJson:
         return encode({name: _map(group) if self._arrays else group.tolist() for name, group in groups.items()})
 
 
-def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestLimits) -> Question:
-    return question_of(reading.read(seen), limits, None, limits.episode_id)
+def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestLimits, part: str = "") -> Question:
+    episode = limits.episode_id and limits.episode_id + part
+    return question_of(reading.read(seen), limits, None, episode, part=part)
 
 
 def is_json_numpy(body: bytes) -> bool:
