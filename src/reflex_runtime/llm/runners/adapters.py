@@ -68,7 +68,7 @@ class LoraAdapter:
             found = _TENSOR.fullmatch(tensor)
             layer = found["layer"] if found else ""
             if found is None or layer.rpartition(".")[2] not in _LAYERS or f"{layer}.weight" not in shapes:
-                known = f"adapters may change {', '.join(_LAYERS)} of the model's {model.num_layers} layers"
+                known = f"adapters may change {', '.join(_LAYERS)} of the model's {model.num_hidden_layers} layers"
                 raise ConfigError(f"{file}: tensor {tensor}: is not served: {known}; {MERGE}")
             sides.setdefault(layer, {})[found["side"]] = place.array(tensor)
         if not sides:

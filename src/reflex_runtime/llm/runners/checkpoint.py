@@ -82,35 +82,60 @@ class RopeScaling(msgspec.Struct, kw_only=True, frozen=True):
         return sharpness(1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family, in numbers.
+class _ConfigFile(msgspec.Struct, kw_only=True, frozen=True):
+    """The keys of config.json that change a model's answers."""
+
+    architectures: Annotated[
+        tuple[Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]],
+        Meta(
+            description=f"a list of one of {', '.join(ARCHITECTURES)}; any other decoder is served from "
+            "`optimum-cli export openvino`"
+        ),
+    ]
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24, description=f"an integer from 1 to {1 << 24}")]
+    hidden_size: Annotated[int, Meta(ge=1, le=1 << 17, description=f"an integer from 1 to {1 << 17}")]
+    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 20, description=f"an integer from 1 to {1 << 20}")]
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1000, description="an integer from 1 to 1000")]
+    num_attention_heads: _Heads
+    max_position_embeddings: _Positions
+    num_key_value_heads: _Heads = 0  # not in the file
+    head_dim: _Heads = 0
+    rms_norm_eps: _Number = 1e-6
+    rope_theta: _Theta = 10000.0
+    partial_rotary_factor: _WholeHead = 1.0
+    tie_word_embeddings: _Flag = False
+    attention_bias: _Flag = False
+    mlp_bias: _Flag = False
+    hidden_act: Annotated[Literal["silu", "swish"], Meta(description="'silu'")] = "silu"
+    use_sliding_window: _Flag = False
+    sliding_window: _Positions = 4096
+    max_window_layers: Annotated[int, Meta(ge=0, description="an integer >= 0")] = 28
+    layer_types: Annotated[
+        list[Literal["full_attention", "sliding_attention"]] | None,
+        Meta(description="a list of full_attention and sliding_attention, one for each layer"),
+    ] = None
+    quantization_config: Annotated[
+        None,
+        Meta(
+            description="nothing: rounded weights are not read; serve the model that they were made of, with "
+            "--quantization int4 or int8"
+        ),
+    ] = None
+    dtype: _Dtype | None = None
+    torch_dtype: _Dtype | None = None  # of the stored weights
+
+
+class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
+    """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family: its config.json, with all defaults of its architecture.
 
     attention_bias: q, k and v have biases; output_bias: o has one as well. qk_norm: queries and keys are normalised
     per head. windows: per layer, how many of the last tokens (itself included) a token sees; None: all of them.
-    torch_dtype: of the stored weights: "float32", "float16" or "bfloat16".
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    attention_bias: bool
     output_bias: bool
-    mlp_bias: bool
     qk_norm: bool
+    rope_scaling: RopeScaling | None
     windows: tuple[int | None, ...]
-    torch_dtype: str
-    eos_token_ids: frozenset[int]
 
     @property
     def attention_factor(self) -> float:
@@ -151,12 +176,12 @@ class ModelConfig:
 
     def cache_bytes(self, tokens: int, width: int) -> int:
         """Memory for the keys and values of so many tokens. width: bytes of a number."""
-        return 2 * self.num_layers * tokens * self.num_kv_heads * self.head_dim * width
+        return 2 * self.num_hidden_layers * tokens * self.num_key_value_heads * self.head_dim * width
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor the architecture needs."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden), "model.norm.weight": (hidden,)}
         if not self.tie_word_embeddings:
             shapes[HEAD] = (self.vocab_size, hidden)
@@ -171,7 +196,7 @@ class ModelConfig:
         ]
         norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
         norms += [("self_attn.q_norm", self.head_dim), ("self_attn.k_norm", self.head_dim)] if self.qk_norm else []
-        for layer in range(self.num_layers):
+        for layer in range(self.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             for name, rows, columns, bias in linear:
                 shapes[f"{prefix}{name}.weight"] = (rows, columns)
@@ -193,88 +218,33 @@ class _Rope(msgspec.Struct, kw_only=True):
     partial_rotary_factor: _WholeHead = 1.0
 
 
-class _ConfigFile(msgspec.Struct, kw_only=True):
-    """The keys of config.json that change a model's answers."""
-
-    architectures: Annotated[
-        tuple[Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]],
-        Meta(
-            description=f"a list of one of {', '.join(ARCHITECTURES)}; any other decoder is served from "
-            "`optimum-cli export openvino`"
-        ),
-    ]
-    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24, description=f"an integer from 1 to {1 << 24}")]
-    hidden_size: Annotated[int, Meta(ge=1, le=1 << 17, description=f"an integer from 1 to {1 << 17}")]
-    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 20, description=f"an integer from 1 to {1 << 20}")]
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1000, description="an integer from 1 to 1000")]
-    num_attention_heads: _Heads
-    max_position_embeddings: _Positions
-    num_key_value_heads: _Heads | None = None
-    head_dim: _Heads | None = None
-    rms_norm_eps: _Number = 1e-6
-    rope_theta: _Theta = 10000.0
-    partial_rotary_factor: _WholeHead = 1.0
-    tie_word_embeddings: _Flag = False
-    attention_bias: _Flag = False
-    mlp_bias: _Flag = False
-    hidden_act: Annotated[Literal["silu", "swish"], Meta(description="'silu'")] = "silu"
-    use_sliding_window: _Flag = False
-    sliding_window: _Positions = 4096
-    max_window_layers: Annotated[int, Meta(ge=0, description="an integer >= 0")] = 28
-    layer_types: Annotated[
-        list[Literal["full_attention", "sliding_attention"]] | None,
-        Meta(description="a list of full_attention and sliding_attention, one for each layer"),
-    ] = None
-    quantization_config: Annotated[
-        None,
-        Meta(
-            description="nothing: rounded weights are not read; serve the model that they were made of, with "
-            "--quantization int4 or int8"
-        ),
-    ] = None
-    dtype: _Dtype | None = None
-    torch_dtype: _Dtype | None = None
-
-
 def read_config(file: Path) -> ModelConfig:
-    """The description in a config.json; `torch_dtype` is "" where the file lacks it."""
+    """The description in a config.json; `torch_dtype` is None where the file lacks it."""
     keys = JsonObject(file, read_object(file))
     said = keys.read(_ConfigFile)
     (architecture,) = said.architectures
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
     heads, hidden = said.num_attention_heads, said.hidden_size
     kv_heads = said.num_key_value_heads or heads
-    if heads % kv_heads or (said.num_key_value_heads is None and not llama):
+    if heads % kv_heads or not (said.num_key_value_heads or llama):
         keys.wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
     head_dim = said.head_dim or (128 if qwen3 else hidden // heads)
-    if said.head_dim is None and not qwen3 and hidden % heads:
+    if not said.head_dim and not qwen3 and hidden % heads:
         keys.wrong("num_attention_heads", f"a divisor of hidden_size={hidden} where head_dim is not given")
     if head_dim % 2:
         keys.wrong("head_dim", f"an even number, for rotary positions; it is {head_dim}")
     has_bias = (llama or qwen3) and said.attention_bias
     theta, scaling = _rope(keys, said)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=said.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=said.intermediate_size,
-        num_layers=said.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=said.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=said.max_position_embeddings,
-        tie_word_embeddings=said.tie_word_embeddings,
-        attention_bias=qwen2 or has_bias,
-        output_bias=has_bias,
-        mlp_bias=llama and said.mlp_bias,
-        qk_norm=qwen3,
-        windows=_windows(keys, said, architecture),
-        torch_dtype=said.dtype or said.torch_dtype or "",
-        eos_token_ids=token_ids(keys, "eos_token_id"),
-    )
+    found = msgspec.structs.asdict(said) | {
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "attention_bias": qwen2 or has_bias,
+        "mlp_bias": llama and said.mlp_bias,
+        "torch_dtype": said.dtype or said.torch_dtype,
+    }
+    windows = _windows(keys, said, architecture)
+    return ModelConfig(output_bias=has_bias, qk_norm=qwen3, rope_scaling=scaling, windows=windows, **found)
 
 
 def _windows(keys: JsonObject, said: _ConfigFile, architecture: str) -> tuple[int | None, ...]:
@@ -391,7 +361,7 @@ class Checkpoint:
                 found = f"found shape {list(place.shape)}, expected {list(shape)}"
                 raise ConfigError(f"{place.file}: tensor {name}: {found}, from the sizes in {CONFIG_FILE}")
         if not config.torch_dtype:
-            config = replace(config, torch_dtype=_DTYPES[places[EMBEDDING].dtype])
+            config = msgspec.structs.replace(config, torch_dtype=_DTYPES[places[EMBEDDING].dtype])
         return cls(root, config, places)
 
     @property

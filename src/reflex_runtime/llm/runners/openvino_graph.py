@@ -75,7 +75,7 @@ class _Decoder:
         logits.output(0).set_names({"logits"})
         result = ops.result(logits, name="logits")
         inputs = [self._input_ids, self._mask, self._positions, self._beams]
-        return ov.Model([result], self._sinks, inputs, config.architecture)
+        return ov.Model([result], self._sinks, inputs, config.architectures[0])
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -97,19 +97,19 @@ class _Decoder:
 
     def _attention(self, layer: int, states: Node, cosine: Node, sine: Node, mask: Node) -> Node:
         config, prefix = self._config, f"model.layers.{layer}.self_attn."
-        queries = self._heads(states, f"{prefix}q_proj", config.num_heads)
-        keys = self._heads(states, f"{prefix}k_proj", config.num_kv_heads)
+        queries = self._heads(states, f"{prefix}q_proj", config.num_attention_heads)
+        keys = self._heads(states, f"{prefix}k_proj", config.num_key_value_heads)
         if config.qk_norm:
             queries, keys = self._norm(queries, f"{prefix}q_norm.weight"), self._norm(keys, f"{prefix}k_norm.weight")
         queries, keys, values = (
             ops.transpose(heads, i64([0, 2, 1, 3]))
-            for heads in (queries, keys, self._heads(states, f"{prefix}v_proj", config.num_kv_heads))
+            for heads in (queries, keys, self._heads(states, f"{prefix}v_proj", config.num_key_value_heads))
         )
         queries, keys = self._rotate(queries, cosine, sine), self._rotate(keys, cosine, sine)
         keys, values = (
             spread_heads(
                 remembered(f"{layer}.{name}", states, self._input_ids, self._beams, self._sinks),
-                config.num_heads, config.num_kv_heads, config.head_dim,
+                config.num_attention_heads, config.num_key_value_heads, config.head_dim,
             )
             for name, states in (("key", keys), ("value", values))
         )  # fmt: skip

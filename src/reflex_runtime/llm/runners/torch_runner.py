@@ -89,7 +89,7 @@ class Decoder:
         self._embedding = self._tensor(EMBEDDING)
         self._head = self._embedding if self.config.tie_word_embeddings else self._tensor(checkpoint.head)
         self._norm = self._tensor("model.norm.weight")
-        self._layers = [self._layer(f"model.layers.{i}") for i in range(self.config.num_layers)]
+        self._layers = [self._layer(f"model.layers.{i}") for i in range(self.config.num_hidden_layers)]
         self._frequencies = torch.tensor(self.config.inverse_frequencies(), device=device)
 
     def _layer(self, name: str) -> Layer:
@@ -136,7 +136,7 @@ class Decoder:
         x = self._embedding[ids]
         for i, layer in enumerate(self._layers):
             turned, v = self._heads(layer, rms_norm(x, layer.norm, eps), cos, sin, chosen)
-            q, k = turned.split([self.config.num_heads, self.config.num_kv_heads], dim=1)
+            q, k = turned.split([self.config.num_attention_heads, self.config.num_key_value_heads], dim=1)
             mixed = attend(i, q, k, v)
             x = x + layer.out(mixed.flatten(1), chosen)
             gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps), chosen).chunk(2, dim=-1)
@@ -146,10 +146,11 @@ class Decoder:
     def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         """(rotated queries, and behind them rotated keys; values), each [t, heads, head_dim]."""
         config = self.config
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
         heads = layer.qkv(x, chosen).view(len(x), -1, config.head_dim)
-        both, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
+        both, v = heads.split([queries + keys, keys], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = both.split([config.num_heads, config.num_kv_heads], dim=1)
+            q, k = both.split([queries, keys], dim=1)
             eps = config.rms_norm_eps
             both = torch.cat([rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)], dim=1)
         return rotate(both, cos, sin), v
@@ -269,11 +270,12 @@ class TorchRunner:
             self._caps = tuple(layer.softcap for layer in decoder.layers)
             sizes = [(layer.kv_heads, layer.head_dim) for layer in decoder.layers]
         else:
-            stack = AdapterStack.read(adapters, checkpoint.config) if adapters else None
+            own = checkpoint.config
+            stack = AdapterStack.read(adapters, own) if adapters else None
             self.adapters = () if stack is None else stack.names
-            self._decoder, self._windows = Decoder(checkpoint, device, kind, stack), checkpoint.config.windows
-            self._caps = (None,) * checkpoint.config.num_layers
-            sizes = [(checkpoint.config.num_kv_heads, checkpoint.config.head_dim)] * checkpoint.config.num_layers
+            self._decoder, self._windows = Decoder(checkpoint, device, kind, stack), own.windows
+            self._caps = (None,) * own.num_hidden_layers
+            sizes = [(own.num_key_value_heads, own.head_dim)] * own.num_hidden_layers
         block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
         self.num_blocks = runner.blocks_in(kv_cache_bytes, block, runner.free_bytes(device), num_blocks)
         # Padding reads and writes the last block, which no sequence gets. It is zeroed: a row that was never written is
