@@ -164,7 +164,9 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
         if isinstance(value, (bool, dict)):
             raise ValueError
         if kind is int:
-            return int(value) if not isinstance(value, float) else _whole(value)
+            if isinstance(value, float) and not value.is_integer():
+                raise ValueError
+            return int(value)
         if kind in (float, float | None):
             number = float(value)
             if number != number:
@@ -182,12 +184,6 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
         if meta and meta["low"] is not None:
             wanted += f" in {_range(meta)}"
         raise ConfigError(f"{where}={one_line(value)}: must be {wanted}") from None
-
-
-def _whole(value: float) -> int:
-    if value != int(value):
-        raise ValueError
-    return int(value)
 
 
 # -- flags, help and tables --------------------------------------------------------------------------------------------
@@ -317,8 +313,4 @@ def _lacks(config: Any, need: str, missing: Mapping[str, str]) -> str:
 
 
 def _in_words(needs: str) -> str:
-    words = []
-    for need in needs.split("|"):
-        name, equals, value = need.partition("=")
-        words.append(need if " " in need else flag(name) + equals + value)
-    return " or ".join(words)
+    return " or ".join(need if " " in need else flag(need) for need in needs.split("|"))

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,24 +135,17 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
 def read_toml(file: Path) -> dict[str, Any]:
     """The file's tables; ConfigError when it cannot be read."""
     try:
-        return tomllib.loads(_text_of(file))
+        return tomllib.loads(_piped(file, file.stat().st_ino) if file.is_fifo() else file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config={file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config={file}: not TOML: {error}") from error
 
 
-_piped: dict[tuple[Path, int], str] = {}  # texts read from pipes, by path and inode
-
-
-def _text_of(file: Path) -> str:
-    """The file's text. That of a pipe (`--config <(...)`) can be read once, so it is kept."""
-    if not file.is_fifo():
-        return file.read_text(encoding="utf-8")
-    pipe = (file, file.stat().st_ino)
-    if pipe not in _piped:
-        _piped[pipe] = file.read_text(encoding="utf-8")
-    return _piped[pipe]
+@cache
+def _piped(file: Path, inode: int) -> str:
+    """The text of a pipe (`--config <(...)`), which can be read once."""
+    return file.read_text(encoding="utf-8")
 
 
 def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:

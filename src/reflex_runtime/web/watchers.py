@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 
@@ -25,7 +25,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.web.errors import PLAIN, Headers, InvalidRequest, TooManyRequests
+from reflex_runtime.web.errors import PLAIN, Headers, TooManyRequests
+from reflex_runtime.web.fields import invalid_field
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, Seldom
 
 log = logging.getLogger("reflex.server")
@@ -132,9 +133,6 @@ def _failed(error: ReflexError) -> bytes:
 # -- the journal -------------------------------------------------------------------------------------------------------
 
 JOURNAL: Final = "/diagnostics/journal"
-SECONDS: Final = 30.0  # by default
-SHORTEST: Final = 1.0
-LONGEST: Final = 600.0
 BEAT: Final = 1.0  # seconds between two blank lines, which show the caller that the server lives
 READERS: Final = 4  # at a time; each has a writer thread
 LAST: Final = 0.5  # seconds in a drain for a caller to read the rest
@@ -238,18 +236,17 @@ class _Pipe:
             self._sending.cancel()
 
 
+class JournalQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The query of a journal. seconds: its length."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=1.0, le=600.0)] = 30.0
+
+
 def _seconds(request: HttpRequest) -> float:
-    asked = request.query
-    unknown = [name for name in asked if name != "seconds"]
-    if unknown:
-        raise InvalidRequest(f"{unknown[0][:100]}: {JOURNAL} takes only seconds", unknown[0][:100])
     try:
-        seconds = float(asked.get("seconds", SECONDS))
-    except ValueError:
-        seconds = 0.0
-    if not SHORTEST <= seconds <= LONGEST:
-        raise InvalidRequest(f"seconds: must be from {SHORTEST:g} to {LONGEST:g}", "seconds")
-    return seconds
+        return msgspec.convert(request.query, JournalQuery, strict=False).seconds
+    except msgspec.ValidationError as error:
+        raise invalid_field(error, JournalQuery) from None
 
 
 # -- the pages ---------------------------------------------------------------------------------------------------------
