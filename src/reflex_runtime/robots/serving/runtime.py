@@ -94,7 +94,7 @@ class ServedPolicy:
         self.rollout = Rollout(self.served, breaker, split, ramp, guard, self._changed, self._moved, prefix)
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
-        self.loading = 0  # loads in progress, abandoned ones included
+        self.loading = False  # a load is in progress, perhaps an abandoned one
         server.audience.add(self.rollout)
         if self.slo is not None:
             server.audience.add(self.slo)
@@ -230,8 +230,13 @@ class ServedPolicy:
         """Put the policy of a source into a slot. Conflict while a ramp runs; ConfigError changes nothing."""
         rollout = self.rollout
         rollout.may_exchange()
-        version, warm = await self._loaded(name, source)
-        slot, now = self.slots[name], time.monotonic()
+        if name not in self.slots:
+            raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self.slots)}")
+        if self.config.captured_sizes:
+            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
+        slot = self.slots[name]
+        version, warm = await in_thread(lambda: self._loaded(slot, source))
+        now = time.monotonic()
         guarded = bool(self.config.guard) and name != SHADOW
         self._server.batcher.device.input(lambda scheduler, _: warm.teach(scheduler.cost_model(slot.group)))
         slot.exchange(version, keep=guarded)
@@ -243,26 +248,18 @@ class ServedPolicy:
             self.shadow.resume()
         return version
 
-    async def _loaded(self, name: str, source: str) -> tuple[Version, WarmUp]:
-        """A version of the source, ready for the slot, and the measurements of its warm-up."""
-        if name not in self.slots:
-            raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self.slots)}")
-        if self.config.captured_sizes:
-            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
-        slot = self.slots[name]
-        await in_thread(lambda: self._check_room(source))
-        spec = await in_thread(lambda: read_source(source))
-        self._check_fits(slot, spec)
-        self.loading += 1  # if this is cancelled, the thread goes on
+    def _loaded(self, slot: Slot, source: str) -> tuple[Version, WarmUp]:
+        """A version of the source, ready for the slot, and the measurements of its warm-up. Its thread goes on if the
+        exchange is cancelled."""
+        self.loading = True
         try:
-            policy = await in_thread(lambda: load(self.config, name, spec, slot.group))
-            version = slot.made(policy)
-            warm = await in_thread(lambda: warmed_up(policy))
-        except Exception:
-            self.loading -= 1
-            raise
-        self.loading -= 1
-        return version, warm
+            self._check_room(source)
+            spec = read_source(source)
+            self._check_fits(slot, spec)
+            version = slot.made(load(self.config, slot.name, spec, slot.group))
+            return version, warmed_up(version.policy)
+        finally:
+            self.loading = False
 
     def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
         """ConfigError when a policy cannot replace that of the slot."""

@@ -133,8 +133,8 @@ class Rollout:
 
     def untold(self, routing: Routing) -> None:
         """The request failed: the next answer of its episode reports the move."""
-        if self.router is not None and routing.changed:
-            self.router.untold(routing)
+        if routing.changed and routing.episode is not None:
+            routing.episode.moved = True
 
     def crashed(self, slot: str, now: float) -> None:
         """A batch of the slot crashed."""

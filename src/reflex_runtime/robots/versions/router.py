@@ -29,6 +29,15 @@ def bucket(key: str) -> int:
     return int.from_bytes(digest[:8], "big") % BUCKETS
 
 
+@dataclass(slots=True)
+class RunningEpisode:
+    """An episode, or a robot or connection without one. moved: to another slot since the client was last informed."""
+
+    slot: str
+    used: float
+    moved: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Where one request goes.
@@ -36,8 +45,8 @@ class Routing:
     slot: a or b; with one slot its name, and no other field is set. key: the hashed text. degraded: the next request
     may have another key, because this one names neither episode nor robot, and is the first of its connection or has
     none. cached: the slot is from the table of running episodes. changed: the other slot served the episode so far; the
-    answer must report it, whatever its status. entry: of the table, "" for none; robots that use the same name for an
-    episode have one each. verdict: the breaker's at that time.
+    answer must report it, whatever its status. entry: the name of `episode` in the table, "" for none; robots that use
+    the same name for an episode have one each. verdict: the breaker's at that time.
     """
 
     slot: str
@@ -46,14 +55,8 @@ class Routing:
     cached: bool = False
     changed: bool = False
     entry: str = field(default="", compare=False)
+    episode: RunningEpisode | None = field(default=None, compare=False)
     verdict: str = "ok"
-
-
-@dataclass(slots=True)
-class _Episode:
-    slot: str
-    used: float
-    moved: bool = False  # since the client was last informed
 
 
 class Router:
@@ -67,8 +70,8 @@ class Router:
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
         self.split = _checked(split)
         self._capacity, self._idle = episodes, idle
-        self._table: Lru[str, _Episode] = Lru(episodes)
-        self._connections: Lru[str, _Episode] = Lru(episodes)  # apart, so that they push no episode out
+        self._table: Lru[str, RunningEpisode] = Lru(episodes)
+        self._connections: Lru[str, RunningEpisode] = Lru(episodes)  # apart, so that they push no episode out
 
     def set_split(self, split: int) -> None:
         """For episodes that begin from now on. ConfigError outside [0, 100]."""
@@ -84,40 +87,30 @@ class Router:
     ) -> Routing:
         """The slot of a request. An empty episode_id names no episode. connection: a text or (address, port)."""
         self._forget(now)
+        table = self._table
         if key := episode_id or robot_id or "":
             entry = episode_key(robot_id, episode_id) or f"{robot_id}\n"
         elif connection:
             key = ":".join(map(str, connection)) if isinstance(connection, tuple) else str(connection)
-            entry = f"\n{key}"
+            entry, table = f"\n{key}", self._connections
         else:
             return Routing(self._slot_of(request_id), request_id, degraded=True)
-        table = self._table_of(entry)
-        episode = table.get(entry)
-        if episode is None:
-            episode = table[entry] = _Episode(self._slot_of(key), now)
-            return Routing(episode.slot, key, degraded=table is self._connections, entry=entry)
-        episode.used = now
-        table.move_to_end(entry)
-        moved, episode.moved = episode.moved, False
-        return Routing(episode.slot, key, cached=True, changed=moved, entry=entry)
+        cached = entry in table
+        episode = table.use(entry, lambda: RunningEpisode(self._slot_of(key), now))
+        changed, episode.moved, episode.used = episode.moved, False, now
+        new = table is self._connections and not cached
+        return Routing(episode.slot, key, new, cached, changed, entry, episode)
 
     def move(self, routing: Routing, slot: str) -> Routing:
         """Move a request that was just routed to another slot, and its episode with it; `changed` if the episode began
         on the first."""
         if routing.slot == slot:
             return routing
-        if not routing.entry:
-            return replace(routing, slot=slot)
-        episode = self._table_of(routing.entry)[routing.entry]
-        changed = routing.changed or (routing.cached and episode.slot != slot)
-        episode.slot = slot
-        return replace(routing, slot=slot, changed=changed)
-
-    def untold(self, routing: Routing) -> None:
-        """The answer that should report a move failed: the episode's next answer reports it."""
-        episode = self._table_of(routing.entry).get(routing.entry)
+        episode, changed = routing.episode, routing.changed
         if episode is not None:
-            episode.moved = True
+            changed = changed or (routing.cached and episode.slot != slot)
+            episode.slot = slot
+        return replace(routing, slot=slot, changed=changed)
 
     def rollback(self, slot: str, now: float) -> list[str]:
         """Send all to `slot`, running episodes too; the next answer of each moved one reports it. Returns the moved
@@ -148,9 +141,6 @@ class Router:
 
     def _slot_of(self, key: str) -> str:
         return "a" if bucket(key) < self.split else "b"
-
-    def _table_of(self, entry: str) -> Lru[str, _Episode]:
-        return self._connections if entry.startswith("\n") else self._table
 
     def _forget(self, now: float) -> None:
         for table in (self._table, self._connections):
