@@ -86,20 +86,16 @@ def names_of_file(path: Path) -> dict[int, str]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", field="names") from None
-    except UnicodeDecodeError:
-        raise ConfigError("is no UTF-8 text", field="names") from None
-    if len(text) > LONGEST:
-        raise ConfigError(f"is longer than {LONGEST} characters, the most", field="names")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "is no UTF-8 text"
+        raise ConfigError(f"cannot be read: {why}", field="names") from None
     if text.lstrip()[:1] in ("[", "{", "("):
         found = _numbered(literal(text))
-        if found is None:
-            raise ConfigError("must be a list of names, or an object of names by number", field="names")
     else:
         found = {number: line.strip()[:LONGEST_NAME] for number, line in enumerate(text.strip().splitlines())}
-    if not found:
-        raise ConfigError("has no names in it", field="names")
+    if not found or len(text) > LONGEST:
+        forms = "a name a line, a list of names, or an object of names by number"
+        raise ConfigError(f"must be {forms}, of at most {LONGEST} characters", field="names")
     return found
 
 
