@@ -430,6 +430,12 @@ def test_f14_what_a_webhook_refuses_is_dropped_and_not_sent_elsewhere(
     assert len(receiver.bodies) == 1
 
 
+def test_f14_an_answer_without_an_end_is_an_answer() -> None:
+    with Receiver(lambda _: (200, {"Transfer-Encoding": "chunked"})) as receiver:  # and no chunk comes
+        output = posted(receiver, 3)
+    assert (output.snapshot().sent, output.snapshot().retries, len(receiver.bodies)) == (3, 0, 1)
+
+
 def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time() -> None:
     hangs = threading.Event()
     with Receiver(lambda _: (200, {}) if hangs.wait(PATIENCE) else (500, {})) as receiver:

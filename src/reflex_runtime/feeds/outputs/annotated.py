@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from fractions import Fraction
 from functools import cache, lru_cache
-from io import FileIO
 from math import ceil, floor, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,8 +210,8 @@ class AnnotatedVideo:
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
         self._av = library("av", "AnnotatedVideo: writing video")
         self._path, self._caption = Path(path), caption
+        self._open_files = ExitStack()  # the file and its container
         self._container: Any = None
-        self._file: FileIO | None = None
         self._stream: Any = None
         self._size = (0, 0)
         self._over = False
@@ -239,11 +238,8 @@ class AnnotatedVideo:
             action()
         except Exception as error:
             self._over = True
-            container, self._container = self._container, None
             with suppress(Exception):  # the same error again
-                if container is not None:
-                    container.close()
-            self._close_file()
+                self._open_files.close()
             raise SinkError(f"video to {self._path} failed: {error}; no more is written") from error
 
     def _encode(self, picture: NDArray[np.uint8], tick: int) -> None:
@@ -257,10 +253,11 @@ class AnnotatedVideo:
     def _open(self, picture: NDArray[np.uint8]) -> None:
         height, width = picture.shape[:2]
         self._size = (max(2, width - width % 2), max(2, height - height % 2))
-        self._file = files.create(self._path, private=True)
+        file = self._open_files.enter_context(files.create(self._path, private=True))
         fragments = {"movflags": "empty_moov+default_base_moof", "frag_duration": str(round(self.FRAGMENT_S * 1e6))}
         parts = fragments if self._path.suffix.lower() in _FRAGMENTED else {}
-        self._container = self._av.open(self._file, "w", options={"flush_packets": "1", **parts})
+        opened = self._av.open(file, "w", options={"flush_packets": "1", **parts})
+        self._container = self._open_files.enter_context(opened)
         codec = "libx264" if "libx264" in self._av.codecs_available else "mpeg4"
         self._stream = self._container.add_stream(codec, rate=25)
         self._stream.width, self._stream.height = self._size
@@ -274,14 +271,7 @@ class AnnotatedVideo:
 
     def _finish(self) -> None:
         self._container.mux(self._stream.encode(None))
-        container, self._container = self._container, None
-        container.close()
-        self._close_file()
-
-    def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._open_files.close()
 
     def _next_tick(self, time: float) -> int:
         """The time of the next picture in ticks from the first, always later than the one before."""

@@ -22,7 +22,7 @@ TIMEOUT_S: Final = 10.0  # to connect, and between two parts of an answer
 FIRST_S: Final = 0.5  # pause before the second attempt; doubles, and is shortened by up to half at random
 LONGEST_S: Final = 30.0
 ATTEMPTS: Final = 8  # for a group, in about a minute
-ANSWER_BYTES: Final = 65_536  # read of an answer; a longer one ends the connection
+ANSWER_BYTES: Final = 65_536  # of an answer; a longer one, or one that may have no end, is not read to its end
 _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -105,13 +105,14 @@ class Webhook(ResultOutput):
             self._connection = self._connection or self._connect()
             self._connection.request("POST", self._address.path, body, self._headers)
             answer = self._connection.getresponse()
-            answer.read(ANSWER_BYTES)
+            if answer.length is not None and answer.length <= ANSWER_BYTES:
+                answer.read()
         except (OSError, HTTPException):
             self._close()
             if fresh:
                 raise
             return self._post(body)
-        if not answer.isclosed():  # a longer answer
+        if not answer.isclosed():
             self._close()
         return answer
 
