@@ -24,7 +24,7 @@ from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLar
 from reflex_runtime.ipc.messages import MOST_SCORES, GenerateParams, ScoredToken
 from reflex_runtime.ipc.streams import OutputStream, merged
 from reflex_runtime.llm.api import requests as wire
-from reflex_runtime.llm.api.answers import ModelApi, ReplyContext, Usage, Writer
+from reflex_runtime.llm.api.answers import ModelApi, ReplyContext, Writer
 from reflex_runtime.llm.api.fields import BadRequest, too_deep
 from reflex_runtime.llm.engine.logits_processors import Matcher
 from reflex_runtime.llm.engine.output_parsers import PartReader, ThoughtParser
@@ -69,7 +69,7 @@ class CompletionHandler:
         self._told: set[str] = set()
 
     async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
-        span = self._span(request)
+        span, reply = self._span(request), None
         if span is not None:
             follow(span.span.get_span_context())
         try:
@@ -87,21 +87,17 @@ class CompletionHandler:
                 request.preparing = False
                 request.app.bodies.release(request)
                 answer = dialect.write(reply)
-                try:
-                    await _answer(request, reply, answer, bell, hints, span)
-                finally:
-                    if span is not None:
-                        span.used(reply.usage())
+                await _answer(request, reply, answer, bell, hints, span)
             finally:
                 for stream in reply.streams:
                     stream.close()
         except (Exception, asyncio.CancelledError) as failure:
             error = cancelled_by(failure) if isinstance(failure, asyncio.CancelledError) else failure
             if span is not None:
-                span.ended(known(error, request.request_id))
+                span.ended(known(error, request.request_id), reply)
             raise
         if span is not None:
-            span.answered(answer)
+            span.ended(None, reply, answer)
 
     def told(self, path: str, ignored: Sequence[str], host: ModelHost) -> Headers:
         """The header with the hints without effect, if there are any. Each is logged once."""
@@ -208,28 +204,22 @@ class GenerationSpan:
             self._first_token = time.monotonic()
             self.span.add_event(FIRST_TOKEN)
 
-    def used(self, usage: Usage) -> None:
-        """Tokens, also of a request that failed."""
-        self._spans.note(self.span, {
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
-        })
-        if self._first_token:
-            waited = self._first_token - self._request.started
-            self._spans.note(self.span, {"gen_ai.response.time_to_first_chunk": waited})
-
-    def answered(self, answer: Writer) -> None:
-        """The whole answer was sent."""
-        found = {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}
-        self._spans.note(self.span, found)
-        self.ended(None)
-
-    def ended(self, error: ReflexError | None) -> None:
-        """The request has ended."""
+    def ended(self, error: ReflexError | None, reply: ReplyContext | None = None, answer: Writer | None = None) -> None:
+        """The request has ended, also one that failed with some of its tokens."""
         now, request = time.monotonic(), self._request
+        found: dict[str, AttributeValue] = {}
+        if reply is not None:
+            usage = reply.usage()
+            found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            found["gen_ai.usage.output_tokens"] = usage.completion_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = usage.prompt_tokens_details.cached_tokens
+        if self._first_token:
+            found["gen_ai.response.time_to_first_chunk"] = self._first_token - request.started
+        if answer is not None:
+            found["gen_ai.response.id"] = answer.id
+            found["gen_ai.response.finish_reasons"] = answer.finish_reasons
         outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
-        self._spans.note(self.span, {"http.response.status_code": 200 if request.begun else status})
+        self._spans.note(self.span, found | {"http.response.status_code": 200 if request.begun else status})
         received = request.received or now
         fields = now, self._model, outcome, status, now - request.started, None, None, now - received, WIRE, error
         self._spans(RequestAnswered(*fields, self.span))

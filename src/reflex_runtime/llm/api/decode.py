@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api.fields import MOST_PROMPTS, MOST_TOKENS, BadRequest, F, FieldTable
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import is_json, parts_of_error, printable, suggestion, whole
@@ -95,23 +96,25 @@ class _Typed(msgspec.Struct):
 _typed = msgspec.json.Decoder(_Typed)
 
 
-def functions_of(
-    sent: Sequence[msgspec.Raw] | None, table: FieldTable[F], own: str = "function"
-) -> tuple[dict[str, F], list[str]]:
-    """The tools that are functions, by their places, and the places of hints. A tool of another type than `own` is a
-    hint. Raises BadRequest."""
-    found, hints = dict[str, F](), list[str]()
+def tools_of(
+    sent: Sequence[msgspec.Raw] | None, table: FieldTable[Any], choice: str | wire.ChosenFunction | None,
+    parallel: bool | None, own: str = "function",
+) -> tuple[wire.AskedTools, list[dict[str, Any]], list[str]]:  # fmt: skip
+    """The tools that are functions, their form for a chat template, and the places of hints: a tool of another type
+    than `own` is one. choice: a name, or a word of the OpenAI API. Raises BadRequest."""
+    functions, hints = list[wire.ToolFunction](), list[str]()
     for i, raw in enumerate(sent or ()):
         where = f"tools[{i}]"
         try:
             if _typed.decode(raw).type not in (None, own):
                 hints.append(where)
                 continue
-            found[where] = table.decoder.decode(raw)
+            tool = table.decoder.decode(raw)
         except msgspec.ValidationError as error:
             raise _invalid(error, table.kind, where) from None
-        hints += _hints(found[where], table, f"{where}.")
-    return found, hints
+        functions.append(getattr(tool, "function", tool))
+        hints += _hints(tool, table, f"{where}.")
+    return *wire.asked_tools(functions, choice, parallel), hints
 
 
 def _check_values(parts: msgspec.Struct) -> None:

@@ -283,13 +283,13 @@ class AskedTools:
 NO_TOOLS = AskedTools()
 
 
-def tools_of(
-    sent: Mapping[str, ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None
+def asked_tools(
+    sent: Sequence[ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None
 ) -> tuple[AskedTools, list[dict[str, Any]]]:
-    """The tools, and their form for a chat template. sent: by their place in the request. Raises BadRequest."""
+    """The tools, and their form for a chat template. Raises BadRequest."""
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
-    tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent.values()]
+    tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent]
     if choice == "none":
         return NO_TOOLS, []
     named = choice.name if isinstance(choice, ChosenFunction) else None
@@ -299,7 +299,7 @@ def tools_of(
         raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
     may = tuple(tool for tool in tools if named in (None, tool.name))
     several = parallel is not False and named is None
-    shown = [{"type": "function", "function": _shown(function)} for function in sent.values()]
+    shown = [{"type": "function", "function": _shown(function)} for function in sent]
     return AskedTools(may, choice == "required" or named is not None, several), shown
 
 

@@ -15,7 +15,7 @@ from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
-from reflex_runtime.llm.api.decode import decode, functions_of
+from reflex_runtime.llm.api.decode import decode, tools_of
 from reflex_runtime.llm.api.fields import BadRequest, error_form, told
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
@@ -199,7 +199,6 @@ def _instructions(system: str | list[Block] | None) -> Any:
 
 
 def _tools(fields: TalkFields) -> tuple[wire.AskedTools, list[dict[str, Any]], list[str]]:
-    sent, hints = functions_of(fields.tools, TOOL, "custom")
     named: str | wire.ChosenFunction | None = None
     parallel = True
     if (choice := fields.tool_choice) is not None:
@@ -209,7 +208,7 @@ def _tools(fields: TalkFields) -> tuple[wire.AskedTools, list[dict[str, Any]], l
         if choice.name is not None:
             named = wire.ChosenFunction(choice.name)
         parallel = not choice.disable_parallel_tool_use
-    return *wire.tools_of(sent, named, parallel), hints
+    return tools_of(fields.tools, TOOL, named, parallel, "custom")
 
 
 def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:

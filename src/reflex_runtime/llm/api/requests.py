@@ -17,7 +17,7 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.ipc.messages import Constraint, GenerateParams, SamplingParams
 from reflex_runtime.llm.api import fields as wire
-from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, functions_of, prompts_of
+from reflex_runtime.llm.api.decode import MOST_MESSAGES, MOST_VALUES, decode, prompts_of, tools_of
 from reflex_runtime.llm.api.fields import BadRequest
 from reflex_runtime.llm.engine.load import AUTHORS_SAY
 from reflex_runtime.llm.engine.tokenizer import Conversation, Texts
@@ -221,10 +221,8 @@ def chat_conversation(
     calls = (call for message in messages for call in message.tool_calls or ())
     check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
     found = [_message(i, message) for i, message in enumerate(messages)]
-    sent, hints = functions_of(tools, wire.TOOL)
-    functions = {f"{where}.function": tool.function for where, tool in sent.items()}
     chosen = choice.function if isinstance(choice, wire.ChosenTool) else choice
-    asked, shown = wire.tools_of(functions, chosen, parallel)
+    asked, shown, hints = tools_of(tools, wire.TOOL, chosen, parallel)
     return Conversation(found, shown, effort_of(effort) | template_variables(variables)), asked, hints
 
 

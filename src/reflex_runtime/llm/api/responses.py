@@ -13,7 +13,7 @@ from reflex_runtime.ipc.messages import SamplingParams
 from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
-from reflex_runtime.llm.api.decode import decode, functions_of
+from reflex_runtime.llm.api.decode import decode, tools_of
 from reflex_runtime.llm.api.fields import BadRequest, told
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
@@ -114,7 +114,9 @@ _HISTORY: Final = re.compile(r"\w+_(call|output|call_output|list_tools|approval_
 def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests.GenerationRequest:
     """POST /v1/responses. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(RESPONSE, body)
-    tools, shown, more = _tools(fields)
+    choice = fields.tool_choice
+    chosen = wire.ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
+    tools, shown, more = tools_of(fields.tools, TOOL, chosen, fields.parallel_tool_calls)
     thinks = dict(fields.reasoning) if isinstance(fields.reasoning, dict) else {"": fields.reasoning}
     variables = requests.effort_of(thinks.pop("effort", None))
     if not any(thinks.values()):
@@ -163,13 +165,6 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
     found = {name: value for name, value in said.items() if value is not None}
     schema = bytes(of.schema)  # a copy: what msgspec gives keeps the whole body in memory
     return found | ({"schema": msgspec.Raw(schema)} if schema else {})
-
-
-def _tools(fields: ResponseFields) -> tuple[wire.AskedTools, list[dict[str, Any]], list[str]]:
-    sent, hints = functions_of(fields.tools, TOOL)
-    choice = fields.tool_choice
-    chosen = wire.ChosenFunction(choice.name) if isinstance(choice, FlatChoice) else choice
-    return *wire.tools_of(sent, chosen, fields.parallel_tool_calls), hints
 
 
 # -- the conversation --------------------------------------------------------------------------------------------------
