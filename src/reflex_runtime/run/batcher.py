@@ -19,7 +19,7 @@ from contextvars import Context
 from functools import partial
 from math import inf
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ReflexError, Rejected, ResultCountMismatch
@@ -29,25 +29,16 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.run.audience import Audience, Cancels, Idle
 from reflex_runtime.run.audience import Sink as Sink
 from reflex_runtime.run.device import BRIEF, Clock, Device, complete
-from reflex_runtime.run.processor import Processor, kind_of, reflex_error
+from reflex_runtime.run.processor import Processor, Value, kind_of, reflex_error
 
-if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
-    from typing_extensions import TypeVar
-
-    T = TypeVar("T")
-    V = TypeVar("V", default=Any)
-else:
-    from typing import TypeVar
-
-    T = TypeVar("T")
-    V = TypeVar("V")
+T = TypeVar("T")
 
 
 _TICK: Final = 0.00051  # s; uvloop counts whole milliseconds, and half of one would be now, again and again
 
 
-class LoopDriver(Generic[V]):
-    """Base of the drivers on an event loop: sinks, cancels and one timer. V is the type of values.
+class LoopDriver:
+    """Base of the drivers on an event loop: sinks, cancels and one timer.
 
     input: calls an action with the scheduler and the time.
     """
@@ -118,8 +109,8 @@ class LoopDriver(Generic[V]):
         raise NotImplementedError
 
 
-class Batcher(LoopDriver[V]):
-    """Batches requests of one event loop on one device; V is the type of the processors' values.
+class Batcher(LoopDriver, Generic[Value]):
+    """Batches requests of one event loop on one device; Value is the type of the processors' values.
 
         async with Batcher({"default": processor}) as batcher:
             value = await batcher.run(Request(payload))
@@ -134,7 +125,7 @@ class Batcher(LoopDriver[V]):
 
     def __init__(
         self,
-        processors: Mapping[str, Processor[V]],
+        processors: Mapping[str, Processor[Value]],
         groups: Iterable[GroupConfig] = (GroupConfig(),),
         sinks: Iterable[Sink] | Audience = (),
         watchdog: float = 10.0,
@@ -212,7 +203,7 @@ class Batcher(LoopDriver[V]):
         else:
             self._wake_soon(self._loop)
 
-    async def run(self, request: Request) -> V:
+    async def run(self, request: Request) -> Value:
         """Submit and wait for the value; cancelling the awaiting task cancels the request."""
         if not isinstance(request, Request):
             raise TypeError(f"Batcher.run: takes a Request, not {kind_of(request)}: run(Request(payload))")
@@ -220,7 +211,7 @@ class Batcher(LoopDriver[V]):
             raise RuntimeError("Batcher.run: called in another event loop than the one that the batcher was started in")
         ticket = self.submit(request)
         try:
-            value: V = await ticket.waiter
+            value: Value = await ticket.waiter
         except asyncio.CancelledError:
             self.cancel(ticket)
             raise
@@ -326,7 +317,7 @@ def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None
 Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
 
 
-class Dispatcher(LoopDriver[Any]):
+class Dispatcher(LoopDriver):
     """Batches requests of one event loop into calls that are answered elsewhere.
 
         dispatcher = Dispatcher(groups, send)

@@ -29,12 +29,13 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.core.request import Ticket
 
-if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
+if TYPE_CHECKING:  # with a default, so that `Processor` and `Batcher` alone are those of any values
     from typing_extensions import TypeVar as DefaultTypeVar
 
     V_co = DefaultTypeVar("V_co", covariant=True, default=Any)
+    Value = DefaultTypeVar("Value", default=Any)
 else:
-    V_co = TypeVar("V_co", covariant=True)
+    V_co, Value = TypeVar("V_co", covariant=True), TypeVar("Value")
 
 
 # -- faults of an item -------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 STALLED: Final = 0.02  # seconds after which the others do not wait for a thread that was woken and does not run
-FIRST_LOOK: Final = 0.1  # seconds until a thread that waits checks for a stalled one, and then after twice as long
+FIRST_LOOK: Final = 0.1  # seconds until a thread that waits checks for a stalled one, and then each time twice as long
 
 _one_at_a_time = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -96,16 +96,13 @@ class Relay:
 
     def wait(self, sleeper: Sleeper, timeout: float) -> bool:
         """Wait for the answer, at most `timeout` seconds; returns whether it came. On the thread that waits."""
+        until, look = self._clock() + timeout, FIRST_LOOK
         try:
-            began = self._clock()
-            until, at = began + timeout, began + FIRST_LOOK
-            while not sleeper.asleep.acquire(timeout=max(0.0, min(until, at) - self._clock())):
-                now = self._clock()
-                if now >= at:
-                    self.go()
-                    at = 2.0 * now - began
-                elif now >= until:
+            while not sleeper.asleep.acquire(timeout=max(0.0, min(look, until - self._clock()))):
+                if self._clock() >= until:
                     return False
+                self.go()
+                look *= 2.0
             return True
         finally:
             self.runs(sleeper)
