@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,7 +27,7 @@ from reflex_runtime.run.modules import made
 from reflex_runtime.settings import FunctionsConfig
 from reflex_runtime.web.batch_server import BatchServer, HasHeaders, RequestScope
 from reflex_runtime.web.errors import JSON, MSGPACK, PLAIN, known
-from reflex_runtime.web.fields import check_id, client_errors, invalid
+from reflex_runtime.web.fields import check_id, client_errors
 from reflex_runtime.web.request import LARGE, HttpRequest, HttpResponse
 from reflex_runtime.web.supervisor import Parent
 
@@ -127,7 +127,7 @@ class FunctionSeries:
 class PredictOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a request, in the query or in a header X-Reflex-NAME."""
 
-    deadline_ms: float | None = None
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0.0, le=600_000.0)] | None = None
     priority: Literal["urgent", "default", "background"] = "default"
     client: str | None = None
     request_id: str | None = None
@@ -148,8 +148,6 @@ def options_of(texts: Mapping[str, Any]) -> PredictOptions:
     """Options from their texts. 422 names the field."""
     with client_errors(PredictOptions):
         options = msgspec.convert(texts, PredictOptions, strict=False)
-    if options.deadline_ms is not None and not 0.0 < options.deadline_ms <= 600_000.0:
-        raise invalid("deadline_ms", "deadline_ms: must be over 0 and at most 600000")
     for name in ("client", "request_id"):
         if (value := getattr(options, name)) is not None:
             check_id(name, value)
