@@ -205,16 +205,7 @@ class Predict:
 
     async def value(self, prediction: Prediction, item: Any, options: PredictOptions) -> Any:
         """The result of one item. A caller that leaves cancels it."""
-        ticket = self._submit(prediction, item, options, None)
-        try:
-            return await (waiter := ticket.waiter)
-        except asyncio.CancelledError:
-            if not waiter.cancelled():
-                waiter.exception()  # it failed in the same turn, and nobody else looks
-            self.server.batcher.cancel(ticket)
-            raise
-        finally:
-            ticket.waiter = waiter = None
+        return await self.server.batcher.value(self._submit(prediction, item, options, None))
 
     def _of(self, request: HttpRequest) -> Prediction:
         return Prediction(

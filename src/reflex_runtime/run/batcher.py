@@ -209,13 +209,21 @@ class Batcher(LoopDriver, Generic[Value]):
             raise TypeError(f"Batcher.run: takes a Request, not {kind_of(request)}: run(Request(payload))")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise RuntimeError("Batcher.run: called in another event loop than the one that the batcher was started in")
-        ticket = self.submit(request)
+        return await self.value(self.submit(request))
+
+    async def value(self, ticket: Ticket) -> Value:
+        """Wait for the value of a submitted request; cancelling the awaiting task cancels the request."""
+        waiter = ticket.waiter
         try:
-            value: Value = await ticket.waiter
+            value: Value = await waiter
+            return value
         except asyncio.CancelledError:
+            if not waiter.cancelled():
+                waiter.exception()  # it failed in the same turn, and nobody else looks
             self.cancel(ticket)
             raise
-        return value
+        finally:
+            ticket.waiter = waiter = None  # its exception holds this frame
 
     def flush(self) -> None:
         """Call the sinks with the events so far, as many as fit in a turn of the loop. Else events without an answer

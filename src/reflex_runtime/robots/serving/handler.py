@@ -279,14 +279,8 @@ class RequestHandler:
         if pending.span is not None:
             pending.join_span()
         try:
-            chunk: ActionChunk = await (waiter := ticket.waiter)
-        except asyncio.CancelledError:
-            if not waiter.cancelled():
-                waiter.exception()  # it failed in the same turn, and nobody else looks
-            self.runtime.batcher.cancel(ticket)
-            raise
+            chunk: ActionChunk = await self.runtime.batcher.value(ticket)
         finally:
-            ticket.waiter = waiter = None
             if job is not None and job.done is not None:
                 self.runtime.decode_pool.discard(job)
         pending.answer = self._answer(pending, served, ticket, chunk)
