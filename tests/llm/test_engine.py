@@ -11,7 +11,14 @@ import numpy.typing as npt
 import pytest
 
 from llm.steps import faults
-from reflex_runtime.core.batch import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
+from reflex_runtime.core.batch import (
+    BatchFinished,
+    BatchScheduled,
+    Event,
+    RequestPreempted,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
@@ -26,6 +33,7 @@ from reflex_runtime.llm.engine.processor import flatten, invariants
 from reflex_runtime.llm.engine.sequence import Sequence
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Step
+from run.helpers import cannot_learn
 from thinned import thinned
 
 GREEDY = SamplingParams.greedy(4, ignore_eos=True)
@@ -581,6 +589,42 @@ def test_a_runner_needs_its_tokenizer_and_has_its_own_cache() -> None:
         LLMEngine(Other())
     with pytest.raises(ConfigError, match="block_size"):
         LLMEngine(ToyRunner(), block_size=8)
+
+
+def test_a_step_is_reported_before_it_runs_and_its_time_is_what_it_took() -> None:
+    events: list[Event] = []
+    times, seen = iter(range(1000)), list[type]()
+    runner = ToyRunner()
+    forward = runner.forward
+    runner.forward = lambda step: (seen.append(type(events[-1])), forward(step))[1]  # type: ignore[method-assign]
+    engine = LLMEngine(runner, sinks=[events.append], clock=lambda: float(next(times)))
+    engine.add_request(A, GREEDY)
+    engine.step()
+    assert seen == [BatchScheduled]
+    assert [event.elapsed for event in events if isinstance(event, BatchFinished)] == [1.0]
+
+
+def test_a_cost_model_that_raises_fails_its_batch_and_the_engine_goes_on() -> None:
+    engine, _ = watched()
+    model = engine.scheduler.cost_model("default")
+    learn, model.observe = model.observe, cannot_learn
+    engine.add_request(A, GREEDY, request_id="first")
+    (failed,) = engine.step()
+    assert "could not be completed: ZeroDivisionError" in str(failed.error)
+    model.observe = learn
+    (output,) = engine.generate([A], GREEDY)
+    assert output.error is None
+
+
+def test_an_exception_of_a_sink_reaches_the_caller() -> None:
+    def broken(event: Event) -> None:
+        if isinstance(event, BatchScheduled):
+            raise ValueError("a sink failed")
+
+    engine = LLMEngine(sinks=[broken])
+    engine.add_request(A, GREEDY)
+    with pytest.raises(ValueError, match="a sink failed"):
+        engine.step()
 
 
 def test_close_settles_what_is_left() -> None:

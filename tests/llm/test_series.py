@@ -25,7 +25,7 @@ class Metered:
         self.series = EngineSeries(
             self.engine.processor, lambda: self.engine.scheduler.queued("default"), self.registry
         )
-        self.engine._stepper.sinks.append(self._take)
+        self.engine._sinks.append(self._take)
 
     def _take(self, event: Any) -> None:
         if type(event) in EngineSeries.events:

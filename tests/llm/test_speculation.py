@@ -260,7 +260,7 @@ def test_l10_a_trace_tells_guesses_from_prompts_and_adds_up(
     file = tmp_path / "steps.jsonl"
     engine = LLMEngine(Looping(45, 4), ByteTokenizer(), speculate="ngram", max_num_batched_tokens=20)
     writer = JournalWriter(file, [engine.processor.group])
-    engine._stepper.sinks.append(writer)
+    engine._sinks.append(writer)
     engine.generate(TEXTS * 2, SamplingParams.greedy(40, ignore_eos=True))
     writer.close()
     batches = read_journal(file).batches

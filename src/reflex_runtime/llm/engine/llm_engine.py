@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.core.batch import Batch, BatchScheduled, Event, Failed, RequestSettled
+from reflex_runtime.core.batch import BatchScheduled, Event, Failed, RequestSettled
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -22,7 +22,7 @@ from reflex_runtime.llm.engine.tokenizer import Tokenizer
 from reflex_runtime.llm.engine.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.runners.runner import Runner
 from reflex_runtime.run.device import complete
-from reflex_runtime.run.processor import Processor, run_batch
+from reflex_runtime.run.processor import run_batch
 
 _PLAIN = SamplingParams()
 
@@ -47,45 +47,6 @@ def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
     )
 
 
-class Stepper:
-    """Runs a scheduler's batches one by one, in the calling thread; nothing runs between two calls.
-
-    sinks: called with every event, in order; their exceptions reach the caller of `step`.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        processor: Processor,
-        sinks: Iterable[Callable[[Event], object]] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.scheduler, self.clock = scheduler, clock
-        self.sinks = list(sinks)
-        self._processor = processor
-
-    def step(self) -> Batch | None:
-        """One batch, formed, run and completed; None when the scheduler has none now."""
-        batch = self.scheduler.next_batch(self.clock())
-        self.deliver()
-        if batch is None:
-            if left := self.scheduler.take_left("default"):  # residents that no next batch will name
-                self._processor.drop(left)
-            return None
-        start = self.clock()
-        outcomes = run_batch(self._processor, batch)
-        end = self.clock()
-        complete(self.scheduler, batch, outcomes, end - start, end)
-        self.deliver()
-        return batch
-
-    def deliver(self) -> None:
-        """Call the sinks with the events since the last call, such as those of an input."""
-        for event in self.scheduler.take_events():
-            for sink in self.sinks:
-                sink(event)
-
-
 class LLMEngine:
     """Generates tokens in the calling thread, one step at a time.
 
@@ -96,7 +57,7 @@ class LLMEngine:
     model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: required with a runner other than the
     toy. block_size, num_blocks: of the cache; None is the runner's default. adapters: directories of LoRA adapters of a
     Hugging Face directory, by the names in requests. Further keywords are `EngineConfig`'s. sinks: called with every
-    event of the scheduler. scheduler: the core's.
+    event of the scheduler, in order; their exceptions reach the caller of `step`. scheduler: the core's.
     """
 
     def __init__(
@@ -120,7 +81,7 @@ class LLMEngine:
             self._plain = sampling_defaults(model)
         self.processor = LLMProcessor(runner, tokenizer, settings)
         self.scheduler = Scheduler([self.processor.group])
-        self._stepper = Stepper(self.scheduler, self.processor, [self._settled, *sinks], clock)
+        self._sinks, self._clock = [self._settled, *sinks], clock
         self._tickets: dict[str, tuple[Ticket, str | None]] = {}
         self._ended: list[RequestOutput] = []
         self.processor.start()
@@ -155,7 +116,14 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step; returns the requests that ended with it, or since the last one."""
-        self._stepper.step()
+        batch = self.scheduler.next_batch(self._clock())
+        self._deliver()
+        if batch is not None:
+            start = self._clock()
+            outcomes = run_batch(self.processor, batch)
+            end = self._clock()
+            complete(self.scheduler, batch, outcomes, end - start, end)
+            self._deliver()
         ended, self._ended = self._ended, []
         return ended
 
@@ -169,8 +137,8 @@ class LLMEngine:
         found = self._tickets.get(request_id)
         if found is None:
             return False
-        self.scheduler.cancel(found[0], self._stepper.clock())
-        self._stepper.deliver()
+        self.scheduler.cancel(found[0], self._clock())
+        self._deliver()
         return True
 
     def generate(
@@ -204,10 +172,16 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests, and free the model."""
-        while self.scheduler.close(self._stepper.clock(), drain=False):
+        while self.scheduler.close(self._clock(), drain=False):
             pass
-        self._stepper.deliver()
+        self._deliver()
         self.processor.stop()
+
+    def _deliver(self) -> None:
+        """Call the sinks with the events since the last call, such as those of an input."""
+        for event in self.scheduler.take_events():
+            for sink in self._sinks:
+                sink(event)
 
     def _free_id(self) -> str:
         """An id that is not in use."""
@@ -222,7 +196,7 @@ class LLMEngine:
         return waiting < min(config.max_num_seqs, config.max_queue) and units <= config.max_queued_tokens
 
     def _submit(self, request: Request, prompt: str | Seq[int]) -> None:
-        ticket = self.scheduler.submit(request, self._stepper.clock())
+        ticket = self.scheduler.submit(request, self._clock())
         self._tickets[request.id] = ticket, prompt if isinstance(prompt, str) else None
 
     def _settled(self, event: Event) -> None:
