@@ -335,7 +335,8 @@ def test_f14_keypoints_and_masks_of_another_form_are_left_out(wrong: Any) -> Non
 @pytest.mark.parametrize(
     "value",
     [None, 3, "text", {}, {"boxes": None}, {"boxes": [[1, 2, 3]]}, {"boxes": [["a"] * 4]}, {"boxes": [[1, 2], [3]]},
-     {"boxes": [[np.nan, 20, 30, 40]], "labels": ["x"]}, {"boxes": [], "labels": ["x"]}],
+     {"boxes": [[np.nan, 20, 30, 40]], "labels": ["x"]}, {"boxes": [], "labels": ["x"]},
+     {"boxes": [[5, 5, np.inf, 9]]}],
 )  # fmt: skip
 def test_what_is_not_of_the_form_is_left_out(value: Any) -> None:
     assert (annotated(blank(), value) == 100).all()

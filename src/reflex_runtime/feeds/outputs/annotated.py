@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from fractions import Fraction
 from functools import cache, lru_cache
-from math import ceil, floor, isnan
+from math import ceil, floor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,10 +79,11 @@ def _boxes(boxes: Any, size: tuple[int, int], by: int) -> list[Box | None]:
     rows = _numbers(boxes)
     if rows.ndim != 2 or rows.shape[1] != 4:
         return []
+    rows = rows[:MOST_BOXES] / by
     found: list[Box | None] = []
-    for x0, y0, x1, y1 in (rows[:MOST_BOXES] / by).clip(-1.0, (*size, *size)).tolist():
-        finite = not any(map(isnan, (x0, y0, x1, y1)))
-        found.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)) if finite else None)
+    for given, (x0, y0, x1, y1) in zip(rows, rows.clip(-1.0, (*size, *size)).tolist(), strict=True):
+        box = min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
+        found.append(box if np.isfinite(given).all() else None)
     return found
 
 

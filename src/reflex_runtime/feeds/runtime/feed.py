@@ -65,6 +65,7 @@ from reflex_runtime.feeds.runtime.pipeline import (
 from reflex_runtime.pacing import Throttle, doubled
 from reflex_runtime.run.coordinator import BatchCoordinator, NewestFrame
 from reflex_runtime.run.device import Clock
+from reflex_runtime.run.modules import told
 from reflex_runtime.run.processor import WALL, place_of
 from reflex_runtime.settings.declare import option, validate
 
@@ -631,11 +632,7 @@ class Feed:
         """Report a failed frame: at once, then at most once a second with the count."""
         if not self._throttle.held:
             log.debug("%s: a stage or sink failed", self.name, exc_info=error)
-        if isinstance(error, ReflexError):
-            self._fault = error.logged()
-        else:
-            place = place_of(error)
-            self._fault = _words(error) + (f" ({place})" if place else "")
+        self._fault = error.logged() if isinstance(error, ReflexError) else told(error)
         self.ledger.note(self._fault)
         self._tell(self._throttle.count(self.clock()))
 
