@@ -10,13 +10,16 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
 import PIL.Image
 import pytest
+from typing_extensions import TypeAliasType
 
+from reflex_runtime.functions.source import _signature
+from reflex_runtime.functions.values import ArrayType, Values
 from reflex_runtime.run.process import telemetry_off
 from serving.harness import Answer
 
@@ -24,7 +27,7 @@ from .door import Functions
 from .served import CARELESS, KINDS, RAISED, TYPES
 
 telemetry_off()
-MSGPACK = "application/msgpack"
+MSGPACK, NPY = "application/msgpack", "application/x-npy"
 KINDS_OF_BODIES = (
     "application/json",
     MSGPACK,
@@ -113,6 +116,24 @@ def test_a_wrong_path_and_a_wrong_method_are_said(server: Functions) -> None:
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_alias_of_a_type_is_that_type() -> None:
+    """`NDArray` is an alias since NumPy 2.5."""
+    shape, kind = TypeVar("shape"), TypeVar("kind", bound=np.generic)
+    array = TypeAliasType("array", np.ndarray[Any, np.dtype[kind]], type_params=(kind,))
+    several = TypeAliasType("several", list[shape], type_params=(shape,))  # type: ignore[valid-type]
+
+    def doubled(items: Any) -> Any:
+        return items
+
+    doubled.__annotations__ = {"items": several[array[np.uint8]], "return": several[array[np.float32]]}
+    (item, result), *_ = _signature("here", doubled)
+    assert [Values(hint, "here").array(hint) for hint in (item, result)] == [ArrayType(np.uint8), ArrayType(np.float32)]
+    read = Values(item, "here")
+    assert read.raw == (NPY.encode(),)
+    assert read.decode(npy(np.array([1, 2])), NPY.encode()).dtype == np.uint8
+    assert Values(TypeAliasType("words", str), "here").decode(b"as it is", b"text/plain") == "as it is"
 
 
 def test_arrays_come_as_lists_bytes_and_files(server: Functions) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ProcessorError, ReflexError
 from reflex_runtime.functions.server import Predict, Prediction, PredictOptions, options_of
-from reflex_runtime.functions.values import Values, encode_text, is_picture
+from reflex_runtime.functions.values import Values, encode_text, is_picture, unaliased
 from reflex_runtime.web.batch_server import together
 from reflex_runtime.web.errors import JSON, NotFound, Reported
 from reflex_runtime.web.fields import invalid_input
@@ -57,6 +57,7 @@ def ports_of(values: Values, alone: str) -> tuple[dict[str, TensorField], bool]:
 
 
 def _port(values: Values, hint: Any) -> TensorField | None:
+    hint = unaliased(hint)
     if (array := values.array(hint)) is not None:
         dims = [-1] if array.dims is None else [-1 if size is None else size for size in array.dims]
         return TensorField("FP32" if array.dtype is None else datatype_of(array.dtype), [-1, *dims], hint)

@@ -18,7 +18,7 @@ import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.functions.processor import Function, ItemCalls, OnnxItems, Streams
-from reflex_runtime.functions.values import ArrayType, Values, example_of
+from reflex_runtime.functions.values import ArrayType, Values, example_of, unaliased
 from reflex_runtime.run.batched import BatchedMethod, Handle
 from reflex_runtime.run.modules import imported, made, told
 from reflex_runtime.run.onnx_session import PROVIDERS
@@ -136,14 +136,14 @@ def _signature(source: str, function: Any) -> tuple[tuple[Any, Any], bool, bool]
     except Exception as error:
         raise ConfigError(f"{source}: its annotations cannot be read: {told(error)}") from error
     names = list(inspect.signature(function).parameters)
-    items = hints.get(names[0], list[Any])
+    items = unaliased(hints.get(names[0], list[Any]))
     if items is not Any and (get_origin(items) or items) not in _LISTS:
         raise ConfigError(f"{source}: {names[0]} is annotated as {items}; must be list[ITEM], one result for each item")
-    results = hints.get("return", Any)
+    results = unaliased(hints.get("return", Any))
     generator = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     if generator:
         results = _inner(results)
-    result = _inner(results)
+    result = unaliased(_inner(results))
     each = not generator and get_origin(result) in _STREAMS
     return (_inner(items), _inner(result) if each else result), generator or each, each
 

@@ -38,6 +38,13 @@ class ArrayType(msgspec.Struct):
     dims: tuple[int | None, ...] | None = None
 
 
+def unaliased(hint: Any) -> Any:
+    """The type that an alias stands for (`type Name = …`); `NDArray` is one since NumPy 2.5."""
+    while (meant := getattr(get_origin(hint) or hint, "__value__", None)) is not None:
+        hint = meant[get_args(hint)] if get_args(hint) else meant
+    return hint
+
+
 class Values:
     """Values of one type.
 
@@ -47,7 +54,8 @@ class Values:
     """
 
     def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None, prefix: str = "") -> None:
-        self.hint, self.arrays, self._where = hint, arrays or {}, where
+        self.hint = hint = unaliased(hint)
+        self.arrays, self._where = arrays or {}, where
         self.raw = self._raw_types()
         self._refers = f"#/components/schemas/{prefix}"
         self._own_parts: dict[str, Any] = {}  # of pydantic
@@ -115,6 +123,7 @@ class Values:
 
     def array(self, hint: Any) -> ArrayType | None:
         """The type of the arrays of a type, such as `NDArray[np.float32]`; None for other values."""
+        hint = unaliased(hint)
         if not (hint is np.ndarray or get_origin(hint) is np.ndarray):
             return self.arrays.get(hint) if self.arrays else None  # a hint need not be hashable
         of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
