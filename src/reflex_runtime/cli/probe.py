@@ -262,7 +262,7 @@ class ServerLook(NamedTuple):
 
 def look(server: ServerAddress, key: str) -> ServerLook:
     """Read /health and /config. ReflexError if nothing answers; ConfigError for a server without robot wires."""
-    health = _map(server.get("/health")[1])
+    health = server.read("/health")
     if "feeds" in health and "coordinators" in health:
         raise ConfigError(f"{server.url}: runs feeds; {server.url}/feeds shows them, {server.url}/docs has all paths")
     if not isinstance(health.get("state"), str):
@@ -271,19 +271,11 @@ def look(server: ServerAddress, key: str) -> ServerLook:
         raise ConfigError(f"{server.url}: serves a language model; {server.url}/docs has a line to ask it")
     if "functions" in health:
         raise ConfigError(f"{server.url}: serves functions; {server.url}/docs has a line to ask each of them")
-    config = _map(server.get("/config", key)[1])
+    config = server.read("/config", key)
     policy, on = config.get("policy") or {}, config.get("server") or {}
     model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")
     on = {name: str(on[name]) for name in ("gr00t", "oip_grpc", "lerobot") if on.get(name)}
     return ServerLook(health["state"], str(config.get("reflex_version", "")), model, config.get("wires") or {}, on)
-
-
-def _map(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def example(spec: Any) -> dict[str, Any] | None:

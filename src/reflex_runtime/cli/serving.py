@@ -195,7 +195,6 @@ def supervised(config: Any, plan: Plan, devices: Sequence[str] = ("",)) -> int:
         sockets = [sock]
         if len(devices) > 1:
             sockets += [bind("127.0.0.1", 0) for _ in devices]
-
         return supervise(partial(run_placed, config, plan, devices, sockets), len(devices), config.watchdog_s)
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -52,10 +52,14 @@ class ServerAddress:
             raise ConfigError(f"URL={url!r:.200}: must be like http://127.0.0.1:8000")
         return cls(url, parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
-    def get(self, path: str, key: str = "") -> tuple[int, bytes]:
-        """Status and body. ReflexError if nothing answers."""
+    def read(self, path: str, key: str = "") -> dict[str, Any]:
+        """The JSON object there; empty for another answer. ReflexError if nothing answers."""
         with self.answer(path, key) as response:
-            return response.status, response.read(MOST)
+            body = response.read(MOST)
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return {}
 
     @contextmanager
     def answer(self, path: str, key: str = "") -> Iterator[http.client.HTTPResponse]:
