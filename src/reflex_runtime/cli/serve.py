@@ -122,7 +122,10 @@ def policies_of(config: ServeConfig, source: str | None, file: Path | None = Non
         raise ConfigError(f"--policy: {len(names)} policies are named, at most {MAX_POLICIES} are served")
     found = []
     for name in names:
-        where = f"policy {_checked_name(name)}: " if len(names) > 1 else ""
+        if not _NAME.fullmatch(name):
+            what = "must be 1 to 32 letters, digits, - and _, not begin with - or _"
+            raise ConfigError(f"--policy={one_line(name)}=…: the name {what}")
+        where = f"policy {name}: " if len(names) > 1 else ""
         base = config
         if not (plain and name == DEFAULT_POLICY):
             base = replace(config, policy_a="", policy_b="", shadow_policy="")
@@ -142,18 +145,10 @@ def _named(texts: Sequence[str]) -> dict[str, str]:
         name, equals, source = text.partition("=")
         if not (equals and name and source):
             raise ConfigError(f"--policy={one_line(text)}: must be NAME=SOURCE, such as arm=./my-export")
-        if _checked_name(name) in found:
+        if name in found:
             raise ConfigError(f"--policy={one_line(text)}: {name} is named twice")
         found[name] = source
     return found
-
-
-def _checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"--policy={one_line(name)}=…: the name must be 1 to 32 letters, digits, - and _, not begin with - or _"
-        )
-    return name
 
 
 def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str, ...]:
