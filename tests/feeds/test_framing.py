@@ -132,7 +132,10 @@ def test_places_of_a_part_become_those_of_the_whole_picture() -> None:
     assert region.placed({"boxes": np.array([[1, 2, 3, 4]])})["boxes"].tolist() == [[101, 22, 103, 24]]
 
 
-@pytest.mark.parametrize("value", ["text", {"boxes": None}, {"boxes": "none"}, {"boxes": []}, {"masks": [7]}])
+@pytest.mark.parametrize(
+    "value",
+    ["text", {"boxes": None}, {"boxes": "none"}, {"boxes": []}, {"masks": [7]}, {"masks": None}, {"masks": "none"}],
+)
 def test_results_of_another_form_stay_as_they_are(value: Any) -> None:
     assert Region(1, 1, 2, 2).placed(value) == value
 

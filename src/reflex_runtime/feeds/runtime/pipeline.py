@@ -226,8 +226,8 @@ class Region:
         for name, pairs in (("boxes", 2), ("keypoints", 1), ("polygons", 1)):
             if name in result:
                 result[name] = self._moved(result[name], pairs)
-        if "masks" in result:
-            result["masks"] = [self._mask(mask) for mask in result["masks"]]
+        if isinstance(masks := result.get("masks"), list | tuple):
+            result["masks"] = [self._mask(mask) for mask in masks]
         return result
 
     def _mask(self, mask: Any) -> Any:
