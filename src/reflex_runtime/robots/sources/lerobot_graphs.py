@@ -97,7 +97,7 @@ class TracedCheckpoint:
                     f"serve it as it is: reflex serve lerobot:{spec.path}"
                 )
         self._normaliser, self._denormaliser = step_of(loaded.pre, "Normalizer"), step_of(loaded.post, "Unnormalizer")
-        self.unit = unit_of(self._denormaliser, spec.action_dim)
+        self.unit = np.abs(loaded.slopes()[0])
         ranges = [_range(self._normaliser, name, size) for name, size in spec.states]
         self.states: Floats = np.concatenate([np.zeros((2, 0), np.float32), *ranges], axis=1)
 
@@ -159,18 +159,6 @@ class TracedPolicy(TracedCheckpoint):
 def step_of(pipeline: Any, name: str) -> Any:
     """The step of a pipeline whose class begins with a name, or None."""
     return next((step for step in pipeline.steps if type(step).__name__.startswith(name)), None)
-
-
-def unit_of(denormaliser: Any, dim: int) -> Floats:
-    """How much each joint's action changes where the normalised one changes by 1, as LeRobot computes it."""
-    if denormaliser is None:
-        return np.ones(dim, np.float32)
-    zero = torch.zeros(1, dim, dtype=torch.float64)
-    # LeRobot's steps take on float64; their statistics are of float32, so that the difference is exact.
-    span = denormaliser._normalize_action(zero + 1, inverse=True) - denormaliser._normalize_action(zero, inverse=True)
-    denormaliser.to(dtype=torch.float32)
-    unit: Floats = np.abs(taken(span)[0])
-    return unit
 
 
 def _range(normaliser: Any, name: str, size: int) -> Floats:

@@ -60,7 +60,7 @@ class LoadedPolicy:
         check_loaded(spec.source, spec.path / WEIGHTS, self.policy)
         self.config = self.policy.config
         self._own, self._lock, self._tokenized = threading.local(), threading.Lock(), False
-        self._relative = self._slopes()
+        self._relative = self.slopes() if _relative_step(self.pre) is not None and spec.states else None
 
     def prepare(self, observation: Observation) -> Prepared:
         """The observation as LeRobot's own preprocessor makes it; on any thread."""
@@ -95,7 +95,7 @@ class LoadedPolicy:
 
     def shift(self, moved: Floats) -> Floats | None:
         """See `PolicyModel.shift`: by the postprocessor's own factors."""
-        if self._relative is None:
+        if self._relative is None or not self._relative[1].any():  # no state is added
             return None
         slope, added = self._relative
         by = np.zeros_like(slope)
@@ -103,15 +103,14 @@ class LoadedPolicy:
         by[:dims] = added[:dims] * moved[:dims]
         return -np.divide(by, slope, out=np.zeros_like(by), where=slope != 0.0)
 
-    def _slopes(self) -> tuple[Floats, Floats] | None:
+    def slopes(self) -> tuple[Floats, Floats]:
         """The postprocessor's factors of an action and of the state's number at that place, float32 [action_dim] each:
-        it is affine in both. None if it adds no state."""
-        if _relative_step(self.pre) is None or not self.spec.states:
-            return None
-        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self.spec.states[0][1])
+        it is affine in both."""
+        zero = torch.zeros(1, 1, self.spec.action_dim)
+        state = torch.zeros(1, self.spec.states[0][1]) if self.spec.states else torch.zeros(1, 1)
         at_zero = self._finished(zero, state)
         slope, added = self._finished(zero + 1.0, state) - at_zero, self._finished(zero, state + 1.0) - at_zero
-        return (slope[0, 0], added[0, 0]) if added.any() else None
+        return slope[0, 0], added[0, 0]
 
     def _finished(self, actions: Any, state: Any) -> Floats:
         pre, post = self._pair()
