@@ -10,7 +10,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.functions.processor import MOST_BEHIND, Function, Streams
+from reflex_runtime.functions.processor import MOST_BEHIND, Streams
 from serving.harness import PATIENCE, Metrics, changed
 
 from .door import Functions, parts_of, request
@@ -139,7 +139,7 @@ def test_a_reader_that_does_not_read_is_held_and_goes_on_once_it_does(server: Fu
 
 
 def test_one_that_does_not_read_keeps_no_endless_parts_and_the_others_go_on() -> None:
-    processor = Streams(Function(endless_async, None, "cpu", False))
+    processor = Streams(endless_async)
     idle, reader = (Ticket(Request(1, group="f"), n, 0.0) for n in range(2))
 
     def step(*tickets: Ticket) -> list[object]:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,18 +30,19 @@ WALL: Final = Wall()
 """Whatever a function raises is the item's failure: a SystemExit too, which would end the server."""
 
 
-class Function:
-    """A function of a list, called on the device thread. Coroutines run in a loop of that thread.
+class FunctionCalls(BaseProcessor):
+    """Calls a function of a list on the device thread, and runs coroutines in a loop of that thread.
 
-    setup: called once before, with the device if it takes one. each: whether it returns an iterator for each item.
+    setup: called once before, with the device if it takes one.
     """
 
-    def __init__(self, function: Callable[..., Any], setup: Callable[..., Any] | None, device: str, each: bool) -> None:
-        self.function, self.each = function, each
+    def __init__(self, function: Callable[..., Any], setup: Callable[..., Any] | None = None, device: str = "cpu"):
+        self.function = function
         self._setup, self._device = setup, device
         self._local = threading.local()  # a thread that hangs is replaced by another
 
-    def setup(self) -> None:
+    def load(self) -> None:
+        """Called once, on the device thread."""
         if self._setup is not None:
             takes = bool(inspect.signature(self._setup).parameters)
             self.finished(self._setup(self._device) if takes else self._setup())
@@ -55,28 +56,11 @@ class Function:
             runner = self._local.runner = asyncio.Runner()
         return runner.run(_awaited(made))
 
-    def next(self, iterator: Iterator[Any] | AsyncIterator[Any]) -> Any:
-        """The next part; StopIteration or StopAsyncIteration at the end."""
-        if isinstance(iterator, AsyncIterator):
-            return self.finished(anext(iterator))
-        return next(iterator)
-
-    def end(self, iterator: Any) -> None:
-        """Close an iterator whose items have left. Its errors are only logged."""
-        close = getattr(iterator, "aclose", None) or getattr(iterator, "close", None)
-        if close is None:
-            return
-        try:
-            with WALL:
-                self.finished(close())
-        except Exception as error:
-            log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)
-
     def checked(self, results: Any, count: int) -> Sequence[Any]:
         """One result for each item. ProcessorError for other results: the call is then repeated in parts."""
         return checked_results(self.function, results, ProcessorError, count)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         runner = getattr(self._local, "runner", None)
         if runner is not None:
             runner.close()
@@ -87,16 +71,8 @@ async def _awaited(made: Any) -> Any:
     return await made
 
 
-class ItemCalls(BaseProcessor):
-    """Calls a function with the items of a batch. any_thread: see `BaseProcessor`. `load` is called once, on the device
-    thread."""
-
-    def __init__(self, function: Function, any_thread: bool = False) -> None:
-        self.function = function
-        self.any_thread = any_thread and not inspect.iscoroutinefunction(function.function)
-
-    def load(self) -> None:
-        self.function.setup()
+class ItemCalls(FunctionCalls):
+    """A call of the function for each batch."""
 
     def run(self, batch: Batch) -> Sequence[Any]:
         items = payloads_of(batch)
@@ -112,10 +88,7 @@ class ItemCalls(BaseProcessor):
     def _call(self, items: list[Any]) -> Sequence[Any]:
         count = len(items)  # now: the list is the function's, which may change it
         with WALL:
-            return self.function.checked(self.function.finished(self.function.function(items)), count)
-
-    def stop(self) -> None:
-        self.function.close()
+            return self.checked(self.finished(self.function(items)), count)
 
 
 class OnnxItems(BaseProcessor):
@@ -164,7 +137,7 @@ class _Cohort:
         self.error: Exception | None = None
 
 
-class Streams(BaseProcessor):
+class Streams(FunctionCalls):
     """Steps of generators: items join and leave between two steps. A part is the value of a `More`; None is no part.
 
     A generator function is called with the items that come together, and yields a list with a part for each of them. Of
@@ -172,13 +145,11 @@ class Streams(BaseProcessor):
     """
 
     repeatable = False
+    each = False  # whether the function returns an iterator for each item
 
-    def __init__(self, function: Function, any_thread: bool = False) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], setup: Callable[..., Any] | None = None, device: str = "cpu"):
+        super().__init__(function, setup, device)
         self._cohorts: dict[Ticket, _Cohort] = {}
-
-    def load(self) -> None:
-        self.function.setup()
 
     def run(self, batch: Batch) -> Sequence[Any]:
         self.drop(batch.left)
@@ -191,11 +162,11 @@ class Streams(BaseProcessor):
         cohorts = [_Cohort(tickets)]
         try:
             with WALL:
-                made = self.function.function([ticket.request.payload for ticket in tickets])
-                if self.function.each:
-                    made = self.function.checked(self.function.finished(made), len(tickets))
+                made = self.function([ticket.request.payload for ticket in tickets])
+                if self.each:
+                    made = self.checked(self.finished(made), len(tickets))
                     cohorts = [_Cohort([ticket]) for ticket in tickets]
-                for cohort, iterator in zip(cohorts, made if self.function.each else [made], strict=True):
+                for cohort, iterator in zip(cohorts, made if self.each else [made], strict=True):
                     cohort.iterator = iterator
                     self._advance(cohort)
         except Exception as error:
@@ -210,11 +181,12 @@ class Streams(BaseProcessor):
         """The next part of each of its items."""
         count = len(cohort.tickets)
         try:
-            found = self.function.next(cohort.iterator)
+            iterator = cohort.iterator
+            found = self.finished(anext(iterator)) if isinstance(iterator, AsyncIterator) else next(iterator)
         except (StopIteration, StopAsyncIteration):
             cohort.ended = True
             return
-        parts = [found] if self.function.each else self.function.checked(found, count)
+        parts = [found] if self.each else self.checked(found, count)
         for ticket, part in zip(cohort.tickets, parts, strict=True):
             if ticket in cohort.parts and ticket not in cohort.behind:
                 cohort.parts[ticket].append(part)
@@ -245,7 +217,15 @@ class Streams(BaseProcessor):
             if cohort is not None:
                 del cohort.parts[ticket]
                 if not cohort.parts:
-                    self.function.end(cohort.iterator)
+                    self._end(cohort.iterator)
 
-    def stop(self) -> None:
-        self.function.close()
+    def _end(self, iterator: Any) -> None:
+        """Close an iterator whose items have left. Its errors are only logged."""
+        close = getattr(iterator, "aclose", None) or getattr(iterator, "close", None)
+        if close is None:
+            return
+        try:
+            with WALL:
+                self.finished(close())
+        except Exception as error:
+            log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)

@@ -17,7 +17,7 @@ from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.functions.processor import Function, ItemCalls, OnnxItems, Streams
+from reflex_runtime.functions.processor import ItemCalls, OnnxItems, Streams
 from reflex_runtime.functions.values import ArrayType, Values, example_of, unaliased
 from reflex_runtime.run.batched import BatchedMethod, Handle
 from reflex_runtime.run.modules import imported, made, told
@@ -101,9 +101,11 @@ def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFuncti
             raise ConfigError(f"{source}: {named} has no method predict(self, items)")
     function = _plain(called, owner)
     hints, streams, each = _signature(source, function)
-    processor = (Streams if streams else ItemCalls)(
-        Function(function, setup, "cuda" if config.provider == "cuda" else "cpu", each), any_thread=owner is None
-    )
+    processor = (Streams if streams else ItemCalls)(function, setup, "cuda" if config.provider == "cuda" else "cpu")
+    if isinstance(processor, Streams):
+        processor.each = each
+    else:
+        processor.any_thread = owner is None and not inspect.iscoroutinefunction(function)
     items = Values(hints[0], f"{source}: its items", prefix=f"{name}.")
     results = Values(hints[1], f"{source}: its results", prefix=f"{name}.")
     given = getattr(owner if owner is not None else function, "example", None)

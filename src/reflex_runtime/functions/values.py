@@ -15,6 +15,7 @@ import numpy as np
 import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
 from reflex_runtime.web.arrays import array_in, check_json
@@ -68,7 +69,7 @@ class Values:
             )
             self.parts = {prefix + name: part for name, part in parts.items()} | self._own_parts
         except (TypeError, NameError, ValueError) as error:
-            raise ConfigError(f"{where}: {_named(hint)} cannot be a schema: {_line(error)}") from error
+            raise ConfigError(f"{where}: {_named(hint)} cannot be a schema: {in_one_line(error)}") from error
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -180,9 +181,9 @@ def _written(write: Callable[..., bytes], value: Any, hook: Callable[[Any], Any]
     try:
         return write(value, enc_hook=hook)
     except NotImplementedError as error:
-        raise ProcessorError(f"{name} returned {_line(error)}") from error
+        raise ProcessorError(f"{name} returned {in_one_line(error)}") from error
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise ProcessorError(f"{name} returned what cannot be written: {_line(error)}") from error
+        raise ProcessorError(f"{name} returned what cannot be written: {in_one_line(error)}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -374,10 +375,6 @@ _PIXEL: Final = (  # a PNG of one pixel
 
 def _named(hint: Any) -> str:
     return getattr(hint, "__qualname__", None) or str(hint)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _first(error: Any) -> InvalidRequest:
