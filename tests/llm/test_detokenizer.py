@@ -200,7 +200,7 @@ def test_the_bytes_of_logprobs_join_to_the_text(kind: str) -> None:
         ids = [*tokens.encode(text), tokens._core.token_to_id("<|im_end|>"), *tokens.encode("<think>fox")]
         sequence, answer = Sequence(prompt, SamplingParams(len(ids)), tokens), Answer(reply, chat=True)
         answer.add(0, [sequence.append(ScoredToken(id, -1.0, ((id, -1.0),))) for id in ids])
-        choice = json.loads(answer.whole())["choices"][0]
+        choice = json.loads(answer.end())["choices"][0]
         said = choice["message"]["content"]
         for each in (choice["logprobs"]["content"], [one["top_logprobs"][0] for one in choice["logprobs"]["content"]]):
             assert bytes(byte for one in each for byte in one["bytes"] or ()).decode() == said
@@ -225,7 +225,7 @@ def test_an_echo_and_its_offsets_are_of_the_text(kind: str) -> None:
             answer = Answer(reply, chat=False)
             sequence = Sequence(ids[:cut], SamplingParams(len(ids) - cut), tokens)
             answer.add(0, [sequence.append(ScoredToken(id, -1.0)) for id in ids[cut:]])
-            choice = json.loads(answer.whole())["choices"][0]
+            choice = json.loads(answer.end())["choices"][0]
             assert choice["text"] == whole
             ends = [len(tokens.decode(ids[:at], whole=False)) for at in range(len(ids))]
             assert choice["logprobs"]["text_offset"] == ends

@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 def _check(name: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        raise ConfigError(f"SamplingParams.{name}={value!r:.200}: {rule}")
+        raise ConfigError(f"{name}={value!r:.200}: {rule}")
 
 
 INFO, STATE, METRICS, LIVE = "runtime/info", "runtime/state", "runtime/metrics", "runtime/live"

@@ -27,7 +27,7 @@ from reflex_runtime.web.fields import check_id
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
 """Hints that a chat template follows if it uses `reasoning_effort`."""
-_OF_PARAMS = re.compile(r"(?:SamplingParams\.)?(\w+)=")
+_OF_PARAMS = re.compile(r"(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 
 

@@ -215,4 +215,4 @@ def sampling_defaults(directory: Path | str) -> SamplingParams:
     try:
         return SamplingParams(**found)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error.message.removeprefix('SamplingParams.')}") from None
+        raise ConfigError(f"{file}: {error.message}") from None
