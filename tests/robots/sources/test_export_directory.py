@@ -390,6 +390,13 @@ def tokenizer_in(root: Path, content: dict[str, Any]) -> Path:
     return root
 
 
+def test_export_special_tokens_may_be_in_capitals(tmp_path: Path) -> None:
+    words = {"[PAD]": 0, "Open": 1, "open": 1}
+    export = Export.load(write_export(tmp_path, change=put("tokenizer", value=words)))
+    assert export.tokenizer is not None
+    assert export.tokenizer.row("OPEN it", 3)[0].tolist() == [1, 0, 0]
+
+
 def test_export_word_level_tokenizer_json(tmp_path: Path) -> None:
     tokenizer = Export.load(tokenizer_in(tmp_path, WORD_LEVEL)).tokenizer
     assert tokenizer is not None
