@@ -99,7 +99,7 @@ def test_w47_every_row_is_a_question_of_its_own(seeing: Export) -> None:
     seeds = tensor_of_values("seed", "INT64", [2, 1], [7, 8])
     found = asked(seeing, PICTURES, states, seeds, robot_id="r", episode_id="e", id="q", outputs=["actions"])
     assert [(f.robot_id, f.episode_id, f.request_id, f.seed) for f in found] == [
-        ("r/0", "e/0", "q.0", 7), ("r/1", "e/1", "q.1", 8)
+        ("r/0", "e/0", "q/0", 7), ("r/1", "e/1", "q/1", 8)
     ]  # fmt: skip
     assert np.array_equal(found[1].images[0][2], PICTURES.values[1])
     assert np.float32(found[1].state).tolist() == np.float32([0.2, 0.3]).tolist()

@@ -208,11 +208,6 @@ class DecodePool:
         for _ in self._threads:
             self._handed.put(None)
 
-    @property
-    def waiting(self) -> int:
-        """The number of jobs that wait."""
-        return len(self._light) + len(self._large)
-
     def _turn(self) -> None:
         """Decode small requests for a few milliseconds; the rest in the next turn."""
         assert self._loop is not None

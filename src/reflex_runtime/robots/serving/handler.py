@@ -183,7 +183,6 @@ class RequestHandler:
         self._named: dict[str, RequestHandler] = {}  # others, by the policy that they are fixed to
         self._readings: dict[str, ObservationReader] = {}  # by wire
         self._read_for: list[PolicySpec] = []
-        self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
     @property
     def served(self) -> ServedPolicy:
@@ -326,8 +325,6 @@ class RequestHandler:
         assert admission is not None
         assert started is not None
         assert version is not None
-        if self._described is None or self._described[0] is not admission:  # the same for all of one batch
-            self._described = (admission, _batch_of(admission))
         now = pending.answered = time.monotonic()
         total = now - pending.received
         latency, doubts = served.config.inject_latency_ms, ticket.request.payload.doubts
@@ -348,7 +345,7 @@ class RequestHandler:
             reflex_version=__version__,
             request_id=pending.request_id,
             timing=Timing(queued, ran, spent, age),
-            batch=self._described[1],
+            batch=_batch_of(admission),
             cache=chunk.cache,
             guard=chunk.guard,
             rtc=chunk.rtc,

@@ -442,7 +442,7 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
         return value.astype(np.float64).reshape(-1)
     values = value if isinstance(value, list) else [value]
-    if len(values) <= MAX_STATE and all(type(v) in (int, float) for v in values):
+    if len(values) <= MAX_STATE and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         with suppress(OverflowError):  # a whole number may have thousands of digits
             return np.array(values, np.float64)
     raise invalid_input(name, "must be numbers")

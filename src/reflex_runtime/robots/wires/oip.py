@@ -175,15 +175,15 @@ def questions(
         part = f"/{row}" if rows > 1 else ""
         seen = {tensor.name: tensor.row(row) for tensor in sent.inputs}
         limits = RequestLimits(
-            robot_id=said.robot_id,
-            request_id=sent.id or None,
+            robot_id=said.robot_id + part if said.robot_id else None,
+            request_id=sent.id + part if sent.id else None,
             seed=_seed(seen.pop(_SEED)) if _SEED in seen else None,
             priority=said.level,
             deadline_ms=said.deadline_ms(most_ms),
             executed=said.executed,
             delay=said.delay,
         )
-        found.append(question_of(reading.read(seen), limits, None, episode and episode + part, part=part))
+        found.append(question_of(reading.read(seen), limits, None, episode + part if episode else None))
     return found
 
 
