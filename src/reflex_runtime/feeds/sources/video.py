@@ -195,13 +195,16 @@ class VideoSource:
             form = "v4l2"
         else:
             address = "file:" + os.path.abspath(self._where)  # a colon in a name is no protocol
+        version = int(self._av.__version__.partition(".")[0])
+        # From PyAV 19 on, what is not UTF-8 in a file's texts is always replaced.
+        older: dict[str, Any] = {"metadata_errors": "replace"} if version < 19 else {}
         opened: InputContainer = self._av.open(
             address,
             format=form,
             options=options,
             timeout=(seconds_open, seconds_read),
-            metadata_errors="replace",
             hwaccel=self._hardware,
+            **older,
         )
         return opened
 
