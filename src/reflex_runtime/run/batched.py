@@ -103,18 +103,21 @@ class Handle:
         try:
             ticket, future = calls.submit(self._request(item, client, timeout, priority, time_limit))
             try:
-                async with asyncio.timeout(timeout) as limit:
-                    return await future
-            except asyncio.CancelledError:
+                return await (future if timeout is None else self._within(timeout, future))  # a limit takes 2 us
+            except (asyncio.CancelledError, WaitTimeout):
                 calls.cancel(ticket)
                 raise
-            except TimeoutError:  # the function's own, or this one
-                if not limit.expired():
-                    raise
-                calls.cancel(ticket)
-                raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s") from None
         finally:
             calls.clients.give_back(client)
+
+    async def _within(self, timeout: float, future: asyncio.Future[Any]) -> Any:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await future
+        except TimeoutError:  # the function's own, or this one
+            if not limit.expired():
+                raise
+            raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s") from None
 
 
 class LoopClients:
