@@ -62,18 +62,21 @@ class Linear(NamedTuple):
         return y
 
 
-@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's weights. Projections of the same input are one matrix: `qkv`, and `gate_up` of the MLP."""
 
-    norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    def __init__(
+        self, name: str, tensor: Callable[[str], Tensor], linear: Callable[..., Linear], qk_norm: bool
+    ) -> None:
+        """name: the beginning of its tensors' names."""
+        attention = f"{name}.self_attn"
+        self.norm, self.mlp_norm = (tensor(f"{name}.{at}_layernorm.weight") for at in ("input", "post_attention"))
+        self.qkv = linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+        self.q_norm = tensor(f"{attention}.q_norm.weight") if qk_norm else None
+        self.k_norm = tensor(f"{attention}.k_norm.weight") if qk_norm else None
+        self.out = linear(f"{attention}.o_proj")
+        self.gate_up = linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        self.down = linear(f"{name}.mlp.down_proj")
 
 
 class Decoder:
@@ -89,21 +92,11 @@ class Decoder:
         self._embedding = self._tensor(EMBEDDING)
         self._head = self._embedding if self.config.tie_word_embeddings else self._tensor(checkpoint.head)
         self._norm = self._tensor("model.norm.weight")
-        self._layers = [self._layer(f"model.layers.{i}") for i in range(self.config.num_hidden_layers)]
+        self._layers = [
+            Layer(f"model.layers.{i}", self._tensor, self._linear, self.config.qk_norm)
+            for i in range(self.config.num_hidden_layers)
+        ]
         self._frequencies = torch.tensor(self.config.inverse_frequencies(), device=device)
-
-    def _layer(self, name: str) -> Layer:
-        attention, normed = f"{name}.self_attn", self.config.qk_norm
-        return Layer(
-            norm=self._tensor(f"{name}.input_layernorm.weight"),
-            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            q_norm=self._tensor(f"{attention}.q_norm.weight") if normed else None,
-            k_norm=self._tensor(f"{attention}.k_norm.weight") if normed else None,
-            out=self._linear(f"{attention}.o_proj"),
-            mlp_norm=self._tensor(f"{name}.post_attention_layernorm.weight"),
-            gate_up=self._linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
-            down=self._linear(f"{name}.mlp.down_proj"),
-        )
 
     def _tensor(self, name: str) -> Tensor:
         """A copy on the device."""
