@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from functools import partial
@@ -113,7 +113,7 @@ class LocalModel:
 
     processor: closed with the model. registry: for its series. trace: its journal, "" for none. watchdog: seconds for a
     step until its callers get an error; after twice that time the model is lost (`on_fatal`, on the loop, once).
-    unread: see UNREAD. patience: see PATIENCE. holds: how often a stream was held for its reader.
+    unread: see UNREAD. patience: see PATIENCE.
     """
 
     events = frozenset({BatchFinished, RequestProgressed})  # as a sink; each stream gets its end by a callback
@@ -125,7 +125,6 @@ class LocalModel:
         *,
         trace: str = "",
         watchdog: float = 60.0,
-        sinks: Iterable[Sink] = (),
         on_fatal: Callable[[], None] | None = None,
         unread: int = UNREAD,
         patience: float = PATIENCE,
@@ -133,9 +132,8 @@ class LocalModel:
         self.processor, self.unread, self._patience = processor, unread, patience
         # A step that hangs may still write to the cache: no other step may run before it returns.
         self.batcher = Batcher(
-            {processor.name: processor}, [processor.group], [self, *sinks], watchdog,
-            on_fatal=self._given_up, one_thread=True,
-        )  # fmt: skip
+            {processor.name: processor}, [processor.group], [self], watchdog, on_fatal=self._given_up, one_thread=True
+        )
         self.queueing = asyncio.Lock()
         self._watchdog, self._on_fatal = watchdog, on_fatal
         self._hung: asyncio.TimerHandle | None = None
@@ -162,10 +160,6 @@ class LocalModel:
         if self.trace is not None:
             self.trace.close()
         return ended and not self.batcher.device.busy
-
-    @property
-    def holds(self) -> int:
-        return int(self._holds.value)
 
     @property
     def hangs(self) -> bool:
