@@ -117,16 +117,11 @@ def _mismatch(spec: TensorSpec, ports: Mapping[str, Port]) -> str:
     if port is None:
         return f"not in the graph, which has {', '.join(map(repr, ports))}"
     if spec.kind and port.dtype.kind not in spec.kind:
-        return f"found {port.dtype}, expected {kinds_of(spec)}"
+        words = {"f": "float", "i": "int32 or int64", "u": "uint8", "b": "bool"}
+        return f"found {port.dtype}, expected {', '.join(map(words.__getitem__, spec.kind))}"
     if spec.dims is not None and not fits(spec.dims, port.dims[1:]):
         return f"found {shown(port.dims[1:])} after the batch axis, expected {shown(spec.dims)}"
     return ""
-
-
-def kinds_of(spec: TensorSpec) -> str:
-    """The types that a tensor may have, in words."""
-    words = {"f": "float", "i": "int32 or int64", "u": "uint8", "b": "bool"}
-    return ", ".join(words[letter] for letter in spec.kind)
 
 
 def fits(dims: Sequence[int | None], declared: Sequence[int | None]) -> bool:

@@ -103,6 +103,7 @@ def test_v8_only_a_directory_of_a_policy_is_walked_and_only_so_far(
 
 def test_small_sizes_are_not_shown_as_nothing() -> None:
     assert [in_gb(n) for n in (16 * GB, 1.25 * GB, GB / 2, 2_349_900)] == ["16.0 GB", "1.2 GB", "0.5 GB", "0.00219 GB"]
+    assert [in_gb(n) for n in (0, 1_430)] == ["0 GB", "under 0.0001 GB"]
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------

@@ -232,8 +232,10 @@ def check_two_policies(
 
 
 def in_gb(size: float) -> str:
-    """Bytes for people: one decimal, or three digits below 1 GB."""
+    """Bytes for people: one decimal, or three digits below 1 GB, without an exponent."""
     value = size / GB
+    if 0.0 < value < 1e-4:
+        return "under 0.0001 GB"
     return f"{value:.1f} GB" if value >= 1.0 else f"{value:.3g} GB"
 
 
