@@ -220,13 +220,23 @@ class Filling:
         runs = bool(self.base or self._entered.grants)
         order = self._gives_way()
         behind = self._may_give_way([t for t in self._partition.residents if order(t) > order(ticket)], runs)
-        if resources.would_fit(ticket, units, behind):
-            for victim in behind:
-                self._preempt(victim, resources, for_memory=True)
-                if resources.reserve(ticket, units):
-                    return True
-        elif ticket.progressed or not runs:
+        if self._displace(behind, ticket, units, resources):
+            return True
+        if ticket.progressed or not runs:
             self._preempt(ticket, resources, for_memory=True)
+        return False
+
+    def _displace(
+        self, victims: Sequence[Ticket], ticket: Ticket, units: float, resources: Resources, place: bool = False
+    ) -> bool:
+        """Preempt some of these residents until the ticket can reserve; none if all were not enough. place: the first
+        one gives its place."""
+        if not victims or not resources.would_fit(ticket, units, victims):
+            return False
+        for i, victim in enumerate(victims):
+            self._preempt(victim, resources, for_memory=i > 0 or not place)
+            if resources.reserve(ticket, units):
+                return True
         return False
 
     # -- with memory ---------------------------------------------------------------------------------------------------
@@ -284,7 +294,8 @@ class Filling:
         cached = ticket.computed = resources.begin(ticket)
         ticket.wants -= cached
         units = tally.offer(ticket, self._budget if over is None else self._budget_over(ticket, leaves))
-        if units > 0.0 and self._reserve_entry(ticket, units, over or (), leaves is not None, resources):
+        reserved = units > 0.0 and leaves is None and resources.reserve(ticket, units)
+        if reserved or (units > 0.0 and self._displace(over or (), ticket, units, resources, leaves is not None)):
             ticket.cached += cached
             if cached:
                 self.cached[ticket] = cached
@@ -303,20 +314,6 @@ class Filling:
         kept = sum(self._cost.marginal(t, 1.0) for t in decodes if t not in self.preempted)
         one = self._cost.marginal(ticket, 1.0)
         return min(self._budget, max(self._budget - kept, self._entered.tally.cost + one))
-
-    def _reserve_entry(
-        self, ticket: Ticket, units: float, over: Sequence[Ticket], takes_place: bool, resources: Resources
-    ) -> bool:
-        """Reserve for an entering ticket. Residents give way only if it then fits."""
-        if not takes_place and resources.reserve(ticket, units):
-            return True
-        if not over or not resources.would_fit(ticket, units, over):
-            return False
-        for i, victim in enumerate(over):
-            self._preempt(victim, resources, for_memory=i > 0 or not takes_place)
-            if resources.reserve(ticket, units):
-                return True
-        return False
 
     @property
     def _free(self) -> int:
@@ -729,9 +726,6 @@ class Ahead:
     def asked_by(self, client: Hashable) -> bool:
         """Whether a member is a request of the client."""
         return self.batch is not None and any(t.request.client == client for t in self.batch.grants)
-
-    def has(self, ticket: Ticket) -> bool:
-        return self.batch is not None and ticket in self.batch.grants
 
     def waiting(self, group: str) -> int:
         """Its members of this group: until it is started they wait."""

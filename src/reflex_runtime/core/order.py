@@ -456,9 +456,8 @@ class Turns:
         self._cost, self._budget = cost, budget
         self.shares = Shares()
         self.touched: dict[Partition, None] = {}
-        # Those that could take a turn, and of them those where an urgent ticket waits.
+        # Those that could take a turn, by share; those where an urgent ticket waits have a share of -inf.
         self._by_share: LazyHeap[Partition, tuple[float, int]] = LazyHeap()
-        self._urgent: LazyHeap[Partition, float] = LazyHeap()
         self._deadlines: LazyHeap[Partition, float] = LazyHeap()  # the earliest of each
 
     def came(self, partition: Partition) -> None:
@@ -485,13 +484,16 @@ class Turns:
             yield top[1]
             return
         seen: set[Partition] = set()
-        for some in (self._urgent.ascending(), self._at_risk(now), self._by_share.ascending()):
-            for _, partition in some:
-                if partition not in seen:
-                    seen.add(partition)
-                    yield partition
+        at_risk = self._at_risk(now)
+        for (share, _), partition in self._by_share.ascending():
+            some = [partition] if share == -inf else [*at_risk, partition]
+            at_risk = at_risk if share == -inf else []
+            for one in some:
+                if one not in seen:
+                    seen.add(one)
+                    yield one
 
-    def _at_risk(self, now: float) -> list[tuple[float, Partition]]:
+    def _at_risk(self, now: float) -> list[Partition]:
         if self._cost.unit != "seconds":
             return []
         most = self.shares.floor() + CREDIT
@@ -503,7 +505,7 @@ class Turns:
             laxity = tightest.deadline - now - self._cost.remaining(tightest)
             if laxity < self._budget:
                 found.append((laxity, oldest.seq, partition))
-        return [(laxity, partition) for laxity, _, partition in sorted(found)]
+        return [partition for _, _, partition in sorted(found)]
 
     def _refresh(self) -> None:
         touched = self.touched
@@ -511,9 +513,8 @@ class Turns:
             partition, _ = touched.popitem()
             oldest = partition.oldest() if partition.paused_until == -inf else None
             first = partition.deadlines.first()
-            self._by_share.put(partition, None if oldest is None else (partition.counter, oldest.seq))
-            urgent = oldest is not None and partition.tiers[URGENT].tickets
-            self._urgent.put(partition, oldest.seq if oldest is not None and urgent else None)
+            share = -inf if partition.tiers[URGENT].tickets else partition.counter
+            self._by_share.put(partition, None if oldest is None else (share, oldest.seq))
             self._deadlines.put(partition, None if first is None else first[0])
 
 

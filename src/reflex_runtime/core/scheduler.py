@@ -212,8 +212,7 @@ class Scheduler:
     def cancel(self, ticket: Ticket, now: float) -> None:
         """Cancel a ticket. Waiting and resident tickets settle at once, a running one at its boundary."""
         self._input(now)
-        if self._ahead.has(ticket):
-            self._take_back()
+        self._take_back()
         if ticket.state is RUNNING:
             ticket.cancel_requested = True
         elif ticket.state is not SETTLED:
@@ -223,8 +222,7 @@ class Scheduler:
         """The caller stopped waiting. The ticket keeps its place until it is answered or the next batch is formed."""
         self._input(now)
         if ticket.state is not SETTLED and not ticket.abandoned:
-            if self._ahead.has(ticket):
-                self._take_back()
+            self._take_back()
             ticket.abandoned = True
             self._leaving.abandon(ticket)
             self._events.append(RequestAbandoned(self._now, ticket))
