@@ -110,10 +110,6 @@ class CostModel:
         marginal = max(0.0, tally.seconds - one)
         return max(0.0, one - marginal), marginal, tally.sigma
 
-    def estimate(self, ticket: Ticket) -> float:
-        """Documented estimate of the whole request, in the model's unit."""
-        return 1.0
-
     def remaining(self, ticket: Ticket) -> float:
         """Seconds until the ticket is answered if it ran alone from now; 0.0 while nothing was measured."""
         return 0.0
@@ -243,9 +239,6 @@ class TokenCost(CostModel):
 
     def tally(self) -> Tally:
         return TokenTally(self.threshold)
-
-    def estimate(self, ticket: Ticket) -> float:
-        return ticket.wants
 
     def marginal(self, ticket: Ticket, units: float) -> float:
         return units

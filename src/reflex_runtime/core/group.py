@@ -252,8 +252,8 @@ class Group(ShareHolder):
             return None
         return max((t for t in waiting if counts[t.request.client] == most), key=lambda ticket: ticket.seq)
 
-    def began(self, batch: Batch) -> float:
-        """The batch was started: charge its clients. Returns its predicted cost."""
+    def began(self, batch: Batch, partition: Partition) -> None:
+        """The batch was started: charge its clients and its partition."""
         kinds: set[tuple[Hashable, Hashable]] = set()
         model, evidence, n = self.cost, self.evidence, len(batch)
         expected, marginal = model.fixed(next(iter(batch.grants))), 0.0
@@ -274,8 +274,9 @@ class Group(ShareHolder):
             ticket.queue.client.counter += price / request.weight
         if model.unit == "seconds":
             evidence.scheduled(batch, kinds)
+            batch.expected = expected
+        self.charge(partition, batch.expected)
         self.usual_size += (n - self.usual_size) * (USUAL if self.usual_size else 1.0)
-        return expected
 
     def take(self, batch: Batch) -> None:
         """The tickets that enter with the batch stop waiting."""

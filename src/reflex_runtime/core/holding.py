@@ -167,7 +167,7 @@ class ThinkTimes:
         self._ready_at = -inf
 
     @property
-    def due(self) -> int:
+    def may_come(self) -> int:
         """How many clients may come."""
         return len(self._absent) + len(self._preparing)
 
@@ -248,7 +248,7 @@ class ThinkTimes:
         queued: n. places: how many more may join. fixed: a. seconds: T(n). held: its hold so far, in seconds. met: of
         n, those that came to a busy device. even: whether callers that are too many for one batch share even ones.
         """
-        if longest <= 0.0 or min(self.due, places) * fixed <= queued * BRIEF:  # it would not pay if all came now
+        if longest <= 0.0 or min(self.may_come, places) * fixed <= queued * BRIEF:  # it would not pay if all came now
             return NO_HOLD, NO_HOLD
         found = self._expected(partition, now, longest, fixed)
         if self._preparing:
@@ -436,7 +436,7 @@ class Holding:
         """The wait for clients whose next request is due, if it pays."""
         seconds, queued, returns = filled.tally.seconds, len(filled.grants), self.think_times[group.name]
         places = filled.places - queued
-        if places <= 0 or not returns.due:
+        if places <= 0 or not returns.may_come:
             return NO_HOLD
         head = next(iter(filled.grants))
         fixed, marginal, _ = group.cost.line(head)

@@ -523,10 +523,7 @@ class Scheduler:
 
     def _begin(self, group: Group, partition: Partition, batch: Batch) -> Batch:
         """The batch is started: charge its clients, and publish it."""
-        expected = group.began(batch)
-        if group.cost.unit == "seconds":
-            batch.expected = expected
-        group.charge(partition, batch.expected)
+        group.began(batch, partition)
         if BatchScheduled not in self.unheard:
             idle_polls = tuple(self._idle_polls)
             self._events.append(BatchScheduled(batch.scheduled_at, batch, group.queued, idle_polls))
