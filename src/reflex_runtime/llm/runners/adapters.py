@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -44,6 +44,7 @@ _REFUSED: Final = (  # settings that change more than B · A
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base model
 
 Matrix = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +60,7 @@ class LoraAdapter:
     def read(cls, name: str, directory: Path, model: ModelConfig) -> LoraAdapter:
         """Read a directory of peft's `save_pretrained`. ConfigError for a fault, or one that does not fit the model."""
         check_files(directory)
-        settings = _Settings(directory / ADAPTER_CONFIG)
+        keys, settings = _settings(directory / ADAPTER_CONFIG)
         file, shapes = directory / ADAPTER_WEIGHTS, model.tensors()
         if not file.is_file():
             raise ConfigError(f"{file}: not found; save the adapter with safe_serialization, which is peft's default")
@@ -76,8 +77,12 @@ class LoraAdapter:
         layers = {}
         for layer, pair in sides.items():
             a, b = _fitting(file, layer, pair, shapes[f"{layer}.weight"])
-            settings.check_rank(layer, len(a))
-            layers[layer] = a, _scaled(file, layer, a, b, settings.scale(layer, len(a)))
+            rank = _of_layer(keys, "rank_pattern", settings.rank_pattern, layer, settings.r)
+            if rank not in (None, len(a)):
+                keys.wrong("r", f"{len(a)}, the rank of {layer} in {ADAPTER_WEIGHTS}", rank)
+            alpha = _of_layer(keys, "alpha_pattern", settings.alpha_pattern, layer, settings.lora_alpha)
+            scale = alpha / (math.sqrt(len(a)) if settings.use_rslora else len(a))
+            layers[layer] = a, _scaled(file, layer, a, b, scale)
         return cls(name, max(len(a) for a, _ in layers.values()), layers)
 
 
@@ -153,32 +158,23 @@ class _AdapterFile(msgspec.Struct, kw_only=True):
     use_rslora: Annotated[bool, Meta(description="true or false")] = False
 
 
-class _Settings:
-    """adapter_config.json, checked; the scale of each layer."""
+def _settings(file: Path) -> tuple[JsonObject, _AdapterFile]:
+    """adapter_config.json. ConfigError for an adapter that changes more than B · A."""
+    keys = JsonObject(file, read_object(file))
+    settings = keys.read(_AdapterFile)
+    for key in _REFUSED:
+        if keys.values.get(key):
+            keys.wrong(key, f"nothing: it is not served; {MERGE}")
+    begun = keys.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+        keys.wrong("init_lora_weights", f"another: it changes the model, too; {MERGE}")
+    return keys, settings
 
-    def __init__(self, file: Path) -> None:
-        keys = JsonObject(file, read_object(file))
-        self._said = keys.read(_AdapterFile)
-        for key in _REFUSED:
-            if keys.values.get(key):
-                keys.wrong(key, f"nothing: it is not served; {MERGE}")
-        begun = keys.get("init_lora_weights")
-        if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
-            keys.wrong("init_lora_weights", f"another: it changes the model, too; {MERGE}")
-        self._keys, said = keys, self._said
-        self._alphas = [(_pattern(keys, "alpha_pattern", key), scale) for key, scale in said.alpha_pattern.items()]
-        self._ranks = [(_pattern(keys, "rank_pattern", key), rank) for key, rank in said.rank_pattern.items()]
 
-    def check_rank(self, layer: str, rank: int) -> None:
-        """ConfigError where the file has another rank of a layer than its tensors."""
-        said = next((value for pattern, value in self._ranks if pattern.match(layer)), self._said.r)
-        if said is not None and said != rank:
-            self._keys.wrong("r", f"{rank}, the rank of {layer} in {ADAPTER_WEIGHTS}", said)
-
-    def scale(self, layer: str, rank: int) -> float:
-        """The factor of B · A."""
-        own = (value for pattern, value in self._alphas if pattern.match(layer))
-        return next(own, self._said.lora_alpha) / (math.sqrt(rank) if self._said.use_rslora else rank)
+def _of_layer(keys: JsonObject, name: str, patterns: Mapping[str, T], layer: str, otherwise: T) -> T:
+    """The value of the first of the patterns that matches the layer."""
+    compiled = [(_pattern(keys, name, key), value) for key, value in patterns.items()]
+    return next((value for pattern, value in compiled if pattern.match(layer)), otherwise)
 
 
 def _pattern(keys: JsonObject, name: str, key: str) -> re.Pattern[str]:
