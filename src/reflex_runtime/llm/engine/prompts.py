@@ -225,15 +225,6 @@ def letters(number: int) -> str:
     return name
 
 
-def _middle(text: str, width: int) -> str:
-    """In quotes, on one line; both ends of a long text."""
-    shown = plain(text, len(text) + 1)
-    if len(shown) > width - 2:
-        head = (width - 3) // 2
-        shown = f"{shown[:head]}…{shown[len(shown) - (width - 3 - head) :]}"
-    return f'"{shown}"'
-
-
 def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
     """One line a request: its prompt, its tokens, its output."""
     found = {c.member.id: c for c in courses(trace.batches)}
@@ -245,11 +236,11 @@ def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int)
         if course is not None:
             line.append(f" {name} ", style=f"{ink(colours.hex(course.member))} on {colours.hex(course.member)}")
         prompt, said = output.prompt or "", output.text
-        told = f" {_middle(prompt, max(12, (width - 40) // 3))}"
+        told = f' "{plain(prompt, max(10, (width - 46) // 3))}"'
         if course is not None:
             told += f" {course.member.asked:g} + {course.outputs} tokens, first in step {course.first_step}"
         line.append(told)
-        line.append(f" → {_middle(said, max(12, width - line.cell_len - 3))}", style="bold")
+        line.append(f' → "{plain(said, max(10, width - line.cell_len - 5))}"', style="bold")
         if output.error is not None:
             line.append(f" {output.error.message}", style="bold red")
         lines.append(line)
