@@ -9,9 +9,11 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 
+from reflex_runtime.llm.runners.runner import free_bytes
 from reflex_runtime.run.process import (
     BUSY,
     COLLECTIONS,
@@ -250,3 +252,28 @@ def test_this_process_can_give_back_and_another_c_library_cannot() -> None:
     assert freed._resident() > MB
     freed._trim(0)
     assert freed_memory(lambda name: object()) is None
+
+
+def test_free_memory_is_that_of_the_machine_or_what_the_container_has_left(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000000 kB\nMemAvailable:    8000000 kB\n")
+
+    def free() -> int:
+        return free_bytes("cpu", meminfo, tmp_path)
+
+    assert free() == 8_192_000_000
+    for limit, stat, name in (
+        ("memory.max", "memory.stat", "anon"),
+        ("memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss"),
+    ):
+        (tmp_path / limit).parent.mkdir(exist_ok=True)
+        (tmp_path / limit).write_text("1000000000\n")
+        assert free() == 1_000_000_000
+        (tmp_path / stat).write_text(f"file 700000000\n{name} 400000000\n{name}_thp 1\n")
+        assert free() == 600_000_000
+        (tmp_path / stat).write_text(f"{name} 1400000000\n")  # it swaps
+        assert free() == 0
+        (tmp_path / limit).write_text("max\n")
+        assert free() == 8_192_000_000
+    meminfo.unlink()
+    assert free() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -212,6 +212,26 @@ def _resident() -> int:
     return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+CGROUP: Final = Path("/sys/fs/cgroup")
+_GROUP_FILES: Final = (  # of versions 2 and 1: the limit, and what is used and no cache of files
+    ("memory.max", "memory.stat", "anon"),
+    ("memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss"),
+)
+
+
+def container_memory(cgroup: Path = CGROUP) -> tuple[int, int] | None:
+    """(bytes that the container may use, bytes that its processes use); None without a limit."""
+    for limit, stat, name in _GROUP_FILES:
+        with suppress(OSError, UnicodeDecodeError):
+            text, used = (cgroup / limit).read_text(encoding="ascii").strip(), 0
+            if text.isdigit():  # else "max": no limit
+                with suppress(OSError):
+                    lines = map(str.split, (cgroup / stat).read_text(encoding="ascii").splitlines())
+                    used = sum(int(words[1]) for words in lines if words[0] == name)
+                return int(text), used
+    return None
+
+
 async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle: float = IDLE) -> None:
     """Give memory back between requests, until cancelled. asked: the number of requests so far. While they never pause,
     only much memory goes back, and seldom."""

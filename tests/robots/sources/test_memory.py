@@ -118,6 +118,7 @@ def test_v8_host_memory_is_the_machines_or_the_containers(tmp_path: Path) -> Non
     assert host_memory(tmp_path) == machine
     (tmp_path / "memory.max").write_text("1073741824\n")
     assert host_memory(tmp_path) == GB
+    (tmp_path / "memory.max").unlink()
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("1000\n")
     assert host_memory(tmp_path) == 1000

@@ -8,6 +8,7 @@ and values.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -16,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.run.process import CGROUP, container_memory
 
 GIB: Final = 1 << 30
+_MEMINFO: Final = Path("/proc/meminfo")
 PROBE: Final = 24  # tokens of the comparison: within one of OpenVINO's blocks
 BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels fix theirs
 
@@ -83,19 +86,18 @@ class Runner(Protocol):
         """Free the model. Nothing is called afterwards."""
 
 
-def free_bytes(device: str = "cpu") -> int:
-    """Free memory of a device: of a machine without swapping, of a GPU by its driver."""
+def free_bytes(device: str = "cpu", meminfo: Path = _MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Free memory of a device: of a machine without swapping, or of its container; of a GPU by its driver."""
     if device == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):
+        lines = map(str.split, meminfo.read_text().splitlines())
+        free = next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), free)
+    container = container_memory(cgroup)
+    return free if container is None else max(0, min(free, container[0] - container[1]))
 
 
 def blocks_in(kv_cache_bytes: int, block_bytes: int, free: int, num_blocks: int | None = None) -> int:

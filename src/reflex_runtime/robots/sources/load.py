@@ -28,6 +28,7 @@ from reflex_runtime.robots.sources.openpi_checkpoint import OpenpiCheckpoint
 from reflex_runtime.run.model_files import check_files
 from reflex_runtime.run.modules import imported, made
 from reflex_runtime.run.onnx_session import CPU, CUDA
+from reflex_runtime.run.process import CGROUP, container_memory
 from reflex_runtime.run.processor import kind_of
 
 log = logging.getLogger("reflex.policies")
@@ -187,7 +188,6 @@ SHARE: Final = 0.7
 SKIP: Final = "REFLEX_SKIP_2POLICY_MEMORY_CHECK"
 GB: Final = 1 << 30  # as makers of GPUs count, and nvidia-smi shows
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def refusal(model_bytes: int, total: int, policies: int = 2, beside: int = 0, provider: str = CPU) -> str:
@@ -247,20 +247,14 @@ def total_memory(provider: str) -> int:
     return gpu_memory(os.environ) if provider == CUDA else host_memory()
 
 
-def host_memory(cgroup: Path = _CGROUP) -> int:
+def host_memory(cgroup: Path = CGROUP) -> int:
     """Bytes of physical memory, or the container's limit."""
     try:
-        sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         raise ConfigError(f"the size of this machine's memory cannot be read; {SKIP}=1 skips the check") from None
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2 and version 1
-        try:
-            text = (cgroup / name).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if text.isdigit():  # else "max": no limit
-            sizes.append(int(text))
-    return min(sizes)
+    container = container_memory(cgroup)
+    return size if container is None else min(size, container[0])
 
 
 def gpu_memory(environ: Mapping[str, str], command: str = "nvidia-smi") -> int:
