@@ -84,7 +84,7 @@ class Model:
     name, callers, pause = "language model", 3, 0.1
 
     def __init__(self, root: Path) -> None:
-        self.server = serve("scribe", "--kv-cache-gb", "0.012", "--trace", str(root / "steps.jsonl"))
+        self.server = serve("scribe", "--kv-cache-gb", "0.03", "--trace", str(root / "steps.jsonl"))
 
     def asked(self, rng: random.Random) -> Asked:
         path = "/v1/completions"
