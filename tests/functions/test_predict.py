@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import enum
 import http.client
 import io
 import json
@@ -21,6 +22,7 @@ from typing_extensions import TypeAliasType
 from reflex_runtime.functions.source import _signature
 from reflex_runtime.functions.values import ArrayType, Values
 from reflex_runtime.run.process import telemetry_off
+from reflex_runtime.web.oip import tensor_out
 from serving.harness import Answer
 
 from .door import Functions
@@ -405,6 +407,19 @@ def test_no_tensor_is_a_500(server: Functions) -> None:
             if answer.status >= 500:
                 bad.append((name, sent, answer.body[:200]))
     assert bad == []
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+def test_texts_of_every_type_are_elements_of_bytes() -> None:
+    labels = [np.array(["cat"])[0], Colour.RED, "é", np.array([b"raw"])[0]]
+    tensor = tensor_out("result", labels * 2000)
+    assert tensor.values.shape == (8000, 1)
+    assert tensor.values[:4, 0].tolist() == [b"cat", b"red", "é".encode(), b"raw"]
+    with pytest.raises(ValueError, match="surrogates"):
+        tensor_out("result", ["\ud800"])
 
 
 def tensor_of(draw: random.Random, port: dict[str, Any]) -> dict[str, Any]:

@@ -472,7 +472,7 @@ class _GeneratorCall:
         (lambda: [1], r"<lambda>\(\): must take one argument, the list of items"),
         (lambda a, b: [], r"<lambda>\(a, b\): must take one argument"),
         (lambda *, items: [], "must take one argument"),
-        (7, "int: must be a function"),
+        ("7", "str: must be a function"),
     ],
 )
 def test_what_is_no_function_over_a_list_is_refused_where_it_is_written(function: Any, says: str) -> None:
@@ -480,6 +480,12 @@ def test_what_is_no_function_over_a_list_is_refused_where_it_is_written(function
         batched()(function)
     with pytest.raises(TypeError, match=says):
         FunctionProcessor(function)
+
+
+def test_options_are_keywords() -> None:
+    for given in ((8,), (lambda items: items, 8)):
+        with pytest.raises(TypeError, match="options are keywords, such as max_batch_size=8"):
+            batched(*given)  # type: ignore[call-overload]
 
 
 class Table(list[int]):

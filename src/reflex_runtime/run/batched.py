@@ -507,10 +507,10 @@ class _Batched:
         watchdog: float = 60.0,
     ) -> _Batched: ...
     def __call__(self, *functions: Any, **options: Any) -> Any:
+        if len(functions) > 1 or any(isinstance(given, int | float) for given in functions):
+            raise TypeError("@batched: takes a function; options are keywords, such as max_batch_size=8")
         made = replace(self, **options) if options else self
-        for function in functions:
-            return made._of(function)
-        return made
+        return made._of(*functions) if functions else made
 
     def _of(self, function: Any) -> Any:
         """What replaces the function."""

@@ -81,7 +81,9 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
         flat = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
     try:
         return Tensor(name, datatype, np.array(flat, dtype).reshape(shape))
-    except (ValueError, OverflowError):  # an empty tensor may claim a shape beyond numpy's limits
+    except OverflowError:
+        raise invalid_input(name, f"holds numbers too large for {datatype}") from None
+    except ValueError:  # an empty tensor may claim a shape beyond numpy's limits
         raise invalid_input(name, f"{len(flat)} values do not make {datatype} of shape {list(shape)}") from None
 
 
@@ -113,7 +115,8 @@ def _texts(name: str, size: int, data: memoryview) -> list[bytes]:
 def tensor_out(name: str, rows: Sequence[Any]) -> Tensor:
     """An output of one value a row: arrays, numbers, texts or bytes. ValueError if they make no tensor."""
     if all(isinstance(row, str | bytes) for row in rows):
-        return tensor_of_values(name, BYTES, [len(rows), 1], list(rows))
+        texts = [row.encode() if isinstance(row, str) else row for row in rows]  # also subclasses, such as np.str_
+        return Tensor(name, BYTES, np.array(texts, object).reshape(-1, 1))
     array = np.stack([np.asarray(row) for row in rows])
     array = array.reshape(-1, 1) if array.ndim == 1 else array
     return Tensor(name, datatype_of(array.dtype), array)
