@@ -299,6 +299,16 @@ def test_w36_options_name_robot_episode_and_environment(tiny: Path, tmp_path: Pa
     ]  # fmt: skip
 
 
+def test_w36_a_request_keeps_its_id_and_several_rows_get_their_numbers(tiny: Path) -> None:
+    def ids(answer: Any) -> list[str]:
+        return [row["request_id"] for row in answer[1]["reflex"]]
+
+    with Server(tiny, *HERE) as server, GrootRobot(port_of(server)) as robot:
+        assert ids(robot.act(tiny_state(0), request_id="r", env_id=4)) == ["r"]
+        assert ids(robot.act(tiny_state(0, 1), request_id="r", env_id=[4, 4])) == ["r.0", "r.1"]
+        assert ids(robot.act(tiny_state(0, 1), request_id="r")) == ["r.0", "r.1"]
+
+
 def test_w36_a_restarted_server_knows_its_clients_as_others(tiny: Path, tmp_path: Path) -> None:
     names = []
     for run in ("one", "two"):

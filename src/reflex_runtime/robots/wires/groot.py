@@ -32,6 +32,7 @@ from reflex_runtime.robots.serving.question import (
     MAX_ROWS,
     PROMPTS,
     ObservationReader,
+    Question,
     text_of,
 )
 from reflex_runtime.robots.wires.common import (
@@ -334,12 +335,15 @@ class GrootSession:
             limits.deadline_ms = DEADLINE_MS
         rows = observation.rows(reading)
         parts = _parts(options.get("env_id"), len(rows))
-        questions = []
+        questions: list[Question] = []
         for row, part in zip(rows, parts, strict=True):
             observed = reading.read(row)
             named = None if limits.episode_id is None else limits.episode_id + part
             episode = client.episodes(part).of(named, observed[2])
-            questions.append(question_of(observed, limits, client.name, episode, part=part))
+            question = question_of(observed, limits, client.name, episode, part=part)
+            if limits.request_id:  # by its number: one alone keeps its id, and environments may come twice
+                question.request_id = limits.request_id + (f".{len(questions)}" if len(rows) > 1 else "")
+            questions.append(question)
         answers = await handler.infer_all(_pending(message, client.name), questions, message.received)
         actions = observation.actions(reading, [answer.actions for answer in answers])
         if not nested:
