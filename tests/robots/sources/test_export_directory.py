@@ -391,7 +391,7 @@ def tokenizer_in(root: Path, content: dict[str, Any]) -> Path:
 
 
 def test_export_special_tokens_may_be_in_capitals(tmp_path: Path) -> None:
-    words = {"[PAD]": 0, "Open": 1, "open": 1}
+    words = {"": 0, "PAD": 0, "[SEP]": 2, "Open": 1, "open": 1}
     export = Export.load(write_export(tmp_path, change=put("tokenizer", value=words)))
     assert export.tokenizer is not None
     assert export.tokenizer.row("OPEN it", 3)[0].tolist() == [1, 0, 0]

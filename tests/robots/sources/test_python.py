@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DeviceOptions, load_policy, read_source
 from reflex_runtime.robots.analysis.doctor import examine
-from reflex_runtime.robots.policy.spec import Embodiment
+from reflex_runtime.robots.policy.spec import Embodiment, PolicySpec
 from reflex_runtime.robots.policy.tokenizer import WordTokenizer
 from reflex_runtime.robots.policy.units import Norm, frozen
 from reflex_runtime.robots.sources.load import weight_of
 from serving.harness import Server
 from serving.requests import busy
+
+LISTS: Any = [[-1, 1], [-1, 1]]
 
 # A model in plain NumPy: a chunk that depends on state, picture and noise.
 MODEL = '''
@@ -168,6 +171,7 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
         ({"action_norm": Norm(frozen([0.0]), frozen([1.0]))}, "action_norm: found [[1], [1]], expected offset"),
         ({"state_norm": Norm.of_range(np.zeros(9), np.ones(9))}, "PolicySpec.state_norm: found [[9], [9]], expected"),
         ({"embodiment": Embodiment(action_ranges=np.float32([[-1, 1]]))}, "found [1, 2], expected action_ranges"),
+        ({"embodiment": Embodiment(action_ranges=LISTS)}, "expected action_ranges, an array of shape"),
         ({"embodiment": Embodiment(action_names=("a",))}, 'embodiment: found ["a"], expected 2 action_names'),
         ({"takes_text": True, "tokenizer": WordTokenizer({"go": 1})}, "PolicySpec.max_tokens: found 0, expected at"),
         ({"optional_images": frozenset({"roof"})}, 'PolicySpec.optional_images: found "roof", expected names of'),
@@ -180,6 +184,13 @@ def test_p5_a_spec_that_cannot_be_is_refused(here: Path, change: dict[str, objec
     with pytest.raises(ConfigError) as error:
         replace(spec, **change)  # type: ignore[arg-type]
     assert told in error.value.message
+
+
+def test_p5_a_norm_of_lists_is_one() -> None:
+    norm: Any = Norm([0.5, 0.5], [1.0, 2.0])  # type: ignore[arg-type]
+    spec = PolicySpec(model_id="it", staged=False, action_dim=2, chunk_size=1, takes_text=True, action_norm=norm)
+    assert spec.action_norm is not None
+    assert spec.action_norm.denormalise(np.ones((1, 2), np.float32)).tolist() == [[1.5, 2.5]]
 
 
 def test_p6_the_doctor_tells_json_alone_however_much_a_model_prints(

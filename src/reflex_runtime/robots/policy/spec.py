@@ -209,10 +209,12 @@ class PolicySpec:
         robot, dim = self.embodiment, self.action_dim
         for name, count in (("state_norm", self.state_dim), ("action_norm", dim)):
             norm: Norm | None = getattr(self, name)
-            if norm is not None and not norm.offset.shape == norm.scale.shape == (count,):
-                self.wrong(name, f"offset and scale of shape [{count}]", [norm.offset.shape, norm.scale.shape])
-        if robot.action_ranges is not None and robot.action_ranges.shape != (dim, 2):
-            self.wrong("embodiment", f"action_ranges of shape [{dim}, 2]", robot.action_ranges.shape)
+            shapes = [] if norm is None else [np.shape(norm.offset), np.shape(norm.scale)]
+            if shapes and shapes != [(count,)] * 2:
+                self.wrong(name, f"offset and scale of shape [{count}]", shapes)
+        ranges = robot.action_ranges
+        if ranges is not None and (not isinstance(ranges, np.ndarray) or ranges.shape != (dim, 2)):
+            self.wrong("embodiment", f"action_ranges, an array of shape [{dim}, 2]", np.shape(ranges))
         if robot.action_names is not None and len(robot.action_names) != dim:
             self.wrong("embodiment", f"{dim} action_names", robot.action_names)
         if self.tokenizer is not None and self.max_tokens < 1:

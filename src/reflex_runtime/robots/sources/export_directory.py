@@ -278,8 +278,8 @@ def _text(root: Path, table: JsonObject, takes_text: bool) -> tuple[InstructionT
     if isinstance(table.get("tokenizer"), str):
         return read_tokenizer(file_in(root, table, "tokenizer")), max_tokens
     words = table.convert("tokenizer", _Vocabulary)
-    for word in words:  # a special token such as [PAD] is no word
-        if len(word.split()) != 1 or (word.isalnum() and word.lower() not in words):
+    for word, id in words.items():  # a special token such as [PAD] is no word, and 0 is no word's id
+        if id and (len(word.split()) != 1 or (word.isalnum() and word.lower() not in words)):
             table.wrong("tokenizer", "words in lower case without white space, as instructions are split", word)
     return WordTokenizer(words), max_tokens
 
