@@ -166,7 +166,8 @@ def status_of(request: urllib.request.Request) -> int:
         with urllib.request.urlopen(request) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def test_h5_admin_key_alone_leaves_callers_without_a_key(tiny: Path) -> None:
