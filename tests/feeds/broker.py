@@ -126,14 +126,18 @@ class Subscriber:
 
 class Receiver:
     """An HTTP server on loopback. answer(number of the request) → (status, headers); it may wait. closes: whether it
-    closes each connection after an answer without saying so.
+    closes each connection after an answer without saying so. body: of each answer, as it is sent.
 
-    bodies: the results of each request. headers: of each request.
+    bodies: the results of each request. headers: of each request. clients: addresses of connections.
     """
 
     def __init__(
-        self, answer: Callable[[int], tuple[int, Mapping[str, str]]] = lambda n: (200, {}), closes: bool = False
+        self,
+        answer: Callable[[int], tuple[int, Mapping[str, str]]] = lambda n: (200, {}),
+        closes: bool = False,
+        body: bytes = b"",
     ) -> None:
+        self.clients: set[Any] = set()
         self.bodies: list[list[Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
@@ -144,10 +148,11 @@ class Receiver:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
+                lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
                 with own._news:
                     number = len(own.bodies)
-                    own.bodies.append([json.loads(line) for line in body.splitlines()])
+                    own.clients.add(self.client_address)
+                    own.bodies.append([json.loads(line) for line in lines])
                     own.headers.append(dict(self.headers))
                     own.paths.append(self.path)
                     own._news.notify_all()
@@ -156,6 +161,7 @@ class Receiver:
                 for name, value in {"Content-Length": "0", **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
+                self.wfile.write(body)
                 self.close_connection = self.close_connection or closes
 
             def log_message(self, *_: object) -> None:

@@ -72,8 +72,9 @@ def test_what_has_no_detections_is_an_error(value: Any) -> None:
         to_supervision(made(value))
 
 
-def test_a_mask_without_a_place_is_empty() -> None:
-    masks = [{"size": [1, 1], "counts": [0, 1]}, {"size": [1, 1], "counts": [0, 1], "box": [2, 3, 6, 8]}]
-    found = to_supervision(made({"boxes": [[0, 0, 9, 9], [2, 3, 6, 8]], "masks": masks})).mask
-    assert found.sum(axis=(1, 2)).tolist() == [0, 20]
+def test_a_mask_without_a_place_in_the_picture_is_empty() -> None:
+    full = {"size": [1, 1], "counts": [0, 1]}
+    masks = [full, {**full, "box": [2, 3, 6, 8]}, {**full, "box": [3e9, 0, 3e9 + 9, 9]}]
+    found = to_supervision(made({"boxes": [[0, 0, 9, 9], [2, 3, 6, 8], [0, 0, 9, 9]], "masks": masks})).mask
+    assert found.sum(axis=(1, 2)).tolist() == [0, 20, 0]
     assert found[1, 3:8, 2:6].all()

@@ -436,6 +436,28 @@ def test_f14_an_answer_without_an_end_is_an_answer() -> None:
     assert (output.snapshot().sent, output.snapshot().retries, len(receiver.bodies)) == (3, 0, 1)
 
 
+def test_f14_an_answer_whose_body_breaks_off_is_an_answer() -> None:
+    with Receiver(lambda _: (200, {"Content-Length": "50"}), closes=True, body=b"abc") as receiver:
+        output = posted(receiver, 3)
+    assert (output.snapshot().sent, output.snapshot().retries, len(receiver.bodies)) == (3, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "connections"),
+    [
+        ({"Transfer-Encoding": "chunked"}, b"2\r\nok\r\n0\r\n\r\n", 1),
+        ({"Content-Length": "2"}, b"ok", 1),
+        ({"Content-Length": "70000"}, b"." * 70_000, 3),  # longer than what is read
+    ],
+)
+def test_f14_a_connection_is_kept_after_a_short_answer(
+    headers: dict[str, str], body: bytes, connections: int
+) -> None:
+    with Receiver(lambda _: (200, headers), body=body) as receiver:
+        output = posted(receiver, 250)
+    assert (output.snapshot().sent, len(receiver.bodies), len(receiver.clients)) == (250, 3, connections)
+
+
 def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time() -> None:
     hangs = threading.Event()
     with Receiver(lambda _: (200, {}) if hangs.wait(PATIENCE) else (500, {})) as receiver:

@@ -324,6 +324,7 @@ def test_f14_keypoints_and_masks_are_drawn_where_they_are() -> None:
         {"masks": [{**MASK, "counts": [2**62] * 4 + [4]}]},  # together 4, as 64 bits count
         {"masks": [{**MASK, "size": [10**5, 10**5]}]},
         {"masks": [{**MASK, "box": [0, 0, 1e9, 1e9]}]},
+        {"masks": [{**MASK, "box": [3e9, 0, 3e9 + 9, 9]}]},
         {"masks": [{**MASK, "box": None}]},
     ],
 )

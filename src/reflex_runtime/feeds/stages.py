@@ -86,7 +86,7 @@ def mask_picture(
     mask: Any, size: tuple[int, int], by: int = 1, level: int = 255
 ) -> tuple[Image.Image, tuple[int, int]] | None:
     """A mask of a result with `level` where it covers a picture of this size, and its upper left corner there. by: how
-    many times larger the frame is. None for a mask of another form, or far larger than the picture."""
+    many times larger the frame is. None for a mask of another form, or far larger than the picture or outside of it."""
     cells = cells_of(mask)
     if cells is None:
         return None
@@ -95,6 +95,8 @@ def mask_picture(
     except (TypeError, ValueError, KeyError, OverflowError):
         return None
     if not (0 < x1 - x0 <= 2 * size[0] and 0 < y1 - y0 <= 2 * size[1]):
+        return None
+    if x0 >= size[0] or y0 >= size[1] or x1 <= 0 or y1 <= 0:
         return None
     picture = Image.fromarray(cells.astype(np.uint8) * level)
     return picture.resize((x1 - x0, y1 - y0), Image.Resampling.NEAREST), (x0, y0)

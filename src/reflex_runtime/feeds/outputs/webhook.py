@@ -7,6 +7,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -22,7 +23,8 @@ TIMEOUT_S: Final = 10.0  # to connect, and between two parts of an answer
 FIRST_S: Final = 0.5  # pause before the second attempt; doubles, and is shortened by up to half at random
 LONGEST_S: Final = 30.0
 ATTEMPTS: Final = 8  # for a group, in about a minute
-ANSWER_BYTES: Final = 65_536  # of an answer; a longer one, or one that may have no end, is not read to its end
+ANSWER_BYTES: Final = 65_536  # read of an answer's body; a longer one, or a later one, ends the connection
+BODY_S: Final = 0.5
 _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -105,16 +107,27 @@ class Webhook(ResultOutput):
             self._connection = self._connection or self._connect()
             self._connection.request("POST", self._address.path, body, self._headers)
             answer = self._connection.getresponse()
-            if answer.length is not None and answer.length <= ANSWER_BYTES:
-                answer.read()
         except (OSError, HTTPException):
             self._close()
             if fresh:
                 raise
             return self._post(body)
+        self._finish(self._connection, answer)
+        return answer
+
+    def _finish(self, connection: HTTPConnection, answer: HTTPResponse) -> None:
+        """Read the body, so that the connection can be used again. The status counts, whatever becomes of the body."""
+        until, left = time.monotonic() + BODY_S, ANSWER_BYTES
+        with suppress(OSError, HTTPException):
+            if connection.sock is not None:  # else it ends with the body
+                connection.sock.settimeout(BODY_S)
+                while left > 0 and time.monotonic() < until and (part := answer.read1(left)):
+                    left -= len(part)
+                if answer.length == 0:
+                    answer.read()
+                connection.sock.settimeout(TIMEOUT_S)
         if not answer.isclosed():
             self._close()
-        return answer
 
     def _connect(self) -> HTTPConnection:
         host, port = self._address.host, self._address.port
