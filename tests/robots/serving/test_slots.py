@@ -17,6 +17,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots import Export, Policy, load_policy
 from reflex_runtime.robots.policy.processors import parse_fault
+from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.robots.versions.slots import Slot, Version, check_alike, faults_of, group_of, load
 from reflex_runtime.settings import ServeConfig
 from robots.tiny import Bench, asked, write_export
@@ -201,7 +202,7 @@ def test_v12_once_the_guard_has_watched_long_enough_there_is_no_way_back(tmp_pat
 def test_v1_versions_behind_one_router_drive_the_same_robot(tmp_path: Path) -> None:
     exports = {"a": Export.load(write_export(tmp_path / "a")), "b": Export.load(write_export(tmp_path / "b"))}
     check_alike(exports)
-    longer = replace(exports["b"], action_dim=7, x_dim=7)
+    longer = replace(exports["b"], action_dim=7, x_dim=7, action_norm=None, embodiment=Embodiment())
     with pytest.raises(ConfigError, match="action_dim: found 7 for slot b, expected 2"):
         check_alike(exports | {"b": longer})
 

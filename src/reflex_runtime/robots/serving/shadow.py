@@ -36,7 +36,7 @@ from reflex_runtime.web.errors import known
 log = logging.getLogger("reflex.shadow")
 
 TOLD: Final = 60.0  # seconds between log lines about a failing shadow
-CLIENT: Final = ("shadow",)  # of the decode pool
+CLIENT: Final = ""  # it is no client: it has no line on the dashboard
 SHARE: Final = 0.01  # of decoding, against 1 of a caller
 
 
