@@ -31,6 +31,7 @@ WRONG = {
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 def embed(texts: list[str]) -> list[str]:
     return texts
@@ -48,6 +49,9 @@ def unknown(items: list[socket]) -> list[str]:
     return items
 
 def strange(items: list[np.dtype]) -> list[str]:
+    return items
+
+def spectrum(items: list[NDArray[np.complex64]]) -> list[str]:
     return items
 
 def strange_result(items: list[int]) -> list[object]:
@@ -102,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["python:some:nothing"], "must take one argument"),
         (["python:some:unknown"], "NameError"),
         (["python:some:strange"], "no type that can be sent"),
+        (["python:some:spectrum"], "its items: arrays of complex64 cannot be sent"),
         (["python:some:Example"], "example: does not fit"),
         (["python:some:embed", "python:some:embed"], "two functions are called 'embed'"),
         (["a=python:some:embed", "a=python:some:other"], "two functions are called 'a'"),

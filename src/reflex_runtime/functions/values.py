@@ -128,8 +128,12 @@ class Values:
         if not (hint is np.ndarray or get_origin(hint) is np.ndarray):
             return self.arrays.get(hint) if self.arrays else None  # a hint need not be hashable
         of = next((get_args(arg) for arg in get_args(hint) if get_origin(arg) is np.dtype), ())
-        known = of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT
-        return ArrayType(np.dtype(of[0]) if known else None)
+        if not (of and isinstance(of[0], type) and issubclass(of[0], np.generic) and of[0] not in _ABSTRACT):
+            return ArrayType(None)
+        dtype = np.dtype(of[0])
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            raise ConfigError(f"{self._where}: arrays of {dtype.name} cannot be sent; bool, int and float can")
+        return ArrayType(dtype)
 
     def _read(self, hint: Any, value: Any) -> Any:
         """A value of a type that msgspec does not have; ValueError for a wrong one."""
