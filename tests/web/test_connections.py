@@ -60,6 +60,18 @@ def test_max_connections_leaves_descriptors_to_others(
     assert set_to[2:] == [(4180, 524288), (2000, 2000), (4180, no_limit)]
 
 
+def test_max_connections_of_a_system_that_allows_fewer_files_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(module.os, "listdir", lambda path: ["fd"] * 20)
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
+    most_connections.cache_clear()
+    assert most_connections(4096) == 940
+    most_connections.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def hasty(tiny: Path) -> Iterator[Server]:
     """A server with little time."""

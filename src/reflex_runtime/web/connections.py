@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from math import inf
@@ -536,8 +537,10 @@ def most_connections(asked: int) -> int:
         allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = asked + len(os.listdir("/dev/fd")) + RESERVE
         if allowed != resource.RLIM_INFINITY and allowed < needed:
-            allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            with suppress(OSError, ValueError):  # the system may allow fewer than the hard limit
+                resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+                allowed = raised
     except (ImportError, OSError):
         return asked
     if allowed == resource.RLIM_INFINITY or allowed >= needed:

@@ -80,8 +80,9 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
     if datatype == BYTES:
         flat = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
     try:
-        return Tensor(name, datatype, np.array(flat, dtype).reshape(shape))
-    except OverflowError:
+        with np.errstate(over="raise"):  # else 1e39 would be infinity in FP32
+            return Tensor(name, datatype, np.array(flat, dtype).reshape(shape))
+    except (OverflowError, FloatingPointError):
         raise invalid_input(name, f"holds numbers too large for {datatype}") from None
     except ValueError:  # an empty tensor may claim a shape beyond numpy's limits
         raise invalid_input(name, f"{len(flat)} values do not make {datatype} of shape {list(shape)}") from None

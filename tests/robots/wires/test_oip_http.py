@@ -344,6 +344,8 @@ def test_w26_a_binary_body_is_read_as_views_of_it() -> None:
         (*binary(raw(parameters={"shared_memory_region": "r"})), "shared_memory_region is not served"),
         (*binary(raw(), data=GOOD, outputs=[{"name": "x", "parameters": {"classification": 3}}]), "classification"),
         (*binary(raw(7), data=GOOD[1:]), "state: 7 bytes do not make"),
+        (*binary({"name": "a", "datatype": "FP32", "shape": [1], "data": [1e39]}), "too large for FP32"),
+        (*binary({"name": "a", "datatype": "INT8", "shape": [1], "data": [300]}), "too large for INT8"),
         (b"{}", 3, "Inference-Header-Content-Length is 3"),
         (b"{}", None, "inputs"),
         (b"", None, "not JSON"),
