@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
+from reflex_runtime.core.batch import RequestAnswered, RequestRejected
+from reflex_runtime.core.errors import QueueFull
+from reflex_runtime.core.request import Request
+from reflex_runtime.observe import journal
 from reflex_runtime.observe.journal import JournalError, JournalReader, read_journal
 
-from .test_journal_recording import asked, record
+from .test_journal_recording import Run, asked, record, recorder
 
 
 @pytest.fixture
@@ -66,6 +72,68 @@ def test_t4_what_is_no_journal_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(JournalError, match=says):
         read_journal(put(tmp_path, make(lines)))
+
+
+def nested(depth: int) -> bytes:
+    return b'"x":' + b"[" * depth + b"]" * depth
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda x: [x[0][:-2] + b"," + nested(50_000) + b"}\n", *x[1:]], "line 1"),
+        (lambda x: [b'{"kind":"header","schema_version":1,' + nested(50_000) + b"}\n"], "line 1"),
+        (lambda x: [x[0], x[1][:-2] + b"," + nested(50_000) + b"}\n", *x[2:]], "line 2"),
+        (lambda x: [x[0], b'{"kind":"decision",' + nested(50_000) + b"}\n", *x[1:]], "line 2"),
+    ],
+)
+def test_values_nested_without_end_are_refused_with_their_line(
+    tmp_path: Path, lines: list[bytes], make: Callable[[list[bytes]], list[bytes]], where: str
+) -> None:
+    with pytest.raises(JournalError, match=f"{where}: values nested too deeply"):
+        read_journal(put(tmp_path, make(lines)))
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_a_line_without_end_is_refused_before_it_takes_the_memory(
+    tmp_path: Path, lines: list[bytes], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(journal, "LONGEST", 1 << 20)
+    whole = lines[0] + b'{"kind":"decision","why":"' + bytes(60 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(whole) if name.endswith(".gz") else whole)
+    tracemalloc.start()
+    try:
+        with pytest.raises(JournalError, match="line 2: longer than 1 MiB"):
+            read_journal(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_lines_longer_than_a_part_are_read_whole(
+    tmp_path: Path, lines: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_CHUNK", 7)
+    long = b'{"kind":"decision","why":"' + b"x" * 99_999 + b'"}\n'
+    read = read_journal(put(tmp_path, [lines[0], long, *lines[1:-1]]))
+    assert [len(note.fields["why"]) for note in read.notes] == [99_999]
+    assert (len(read.requests), read.torn, read.footer) == (3, False, None)
+
+
+def test_refusals_of_one_id_keep_their_own_schedules(tmp_path: Path) -> None:
+    """A caller that tries again often sends the same id."""
+    made = recorder(tmp_path / "again")
+    again = asked(7, actions=None)
+    made(RequestAnswered(1000.1, "prod", "client_error", 422, 0.001, None, again, 0.001))  # came to no scheduler
+    for at in (1000.5, 1001.5):
+        made(RequestRejected(at, Request(id=again.request_id, group="prod"), QueueFull()))
+        made(RequestAnswered(at, "prod", "shed", 503, 0.001, None, again, 0.001))
+    Run(made, now=1002.0).batch(asked(7))
+    assert made.close()
+    assert made.path is not None
+    schedules = [line.schedule for line in read_journal(made.path).requests]
+    assert schedules[0] is None
+    assert [s and (s.ticket, s.arrived) for s in schedules[1:]] == [(None, 1000.5), (None, 1001.5), (0, 1001.999)]
 
 
 def test_t4_a_gz_that_was_cut_off_gives_what_it_holds(tmp_path: Path) -> None:

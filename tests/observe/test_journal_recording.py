@@ -28,7 +28,15 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket
 from reflex_runtime.observe.journal import read_journal
-from reflex_runtime.observe.journal_writer import JournalWriter, Recording, RequestRecord, hardware, info_of, short
+from reflex_runtime.observe.journal_writer import (
+    EARLY,
+    JournalWriter,
+    Recording,
+    RequestRecord,
+    hardware,
+    info_of,
+    short,
+)
 
 HEADER = {
     "model_hash": "0123456789abcdef",
@@ -252,6 +260,20 @@ def test_notes_are_kept_apart(tmp_path: Path) -> None:
     assert decision.fields == {"timestamp": "2023-11-14T22:13:20.250000Z", "action": "split", "split": 20}
     assert (outcome.fields["episode_id"], outcome.fields["success"], outcome.fields["reward"]) == ("ep_7", True, 0.5)
     assert other.fields["mean"] == 0.25
+
+
+def test_notes_beyond_those_kept_for_the_first_request_are_counted(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    for i in range(EARLY + 3):
+        made.note("decision", number=i)
+    Run(made).batch(asked(0))
+    assert made.close()
+    assert made.path is not None
+    read = read_journal(made.path)
+    assert len(read.notes) == EARLY
+    assert made.dropped == 3
+    assert read.footer is not None
+    assert read.footer.dropped == 3
 
 
 def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:

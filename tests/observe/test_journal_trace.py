@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reflex_runtime.core.batch import (
@@ -247,6 +248,17 @@ def test_what_json_cannot_say_does_not_end_the_trace(tmp_path: Path) -> None:
     assert first.members[0].id == "lone \\ud800"
     assert first.notes == {"odd": "unwritable: ValueError: no name"}
     assert second.cost is None
+
+
+def test_numbers_of_numpy_stay_numbers(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        loop = Loop(ROBOTS, trace)
+        loop.submit(id="a", wants=np.float32(1.0))
+        odd = {"share": np.float64(0.5), "count": np.int64(3), "held": np.bool_(True), "long": np.longdouble(2.0)}
+        loop.run(lambda t, u: Done(), notes=odd)
+    (batch,) = read_journal(tmp_path / "t.jsonl").batches
+    assert batch.notes == {"share": 0.5, "count": 3, "held": True, "long": 2.0}
+    assert batch.members[0].asked == 1.0
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

@@ -74,6 +74,14 @@ def test_x4_batches_of_two_processes_have_numbers_of_their_own_and_come_in_the_o
     assert (len(found.batches), found.left_out) == (BATCHES, BATCHES)
 
 
+def test_x4_batches_of_two_snapshots_that_do_not_fit_are_counted_as_left_out() -> None:
+    parts = LiveParts()
+    for first in (0, BATCHES):
+        parts.take("w0", snapshot(batches=[batch(first + i, float(first + i)) for i in range(BATCHES)]))
+    found = parts.snapshot(0.0, {})
+    assert (len(found.batches), found.left_out) == (BATCHES, BATCHES)
+
+
 def test_x4_groups_of_processes_are_one_with_the_worst_tail() -> None:
     parts = LiveParts()
     parts.take("w0", snapshot(groups=[group(tokens=10.0, first_p50=0.1, gap_p99=0.5, p99=0.9)]))

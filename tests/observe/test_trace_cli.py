@@ -54,7 +54,7 @@ def run(*argv: object) -> int:
 def test_l10_a_table_a_summary_and_two_pictures(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(file) == 0
     out = capsys.readouterr().out
-    assert "a: no budget, at most 2 requests" in out
+    assert "; a, b: no budget, at most 2 requests" in out
     assert "▸robot_0" in out
     assert "measured" in out
     assert out.count("predicted") == 1  # in the summary; there is no such column, because nothing was
@@ -139,6 +139,37 @@ def test_the_table_fits_a_narrow_terminal(
     assert all("image[" not in row for row in rows)
     assert "queued" not in "".join(lines[2:4])  # always zero
     assert "stage" in lines[3]
+
+
+def test_calls_that_run_again_in_parts_are_no_loss_and_no_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def batch(number: int, elapsed: float, apart: bool) -> dict[str, object]:
+        member = {"seq": 1, "id": "a", "client": "c", "units": 1.0, "asked": 1.0, "state": "waiting", "age": 0.0}
+        return {
+            "kind": "batch", "id": number, "group": "prod", "reason": "timeout", "cause": "idle", "at": 1.0 * number,
+            "finished": number + elapsed, "elapsed": elapsed, "expected": 0.01, "cost": 0.01, "unit": "seconds",
+            "size": 1, "queued": 0, "apart": apart, "members": [{**member, "outcome": "apart" if apart else "done"}],
+        }  # fmt: skip
+
+    head = {"kind": "header", "schema_version": 2}
+    made = [head, batch(1, 0.0001, True), batch(2, 0.01, False)]
+    (tmp_path / "apart.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+    assert run(tmp_path / "apart.jsonl", "--no-picture") == 0
+    out = capsys.readouterr().out
+    assert "predicted ÷ measured: median 1.00, p10 1.00, p90 1.00, over 1 batches" in out
+    assert "not answered" not in out
+
+
+def test_groups_with_equal_ceilings_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {
+        name: {"unit": "seconds", "budget": 0.1, "max_size": size} for name, size in (("a", 8), ("b", 4), ("c", 8))
+    }
+    head = {"kind": "header", "schema_version": 2, "started_at": "then", "reflex_version": "0", "groups": groups}
+    (tmp_path / "g.jsonl").write_text(json.dumps(head) + "\n")
+    assert run(tmp_path / "g.jsonl", "--no-picture") == 0
+    ceilings = "a, c: budget 0.1 seconds, at most 8 requests; b: budget 0.1 seconds, at most 4 requests"
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"started then, reflex 0; {ceilings}")
 
 
 def test_colours_on_a_terminal(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,10 @@ def test_what_passes_between_two_batches_is_found() -> None:
 
 def test_too_few_requests_are_an_error() -> None:
     journal, _ = journal_of(served(Knobs(0.1, inf, 256)), Open(Every(2.0, phase=1.0)), DEVICE, 2.0)
+    three = RecordedArrivals([Arrival(1.0, Request(client=i)) for i in range(3)])
+    at_once, _ = journal_of(served(Knobs(0.1, inf, 256)), three, DEVICE, 2.0)
+    with pytest.raises(ConfigError, match="its 3 requests came at one moment"):
+        observe(at_once)
     with pytest.raises(ConfigError, match="has 1 requests, too few"):
         observe(journal)
 

@@ -9,7 +9,8 @@ batches, `ended`) are seconds of its monotonic clock, unrounded: a schedule repl
 bit.
 
 Reading: a missing footer, blank lines and a torn last line are accepted, because a crash leaves them. Anything else (a
-torn line with others after it, an empty file, a later version) raises JournalError, which names file and line.
+torn line with others after it, an empty file, a later version, a line without end) raises JournalError, which names
+file and line.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import base64
 import re
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -432,8 +434,10 @@ KINDS = frozenset({"header", "warm", "request", "batch", "ended", "footer"})
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 _NO_JOURNAL = "not a journal"
+_NESTED = "values nested too deeply"
 _WRITES = "reflex serve --trace FILE or --record DIR writes one"
 _CHUNK = 1 << 18  # bytes read at a time
+LONGEST = 1 << 29  # bytes of a line, more than the writer's `IMAGE_BYTES` in base64
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,16 +485,20 @@ def read_journal(path: str | Path, images: bool = True) -> Journal:
         if not images and isinstance(line, RequestLine):
             line.request.image_b64 = None
         kinds[type(line)].append(line)
-    refused = {line.request_id: line.schedule for line in kinds[EndedLine] if line.schedule is not None}
-    for line in kinds[RequestLine]:
-        if line.schedule is None:
-            line.schedule = refused.get(line.request.request_id)
+    requests = sorted(kinds[RequestLine], key=lambda line: line.seq)
+    refused: defaultdict[str, deque[SchedulerRequest]] = defaultdict(deque)
+    for line in kinds[EndedLine]:
+        if line.schedule is not None:
+            refused[line.request_id].append(line.schedule)
+    for line in requests:  # a caller that tries again may repeat its id; refusals and answers have the same order
+        if line.schedule is None and line.outcome != "client_error" and refused[line.request.request_id]:
+            line.schedule = refused[line.request.request_id].popleft()
     if reader.header.schema_version == 1:
-        complete(kinds[RequestLine], kinds[BatchLine])
+        complete(requests, kinds[BatchLine])
     return Journal(
         path=reader.path,
         header=reader.header,
-        requests=sorted(kinds[RequestLine], key=lambda line: line.seq),
+        requests=requests,
         batches=kinds[BatchLine],
         ended=kinds[EndedLine],
         notes=kinds[Note],
@@ -534,6 +542,8 @@ class JournalReader:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 self._torn_at, self.torn = self._number, True
                 continue
+            except RecursionError as error:
+                raise self._bad(_NESTED) from error
             if isinstance(found, Header):
                 raise self._bad("a second header")
             if isinstance(found, Footer):
@@ -574,24 +584,32 @@ class JournalReader:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 why = f"{_NO_JOURNAL}: not JSON: {error}" if ended else "no whole header"
                 raise self._bad(f"{why}; {_WRITES}") from error
+            except RecursionError as error:
+                raise self._bad(_NESTED) from error
         raise self._bad(f"empty, not even a header; {_WRITES}", 1)
 
     def _lines(self) -> Iterator[tuple[bytes, bool]]:
         """Each line, and whether it ended in a newline; counts lines."""
-        rest = b""
+        begun: list[bytes] = []  # parts of a line, joined once: a line with images has many
+        size = 0
         try:
             for part in _parts(self.path):
-                *lines, rest = (rest + part).split(b"\n")
+                *lines, rest = part.split(b"\n")
                 for line in lines:
                     self._number += 1
-                    yield line, True
+                    yield b"".join((*begun, line)), True
+                    begun, size = [], 0
+                begun.append(rest)
+                size += len(rest)
+                if size > LONGEST:
+                    raise self._bad(f"longer than {LONGEST >> 20} MiB, as no line is", self._number + 1)
         except zlib.error as error:
             raise self._bad(f"not readable as gzip: {error}", self._number + 1) from error
         except OSError as error:
             raise self._bad(error.strerror or str(error), 0) from error
-        if rest:
+        if size:
             self._number += 1
-            yield rest, False
+            yield b"".join(begun), False
 
     def _bad(self, what: str, number: int | None = None) -> JournalError:
         """number: of the line; the one just read by default, 0 for none."""
@@ -678,9 +696,9 @@ def _parts(path: Path) -> Iterator[bytes]:
                 yield data
                 continue
             while data:
-                yield inflate.decompress(data)
-                data = inflate.unused_data
-                if data:  # another member follows
+                yield inflate.decompress(data, _CHUNK)
+                data = inflate.unconsumed_tail
+                if inflate.eof and (data := inflate.unused_data):  # another member follows
                     inflate = zlib.decompressobj(31)
         if compressed:
             yield inflate.flush()

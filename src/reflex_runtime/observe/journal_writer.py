@@ -369,6 +369,8 @@ class JournalWriter:
             self._enqueue(line)
         elif len(self._early) < EARLY:
             self._early.append(line)
+        else:
+            self._full += 1
 
     def warmed(self, warm: WarmUpLine) -> None:
         """Write a slot's warm-up. Called before the first request."""
@@ -642,7 +644,7 @@ class JournalWriter:
             "reflex_version": __version__,
             "python_version": platform.python_version(),
         }
-        return msgspec.convert(msgspec.to_builtins(fields, enc_hook=str), Header)
+        return msgspec.convert(msgspec.to_builtins(fields, enc_hook=_as_json), Header)
 
     def _line(self, item: _Item) -> bytes:
         if isinstance(item, bytes):
@@ -701,21 +703,28 @@ def _ending(ticket: Ticket) -> str:
 # -- lines; texts of callers and processors that are not Unicode are escaped ------------------------------------------
 
 
-def _as_text(value: Any) -> str:
+_NUMPY: Final = ((np.bool_, bool), (np.integer, int), (np.floating, float))
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers of numpy as numbers, anything else as text."""
+    for kind, plain in _NUMPY:
+        if isinstance(value, kind):
+            return plain(value)
     try:
         return str(value)
     except Exception as error:
         return f"unwritable: {type(error).__name__}: {error}"
 
 
-_encode: Final = msgspec.json.Encoder(enc_hook=_as_text).encode
+_encode: Final = msgspec.json.Encoder(enc_hook=_as_json).encode
 
 
 def _safe(line: Any) -> bytes:
     try:
         return _encode(line) + b"\n"
     except Exception:
-        return _encode(_plain(msgspec.to_builtins(line, enc_hook=_as_text, str_keys=True))) + b"\n"
+        return _encode(_plain(msgspec.to_builtins(line, enc_hook=_as_json, str_keys=True))) + b"\n"
 
 
 def _plain(value: Any) -> Any:

@@ -444,8 +444,9 @@ class LiveParts:
         self._numbers.setdefault(name, len(self._numbers))
         before = self._new.get(name)
         if before is not None:  # two snapshots since the last merge
-            snapshot.batches = [*before.batches, *snapshot.batches][-BATCHES:]
-            snapshot.left_out += before.left_out
+            batches = [*before.batches, *snapshot.batches]
+            snapshot.batches = batches[-BATCHES:]
+            snapshot.left_out += before.left_out + max(0, len(batches) - BATCHES)
         self._new[name] = self.newest[name] = snapshot
 
     def forget(self, name: str) -> None:

@@ -307,12 +307,13 @@ def show_batches(console: Console, trace: Journal, batches: Sequence[BatchLine],
 
 def _origin(trace: Journal, file: str) -> str:
     header = trace.header
-    groups = []
+    groups: dict[str, list[str]] = {}  # by their ceilings
     for name, info in header.groups.items():
         budget = info.budget
         ceiling = "no budget" if budget is None else f"budget {budget:g} {info.unit}{info.or_times_fixed}"
-        groups.append(f"{plain(name)}: {ceiling}, at most {info.max_size} requests")
-    return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *groups])
+        groups.setdefault(f"{ceiling}, at most {info.max_size} requests", []).append(plain(name))
+    told = (f"{', '.join(names)}: {ceilings}" for ceilings, names in groups.items())
+    return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *told])
 
 
 _Column = tuple[str, list[Text], bool]  # its name, its cells, and whether they stand right
@@ -432,7 +433,8 @@ def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
     causes = Counter(b.cause for b in batches)
     lines.append(f"why: {', '.join(f'{cause} {n:,}' for cause, n in causes.most_common())}")
-    ratios = sorted(b.expected / b.elapsed for b in batches if b.expected and b.elapsed > 0.0 and not b.crashed)
+    whole_calls = [b for b in batches if not b.crashed and not b.apart]
+    ratios = sorted(b.expected / b.elapsed for b in whole_calls if b.expected and b.elapsed > 0.0)
     if ratios:
         spread = f"p10 {percentile(ratios, 0.1):.2f}, p90 {percentile(ratios, 0.9):.2f}"
         lines.append(f"predicted ÷ measured: median {median(ratios):.2f}, {spread}, over {len(ratios):,} batches")
@@ -442,7 +444,8 @@ def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     if waits:
         ranks = ", ".join(f"p{q} {percentile(waits, q / 100):.1f}" for q in (50, 90, 99))
         lines.append(f"wait ms: {ranks}, longest {waits[-1]:.1f}, over {len(waits):,} that entered")
-    outcomes = Counter(m.outcome for b in batches for m in b.members if m.outcome not in ("done", "more", None))
+    went = ("done", "more", "apart", None)
+    outcomes = Counter(m.outcome for b in batches for m in b.members if m.outcome not in went)
     if outcomes:
         lines.append(f"not answered: {', '.join(f'{o} {n:,}' for o, n in outcomes.most_common())}")
     return [*map(Text, lines), *whole(trace)]

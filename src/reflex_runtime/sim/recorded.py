@@ -264,8 +264,10 @@ class ObservedLoad:
 def observe(journal: Journal) -> ObservedLoad:
     """Fit the callers of a journal. ConfigError if it has too few requests."""
     seen = seen_requests(journal)
-    if len(seen) < 2 or seen[-1].came <= seen[0].came:
+    if len(seen) < 2:
         raise ConfigError(f"{journal.path}: has {len(seen)} requests, too few to learn a load from")
+    if seen[-1].came <= seen[0].came:
+        raise ConfigError(f"{journal.path}: its {len(seen)} requests came at one moment, which is no load")
     first = seen[0].came
     span = max(one.came for one in seen) - first + 1e-9
     prepared_in = _preparing(seen)

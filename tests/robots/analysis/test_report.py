@@ -214,6 +214,13 @@ def test_the_text_fits_80_columns_and_tells_the_timeline(tmp_path: Path) -> None
     assert re.search(r"success +1\d of 20, \d\d\.\d% ", text)
 
 
+def test_a_decision_without_a_reason_is_in_the_timeline(tmp_path: Path) -> None:
+    day = Day(tmp_path)
+    day.episode("a", True)
+    day.recorder.note("decision", action="freeze")
+    assert re.search(r"22:13:2\d  freeze +–$", report([day.close()]).text(), re.MULTILINE)
+
+
 def test_callers_words_cannot_break_the_text(tmp_path: Path) -> None:
     day = Day(tmp_path, policies=[{"slot": "a", "model_id": "x" * 200 + "\n\x1b[31m", "model_hash": "h"}])
     day.episode("a", True)

@@ -373,7 +373,8 @@ def evidence(value: float) -> str:
 
 def _event(event: Event) -> str:
     indent = f"  {_clock(event.at)}  {_plain(event.action)[:16]:<9} "
-    return textwrap.fill(_plain(event.what), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+    words = _plain(event.what) or "–"  # of an empty text nothing would be shown, not even the action
+    return textwrap.fill(words, WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def _plain(text: str) -> str:
