@@ -70,6 +70,7 @@ def image(**more: Any) -> bytes:
         (image(data="text"), "needs data"),
         (image(format="raw"), "dtype"),
         (image(format="raw", dtype="|u1"), "1 bytes do not make"),
+        (packed({"__ndarray__": True, "data": b"1234", "dtype": "<f4", "shape": [1]}), "found an array for a map"),
         (msgpack.packb([1]), "must be a map"),
         (msgpack.packb({"type": "hello", "payload": {}}), "`seq`"),
         (msgpack.packb({"type": "hello", "payload": {}, "seq": True}), r"\$\.seq"),

@@ -40,6 +40,8 @@ def decode(frame: bytes) -> EvalMessage:
         return msgspec.convert(unpack(frame), EvalMessage)
     except msgspec.ValidationError as error:
         raise ClientError(printable(f"the frame must be a map with type, payload and seq: {error}")) from None
+    except AttributeError:  # of msgspec, which looks for the keys of an array
+        raise ClientError("the frame must be a map with type, payload and seq: found an array for a map") from None
 
 
 def encode(message: EvalMessage) -> bytes:
