@@ -209,7 +209,9 @@ class Streams(FunctionCalls):
         if cohort.parts[ticket]:
             return More(cohort.parts[ticket].popleft())
         self.drop([ticket])
-        return Done() if cohort.error is None else wrapped(cohort.error)
+        if cohort.error is None:
+            return Done()
+        return cohort.error if isinstance(cohort.error, ProcessorError) else wrapped(cohort.error)
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
