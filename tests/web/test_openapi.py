@@ -163,6 +163,13 @@ def test_h7_the_example_of_the_document_is_answered(make: Callable[[Path], Path]
         assert example_sent(server, "/act").status == 200
 
 
+def test_h7_the_document_of_a_model_server_has_its_own_words_for_503() -> None:
+    with Toy() as server:
+        answers = described(server)["paths"]["/v1/completions"]["post"]["responses"]
+    assert answers["503"]["description"].startswith("deadline_unreachable, not_ready, shutting_down,")
+    assert answers["429"]["description"].startswith("queue_full, ")
+
+
 def test_h7_the_example_of_a_model_servers_document_is_answered() -> None:
     with Toy() as server:
         assert example_sent(server, "/v1/completions").status == 200

@@ -22,6 +22,7 @@ _ERRORS: Final = ERRORS | {
     "401": "invalid_api_key: a key is set and was not sent",
     "404": "model_not_found, not_found: no such model, no such path",
     "429": "queue_full, client_at_capacity: try again after Retry-After",
+    "503": "deadline_unreachable, not_ready, shutting_down, worker_unavailable: try again after Retry-After",
     "504": "deadline_exceeded: the deadline passed before the first token",
 }
 
