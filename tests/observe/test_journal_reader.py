@@ -49,6 +49,15 @@ def test_t4_causes_of_older_journals_are_read_in_the_words_of_today(tmp_path: Pa
         assert {batch.cause for batch in read_journal(put(tmp_path, kept)).batches} == {now}
 
 
+WARM = (
+    b'{"kind":"warm","slot":"prod","shape":"","cost_class":"","wants":1,"batches":[["",1000000000000,0.1]],"shares":[]}\n'
+)
+GROUPS = (
+    b'{"kind":"header","schema_version":2,"groups":{"prod":{"unit":"seconds","budget":0.1,"max_size":4,'
+    b'"cost":{"stages":["prefix"]}}}}\n'
+)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -65,6 +74,9 @@ def test_t4_causes_of_older_journals_are_read_in_the_words_of_today(tmp_path: Pa
         (lambda x: [*x, x[1]], "line 9: comes after the footer"),
         (lambda x: [x[0], b"[1]\n", *x[1:]], "line 2: not a line of a journal"),
         (lambda x: [x[0], x[1], x[2].replace(b'"seq":0', b'"seq":"x"'), *x[3:]], r"line 3: .*\$\.seq"),
+        (lambda x: [x[0], x[1].replace(b'"elapsed":0', b'"elapsed":1e300,"e":0'), *x[2:]], r"line 2: .*\$\.elapsed"),
+        (lambda x: [x[0], WARM, *x[1:]], r"line 2: .*<= 1000000 - at `\$\.batches\[0\]\[1\]"),
+        (lambda x: [GROUPS], r"line 1: .*missing required field `affine` - at `\$\.groups\[\.\.\.\]\.cost"),
     ],
 )
 def test_t4_what_is_no_journal_is_refused_with_its_line(

@@ -237,7 +237,7 @@ def test_the_header_says_how_a_group_was_scheduled() -> None:
     assert told.flush["max_batch_cost"] is None  # infinite
     assert told.flush["hold_max"] == (0.0, 0.01, 0.01)
     assert told.cost is not None
-    assert (told.capacity, told.weight, told.cost["stages"]) == (7, 2.0, [""])
+    assert (told.capacity, told.weight, told.cost.stages) == (7, 2.0, [""])
     assert hardware()["cores"] >= 1
 
 

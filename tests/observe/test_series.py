@@ -39,6 +39,18 @@ def test_the_page_is_the_same() -> None:
     assert found == page(other, counter.labels, histogram.labels)
 
 
+def test_a_series_that_comes_during_a_scrape_does_not_break_it() -> None:
+    """Events make series on their own thread."""
+    series: dict[tuple[str, ...], float] = {("first",): 1.0}
+
+    def value(number: float) -> float:
+        series["late",] = 2.0
+        return number
+
+    row = SeriesRow("reflex_late_total", "Some", value=value)
+    assert [sample.value for sample in row.collect(("name",), series).samples] == [1.0]
+
+
 def test_a_name_is_taken_once() -> None:
     registry = CollectorRegistry()
     SeriesSet(ROWS, registry)

@@ -161,6 +161,19 @@ def test_calls_that_run_again_in_parts_are_no_loss_and_no_measure(
     assert "not answered" not in out
 
 
+def test_steps_of_a_group_with_a_budget_of_zero_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    member = {"seq": 1, "id": "a", "client": "c", "units": 4.0, "asked": 4.0, "state": "waiting", "age": 0.0}
+    step = {
+        "kind": "batch", "id": 1, "group": "llm", "reason": "timeout", "cause": "step", "at": 1.0, "finished": 1.1,
+        "elapsed": 0.1, "expected": None, "cost": 4.0, "unit": "tokens", "size": 1, "queued": 0,
+        "members": [{**member, "computed": 0.0, "known": 4.0, "outcome": "done"}],
+    }  # fmt: skip
+    head = {"kind": "header", "schema_version": 2, "groups": {"llm": {"unit": "tokens", "budget": 0, "max_size": 8}}}
+    (tmp_path / "z.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(step)}\n")
+    assert run(tmp_path / "z.jsonl", "--no-picture") == 0
+    assert "1 steps, 4 tokens: mean 4.0 a step, peak 4\n" in capsys.readouterr().out
+
+
 def test_groups_with_equal_ceilings_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups = {
         name: {"unit": "seconds", "budget": 0.1, "max_size": size} for name, size in (("a", 8), ("b", 4), ("c", 8))

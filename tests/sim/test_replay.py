@@ -268,6 +268,16 @@ def test_the_report_of_what_was_recorded_is_what_happened(tmp_path: Path) -> Non
     assert 0.0 < summed.p99 <= slowest
 
 
+def test_batches_after_the_last_arrival_are_counted(tmp_path: Path) -> None:
+    recording = recorded(tmp_path, "monolithic", *(robot(i, 1) for i in range(4)))
+    for line in recording.requests:
+        assert line.schedule is not None
+        line.schedule.arrived = min(batch.at for batch in recording.batches)  # a single burst
+    for told in (recorded_report(recording), replay_schedule(recording)):
+        assert sum(size * n for size, n in told.sizes.items()) == 4
+        assert 0.0 < told.busy <= 1.0
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

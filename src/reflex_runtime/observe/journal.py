@@ -34,6 +34,8 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 
 SCHEMA_VERSION = 2
 
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # beyond them a picture has no axis
+
 ImageMode = Literal["full", "hash_only", "none"]
 IMAGE_MODES: tuple[ImageMode, ...] = ("full", "hash_only", "none")
 
@@ -50,12 +52,21 @@ class PolicyInfo(msgspec.Struct, frozen=True):
     model_hash: str = ""
 
 
+class CostInfo(msgspec.Struct, frozen=True):
+    """The fields of a `TimeCost`. padded_stages: only with sizes."""
+
+    stages: list[str]
+    affine: bool
+    sizes: list[int]
+    padded_stages: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
 class GroupInfo(msgspec.Struct, frozen=True):
     """The units and settings of a group.
 
     unit: of cost and budget (`seconds`, `tokens`, `requests`). budget: ceiling on a batch's cost, None without one.
-    max_size: most members. flush, cost: fields of the `FlushPolicy` and of the `TimeCost`, None for inf; a cost of None
-    is another cost model, which cannot be replayed. max_queued_seconds: None without a bound. planned: a controller
+    max_size: most members. flush: fields of the `FlushPolicy`, None for inf. cost: None for another cost model, which
+    cannot be replayed. max_queued_seconds: None without a bound. planned: a controller
     changes the budget. tenant: set if groups take turns as one.
     """
 
@@ -71,7 +82,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     latest_only: bool = False
     promote_after: float = 0.0
     planned: bool = False
-    cost: dict[str, Any] | None = None
+    cost: CostInfo | None = None
 
     @property
     def or_times_fixed(self) -> str:
@@ -147,7 +158,7 @@ class WarmUpLine(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
     shape: str
     cost_class: str
     wants: float
-    batches: list[tuple[str, int, float]]
+    batches: list[tuple[str, Annotated[int, msgspec.Meta(ge=1, le=1_000_000)], Seconds]]
     shares: list[float]
 
 
@@ -332,7 +343,7 @@ class Member(msgspec.Struct, omit_defaults=True):
     units: float
     asked: float
     state: str
-    age: float
+    age: Seconds
     limit: float | None = None
     outcome: str | None = None
     computed: float | None = None
@@ -359,10 +370,10 @@ class BatchLine(msgspec.Struct, tag_field="kind", tag="batch", kw_only=True):
     stage: str = ""
     reason: str
     cause: str
-    at: float
-    finished: float
-    elapsed: float
-    expected: float | None
+    at: Seconds
+    finished: Seconds
+    elapsed: Seconds
+    expected: Seconds | None
     cost: float | None
     unit: str | None
     size: int

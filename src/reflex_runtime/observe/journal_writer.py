@@ -54,6 +54,7 @@ from reflex_runtime.observe.journal import (
     AdmissionGroup,
     BatchLine,
     Cost,
+    CostInfo,
     EndedLine,
     Failure,
     Footer,
@@ -757,11 +758,9 @@ def info_of(group: GroupConfig) -> GroupInfo:
     )
 
 
-def _cost(model: TimeCost) -> dict[str, Any]:
-    found = {"stages": list(model.stages), "affine": model.affine, "sizes": list(model.sizes)}
-    if model.sizes:
-        found["padded_stages"] = list(model.padded_stages)
-    return found
+def _cost(model: TimeCost) -> CostInfo:
+    padded = list(model.padded_stages) if model.sizes else msgspec.UNSET
+    return CostInfo(list(model.stages), model.affine, list(model.sizes), padded)
 
 
 def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable[Ticket]) -> WarmUpLine | None:

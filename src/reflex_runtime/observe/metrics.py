@@ -75,7 +75,7 @@ class SeriesRow(NamedTuple):
     def collect(self, labels: Sequence[str], snapshots: Mapping[Any, Any]) -> Metric:
         """The series of these snapshots, which stand under the values of `labels`."""
         assert self.value is not None, self.name
-        values = ((key, self.value(snapshot)) for key, snapshot in snapshots.items())
+        values = [(key, self.value(snapshot)) for key, snapshot in list(snapshots.items())]  # others may come meanwhile
         if self.buckets:
             return _histogram(self.name, self.help, labels, self.buckets, values)
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.observe.journal import plain
 from reflex_runtime.observe.live import LiveBatch, LiveSnapshot, worst
 from reflex_runtime.observe.trace_tables import PALETTE, WHY_WAITING
 
@@ -87,7 +88,7 @@ class TopView:
         return fitting(columns, rows, width, {"client", "group", "wire", "why"}, spared)
 
     def _name(self, client: str) -> Text:
-        return Text("█ ", self._colour(client)).append(client, "default")
+        return Text("█ ", self._colour(client)).append(plain(client, TEXT), "default")
 
     def _colour(self, client: str) -> str:
         found = self._colours.get(client)
@@ -100,6 +101,7 @@ class TopView:
 
 
 LEAST = 18  # columns of a `why` that is cut
+TEXT = 300  # characters of a cell, or of the server's error
 ROWS = 20  # of a table of clients or feeds
 GOOD = {"ready": "green", "ok": "green", "running": "green", "ended": "green", "stopped": "green", "connected": "green"}
 _WARNS = {"starting": "yellow", "restarting": "bold yellow", "connecting": "yellow", "reconnecting": "bold yellow"}
@@ -130,7 +132,7 @@ def head_of(snapshot: LiveSnapshot, url: str) -> Text:
         if "kv_cache_usage" in model:
             head.append(f"  cache {model['kv_cache_usage']:.0%} held")
     if server.get("error"):
-        head.append(f"\n{server['error']}", "red")
+        head.append(f"\n{plain(server['error'], TEXT)}", "red")
     return head
 
 
@@ -218,7 +220,9 @@ def fitting(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, texts: set[str], spared: Iterable[str]
 ) -> Table:
     """A table with one line a row. texts: columns that are not figures. spared: columns to leave out, in this order,
-    until the others fit; a long `why` is cut. A column without a value in any row is left out, too."""
+    until the others fit; a long `why` is cut. A column without a value in any row is left out, too. Texts of
+    cameras and models can neither break a row nor command the terminal."""
+    rows = [[plain(cell, TEXT) if isinstance(cell, str) else cell for cell in row] for row in rows]
     wide = {
         column: max(cell_len(str(cell)) for cell in (column, *cells)) + 2
         for column, *cells in zip(columns, *rows, strict=True)

@@ -552,8 +552,9 @@ def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     """Lines under the table: how full the steps were, tokens computed twice or found in the cache, and times."""
     tokens = [sum(m.units for m in b.members) for b in batches]
     info = trace.groups.get(batches[0].group)
-    one_budget = info is not None and info.budget is not None and len({b.group for b in batches}) == 1
-    used = f"; {sum(tokens) / (len(batches) * info.budget):.0%} of the budget of {info.budget:g}" if one_budget else ""  # type: ignore[union-attr, operator]
+    used = ""
+    if info is not None and info.budget and len({b.group for b in batches}) == 1:
+        used = f"; {sum(tokens) / (len(batches) * info.budget):.0%} of the budget of {info.budget:g}"
     each = sum(tokens) / len(batches)
     lines = [f"{len(batches):,} steps, {sum(tokens):,.0f} tokens: mean {each:.1f} a step, peak {max(tokens):g}{used}"]
     decoded = sum(is_decode(m) for b in batches for m in b.members)

@@ -24,6 +24,8 @@ from random import Random
 from statistics import StatisticsError, correlation, median
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
+
 from reflex_runtime.core.batch import Batch, Cause, Done, More, Outcome
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError
@@ -110,6 +112,7 @@ def _group(name: str, info: GroupInfo, changes: Changes) -> GroupConfig:
             f"slot {name}: its batches were not bounded by learned times, so its schedule cannot be replayed; that of "
             "reflex serve EXPORT can"
         )
+    padded = None if cost.padded_stages is msgspec.UNSET else cost.padded_stages
     return GroupConfig(
         name=name,
         flush=changes.of(flush_of(name, info)),
@@ -120,7 +123,7 @@ def _group(name: str, info: GroupInfo, changes: Changes) -> GroupConfig:
         tenant=info.tenant or "",
         latest_only=info.latest_only,
         promote_after=info.promote_after,
-        cost=lambda: TimeCost(cost["stages"], cost["affine"], cost["sizes"], padded_stages=cost.get("padded_stages")),
+        cost=lambda: TimeCost(cost.stages, cost.affine, cost.sizes, padded_stages=padded),
         controller=Planner() if info.planned else None,
     )
 
@@ -165,13 +168,16 @@ class RecordedSteps:
     """Answers as a processor with these stages: the next stage, or the rest of the last."""
 
     def __init__(self, recording: Journal) -> None:
-        self._stages = {name: info.cost["stages"] for name, info in recording.groups.items() if info.cost is not None}
+        self._stages = {name: info.cost.stages for name, info in recording.groups.items() if info.cost is not None}
 
     def __call__(self, ticket: Ticket, units: float) -> Outcome:
         stages = self._stages[ticket.request.group]
         left = ticket.wants - units
         if left <= 1e-9:
             return Done()
+        if ticket.stage not in stages:
+            known = ", ".join(map(repr, stages))
+            raise ConfigError(f"request {ticket.id[:100]!r}: stage={ticket.stage[:100]!r}: its slot has only {known}")
         at = stages.index(ticket.stage)
         return More(wants=left, stage=stages[min(at + 1, len(stages) - 1)])
 
@@ -482,7 +488,7 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
         duration=last - first + 1e-9,
         outcome=RecordedSteps(recording),
     )
-    return Report.of(run)
+    return _to_its_end(run)
 
 
 def recorded_report(recording: Journal) -> Report:
@@ -501,6 +507,13 @@ def recorded_report(recording: Journal) -> Report:
         run.answers.append(RequestEnd(request, arrived, end - first, line.outcome, limit, device))
     for b in recording.batches:
         run.batches.append(Ran(b.at - first, b.elapsed, b.size, b.expected or 0.0, b.cause))
+    return _to_its_end(run)
+
+
+def _to_its_end(run: Run) -> Report:
+    """The figures of all of it: the last batches begin after the last arrival."""
+    ends = (*(a.ended for a in run.answers), *(b.started + b.seconds for b in run.batches))
+    run.duration = max(run.duration, *ends) + 1e-9
     return Report.of(run)
 
 

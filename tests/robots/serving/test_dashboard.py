@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import re
 import subprocess
@@ -172,6 +173,16 @@ def test_x4_a_shadow_is_no_client_and_answers_nobody(tiny: Path) -> None:
     head = console.export_text().splitlines()[0]
     assert "  3.0 answers/s" in head
     assert "p99 250 ms" in head
+
+
+def test_x4_texts_of_cameras_and_models_break_no_row_of_top() -> None:
+    feed = {"state": "lost", "fps": 1.0, "age": 0.1, "p95": None, "frames": 1, "restarts": 0, "drops": {}}
+    server = {"state": "failed", "error": "no\x1b[2J\nmodel", "feeds": {"gate": feed | {"error": "no\x1b[31m\nroute"}}}
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(TopView("here").show(LiveSnapshot(0.0, 1, [], [], 0, [], [], 0, server), 120))
+    lines = console.export_text().splitlines()
+    assert "no·[2J·model" in lines
+    assert [line for line in lines if "gate" in line and line.rstrip().endswith("no·[31m·route")]
 
 
 def test_x4_top_says_what_it_cannot_read() -> None:
