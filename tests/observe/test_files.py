@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,3 +117,14 @@ def test_every_writer_keeps_what_the_run_before_left_and_follows_no_link(tmp_pat
     results.close()
     assert [Path(f"{path}.1").read_bytes() for path in (trace, lines)] == [b"old", b"old"]
     assert lines.read_bytes() == b""
+
+
+def test_a_check_leaves_a_pipe_to_its_reader(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check = threading.Thread(target=files.check, args=(pipe,), daemon=True)
+    check.start()
+    check.join(10.0)
+    waits = check.is_alive()  # for a reader, who would read the end
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    assert not waits

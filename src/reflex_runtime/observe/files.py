@@ -44,8 +44,10 @@ def append(path: str | os.PathLike[str], private: bool = False) -> FileIO:
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raises the errors of `create`. Creates an empty file if there was none."""
-    append(path).close()
+    """Raises the errors of `create`. Creates an empty file if there was none. A pipe is not opened: at the close its
+    reader would read the end."""
+    if not Path(path).is_fifo():
+        append(path).close()
 
 
 def replace(path: str | os.PathLike[str], data: bytes) -> None:
