@@ -332,6 +332,27 @@ def test_g14_a_start_that_is_cancelled_leaves_nothing(loop: str) -> None:
     run(test(), loop)
 
 
+def test_g14_a_start_that_is_cancelled_while_it_is_closed_is_cancelled() -> None:
+    async def test() -> None:
+        began = asyncio.Event()
+
+        async def opener(handler: Any) -> Any:
+            began.set()
+            await asyncio.Event().wait()
+
+        client = Watch().client(opener)
+        start = asyncio.create_task(client.start())
+        await began.wait()
+        close = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.wait({start, close})
+        assert start.cancelled()
+        assert client.state == "stopped"
+
+    run(test())
+
+
 def test_g14_close_while_it_is_prepared_leaves_nothing() -> None:
     async def test() -> None:
         prepares = asyncio.Event()

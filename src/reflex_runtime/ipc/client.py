@@ -130,7 +130,8 @@ class RuntimeClient:
         try:
             link = await starting
         except asyncio.CancelledError:
-            if self._closing is None:
+            caller = asyncio.current_task()
+            if self._closing is None or (caller is not None and caller.cancelling()):  # else `close` has cancelled it
                 await self.close(0)
                 raise
         except Exception as error:
