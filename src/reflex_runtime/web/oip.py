@@ -193,7 +193,7 @@ _LEVELS: Final[Mapping[int, Level]] = {0: "default", 1: "urgent", 2: "default"}
 class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The parameters of a request that every model takes. timeout: microseconds, at most 600 s; 0 for none."""
 
-    priority: int | Level = 0
+    priority: int | Level | None = None
     timeout: Annotated[int, Meta(ge=0, le=600_000_000)] = 0
     binary_data_output: bool = False
 
@@ -208,7 +208,7 @@ class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """The priority by its name; numbers over 2 are background."""
         if isinstance(self.priority, str):
             return self.priority
-        return _LEVELS.get(max(self.priority, 0), "background")
+        return _LEVELS.get(max(self.priority or 0, 0), "background")
 
     def deadline_ms(self, left_ms: float | None) -> float | None:
         """The shorter one of its time limit and the caller's; None without any."""

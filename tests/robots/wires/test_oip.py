@@ -136,6 +136,12 @@ def test_w48_priorities_are_levels(export: Export, sent: int | str, found: str) 
     assert asked(export, STATE, priority=sent)[0].priority == found
 
 
+def test_w48_what_json_has_for_a_whole_number_and_for_nothing_is_read_as_on_act(export: Export) -> None:
+    (question,) = asked(export, STATE, executed=3.0, delay=2.0, priority=None, robot_id=None, sequence_id=None)
+    assert (question.executed, question.delay, question.priority, question.robot_id) == (3, 2, "default", None)
+    assert wrong(export, STATE, executed=3.5) == "executed"
+
+
 def test_w48_the_time_limit_is_the_shorter_one(export: Export) -> None:
     assert asked(export, STATE)[0].deadline_ms is None
     assert asked(export, STATE, timeout=2500)[0].deadline_ms == 2.5

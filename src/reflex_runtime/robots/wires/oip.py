@@ -17,7 +17,7 @@ from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
 from reflex_runtime.robots.serving.question import MAX_ROWS, OIP, ObservationReader, Question, RequestLimits
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.robots.wires.common import Episodes, answer_details, question_of
-from reflex_runtime.web.fields import check_id, encode, invalid_input
+from reflex_runtime.web.fields import Whole, check_id, encode, invalid_input
 from reflex_runtime.web.oip import (
     BYTES,
     Described,
@@ -128,8 +128,8 @@ class PolicyParameters(InferParameters, kw_only=True):
 
     robot_id: str | None = None
     episode_id: str | None = None
-    executed: int | None = None
-    delay: int | None = None
+    executed: Whole | None = None
+    delay: Whole | None = None
     sequence_id: int | str | None = None
     sequence_start: bool = False
     sequence_end: bool = False
