@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from reflex_runtime.observe.metrics import SeriesRow, SeriesSet
+from reflex_runtime.core.batch import Batch, BatchFinished, Cause
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.observe.metrics import Metrics, SeriesRow, SeriesSet
 
 BUCKETS = (0.001, 0.01, 0.1, 1, 10)
 ROWS = (
@@ -49,6 +51,18 @@ def test_a_series_that_comes_during_a_scrape_does_not_break_it() -> None:
 
     row = SeriesRow("reflex_late_total", "Some", value=value)
     assert [sample.value for sample in row.collect(("name",), series).samples] == [1.0]
+
+
+@pytest.mark.parametrize(("crashed", "apart", "steps"), [(False, False, 2), (True, False, 0), (False, True, 0)])
+def test_denoise_steps_of_a_failed_call_do_not_count(crashed: bool, apart: bool, steps: int) -> None:
+    """Its members run again, and would count twice."""
+    metrics = Metrics()
+    metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0, lambda: 0.0)
+    grants = {Ticket(Request(group="prod"), i, 0.0): 1.0 for i in range(2)}
+    batch = Batch(1, "prod", "", "denoise", Cause.IDLE, 0.0, 0.0, 0.0, grants)
+    metrics(BatchFinished(1.0, batch, 0.5, crashed, apart))
+    assert metrics.slots["prod"].steps.value == steps
+    assert metrics.slots["prod"].busy.value == 0.5
 
 
 def test_a_name_is_taken_once() -> None:

@@ -174,6 +174,24 @@ def test_steps_of_a_group_with_a_budget_of_zero_are_shown(tmp_path: Path, capsys
     assert "1 steps, 4 tokens: mean 4.0 a step, peak 4\n" in capsys.readouterr().out
 
 
+def test_steps_whose_call_failed_are_lost_and_break_no_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def step(number: int, **member: object) -> dict[str, object]:
+        told = {"seq": 1, "id": "a", "client": "c", "units": 4.0, "asked": 4.0, "age": 0.0, "computed": 0, "known": 4}
+        return {
+            "kind": "batch", "id": number, "group": "llm", "reason": "timeout", "cause": "step", "at": 1.0 * number,
+            "finished": number + 0.1, "elapsed": 0.1, "expected": None, "cost": 4.0, "unit": "tokens", "size": 1,
+            "queued": 0, "apart": member["outcome"] == "apart", "members": [{**told, **member}],
+        }  # fmt: skip
+
+    made = [{"kind": "header", "schema_version": 2, "groups": {"llm": {"unit": "tokens", "budget": 8, "max_size": 8}}}]
+    made += [step(1, state="waiting", outcome="apart"), step(2, state="resident", outcome="done")]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+    assert run(tmp_path / "s.jsonl", "--no-picture") == 0
+    out = capsys.readouterr().out
+    assert "8 of them prefill, 0 decode, 4 lost to 1 failed call\n" in out
+    assert "− cached: holds for all 1 requests" in out
+
+
 def test_groups_with_equal_ceilings_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups = {
         name: {"unit": "seconds", "budget": 0.1, "max_size": size} for name, size in (("a", 8), ("b", 4), ("c", 8))

@@ -482,7 +482,7 @@ class SlotSeries:
         if "captured" in batch.notes:
             self._captured.append(bool(batch.notes["captured"]))
             self.graph.set(sum(self._captured) / len(self._captured))
-        if batch.stage == "denoise":
+        if batch.stage == "denoise" and not event.crashed and not event.apart:  # a call that failed took no step
             self.steps.inc(len(batch))
         notes = batch.notes
         if notes:

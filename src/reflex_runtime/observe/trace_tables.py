@@ -187,10 +187,10 @@ def _waited_in(batches: list[BatchLine], ids: Container[int] | None, found: dict
 class Course:
     """One request through all its batches, in tokens and seconds.
 
-    scheduled: granted in all; cached: found in the prefix cache, at every entry; recomputed: computed and lost to
-    preemption; unused: guesses that were wrong. first_step: id of the batch that sampled its first token; first_token:
-    seconds from its arrival to the end of that batch. gaps: seconds between its tokens. ended: how it ended, None if
-    the trace does not show that.
+    scheduled: granted in all; cached: found in the prefix cache, at every entry; recomputed: lost to preemption or to a
+    call that failed as a whole; unused: guesses that were wrong. first_step: id of the batch that sampled its first
+    token; first_token: seconds from its arrival to the end of that batch. gaps: seconds between its tokens. ended: how
+    it ended, None if the trace does not show that.
     """
 
     member: Member
@@ -227,6 +227,9 @@ def courses(batches: Sequence[BatchLine]) -> list[Course]:
             course = found.setdefault(m.seq, Course(m))
             course.scheduled += m.units
             course.cached += m.cached or 0.0
+            if m.outcome == "apart":  # the call failed: all of it is computed again
+                course.recomputed += m.units
+                continue
             course.unused += unused(m)
             computed[m.seq] = (m.computed or 0.0) + m.units - unused(m)
             if samples(m):
@@ -560,8 +563,9 @@ def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     decoded = sum(is_decode(m) for b in batches for m in b.members)
     went = courses(batches)
     cached, lost = sum(c.cached for c in went), sum(c.recomputed for c in went)
-    thrown = sum(c.preemptions for c in went)
-    again = f", {lost:g} lost to {thrown} preemption{'s' * (thrown != 1)}" if thrown else ""
+    events = ((sum(c.preemptions for c in went), "preemption"), (sum(b.apart for b in batches), "failed call"))
+    causes = " and ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in events if n)
+    again = f", {lost:g} lost to {causes}" if causes else ""
     found = f"; {cached:g} more found in the prefix cache" if cached else ""
     guesses = sum(m.guessed or 0.0 for b in batches for m in b.members)
     right = guesses - sum(unused(m) for b in batches for m in b.members)
