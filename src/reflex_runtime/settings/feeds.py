@@ -44,7 +44,7 @@ class FeedsConfig:
     threads: int = option(1, "ONNX Runtime threads per call", (1, 256), needs="onnx")
     max_batch_size: int = option(4, "most frames in a call of the processor", (1, 4096), group="batching")
     max_latency_ms: float = option(50.0, "longest wait of a free processor for feeds that are due", (0, 60_000, "ms"))
-    watchdog_s: float = option(60.0, "give up a batch that runs, a frame that waits longer; 0 is off", (0, 3600, "s"))
+    watchdog_s: float = option(60.0, "give up a batch or a waiting frame after this time; 0 is off", (0, 3600, "s"))
     realtime: bool = option(False, "play files at their pace; the newest frame wins", needs="a file", group="the feeds")
     loop: bool = option(False, "start files over when they end, with --realtime", needs="a file")
     max_age_ms: float = option(1000.0, "drop a frame that is older", (1, 3_600_000, "ms"), needs="a live feed")

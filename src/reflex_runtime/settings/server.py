@@ -156,7 +156,7 @@ class LLMServeConfig(ServerConfig):
         "none", "round the weights (OpenVINO): int8 is close to float32, int4 coarse", choices=("none", "int8", "int4")
     )
     cache_dir: str = option(
-        "", "place of converted models; by default .reflex beside the model, or the user's cache", metavar="DIR"
+        "", "place of converted models; by default .reflex in the model's own, or the user's cache", metavar="DIR"
     )
     threads: int = option(0, "CPU threads of a step; 0 is the runner's default", (0, 1024))
     max_model_len: int = option(0, "most tokens of a request, prompt and output; 0 is the model's limit", (0, 1 << 24))
