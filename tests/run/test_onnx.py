@@ -16,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.run.onnx_session import CUDA, OPENVINO, OnnxSession, TensorSpec
+from reflex_runtime.functions.processor import OnnxItems
+from reflex_runtime.run.onnx_session import CPU, CUDA, OPENVINO, OnnxSession, TensorSpec
 
 Dim = str | int
 
@@ -98,6 +99,19 @@ def test_b11_a_leading_axis_of_any_size_gets_whole_calls(tmp_path: Path, monkeyp
     onnx.save(total, tmp_path / "total.onnx")
     with pytest.raises(ConfigError, match="output 'y': leading axis: found a fixed size of 1, expected 4 as that of"):
         OnnxSession(tmp_path / "total.onnx", any_batch=True)
+
+
+def test_a_graph_whose_results_are_no_rows_gets_whole_items(tmp_path: Path) -> None:
+    """As those of detectors with their own suppression of boxes: the number of boxes is symbolic, too."""
+    kept = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 13]> g (float[n, 3] x) => (int64[k, 2] y)'
+        "{ axes = NonZero(x) y = Transpose(axes) }"
+    )
+    onnx.save(kept, tmp_path / "kept.onnx")
+    items = OnnxItems(tmp_path / "kept.onnx", CPU, 1)
+    assert "output 'y': leading axis: found 0, expected 1" in items.axis
+    found = items.run(batch_of({"x": np.eye(3, dtype=np.float32)}, {"x": np.ones((1, 3), np.float32)}))
+    assert [one["y"].tolist() for one in found] == [[[0, 0], [1, 1], [2, 2]], [[0, 0], [0, 1], [0, 2]]]
 
 
 def test_b11_results_of_other_rows_are_refused(tmp_path: Path) -> None:

@@ -98,14 +98,23 @@ class OnnxItems(BaseProcessor):
     """
 
     def __init__(self, path: Path, provider: str, threads: int) -> None:
-        self.any_thread = provider == CPU
+        self.any_thread, self.axis, self.skipped = provider == CPU, "", 1
         try:
             self.session = OnnxSession(path, provider=provider, threads=threads)
-            self.axis = ""
+            self._check_rows()
         except BatchAxisError as error:
             self.session = OnnxSession(path, provider=provider, threads=threads, whole=True)
-            self.axis = error.message
-        self.skipped = 0 if self.axis else 1
+            self.axis, self.skipped = error.message, 0
+
+    def _check_rows(self) -> None:
+        """BatchAxisError for results that are no rows, such as the boxes of a detector that has the last word on them:
+        a symbolic size does not show it. Other errors come again from `load`."""
+        try:
+            self.load()
+        except BatchAxisError:
+            raise
+        except Exception as error:
+            log.debug("%s: the first call failed: %s", self.session.path, error)
 
     def load(self) -> None:
         """Make the first call, which takes longest, if all sizes are known."""
