@@ -34,6 +34,7 @@ def struck(faulty: GuardedProcessor, fault: Fault, keys: list[str]) -> set[str]:
         ("shadow:slow:0.5", Fault("shadow", "slow", 0.5, 0.5)),
         ("prod:slow:0:1500", Fault("prod", "slow", 0.0, 1.5)),
         ("prod:die:1e-3", Fault("prod", "die", 0.001)),
+        ("prod:die:1E-3", Fault("prod", "die", 0.001)),
     ],
 )
 def test_e4_the_flag_is_parsed_and_written_back(text: str, fault: Fault) -> None:

@@ -27,6 +27,7 @@ from reflex_runtime.robots.serving.decode_pool import (
     DecodePool,
     Job,
 )
+from reflex_runtime.web.errors import Overloaded
 from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS
 from robots.tiny import write_export, write_graph
 from serving.harness import Latch, Server
@@ -155,6 +156,26 @@ def test_small_pictures_are_decoded_on_the_loop_while_large_ones_hold_every_thre
         assert {(await gate.ended.get())[0] for _ in range(6)} == {f"large {i}" for i in range(6)}
 
     run(test, workers=2)
+
+
+def test_without_a_thread_a_large_picture_is_refused_and_the_next_one_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def test(pool: DecodePool, gate: Gate) -> None:
+        gate.open.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            for size in (0, LIGHT_BYTES + 1):  # by its pixels, in a turn of the loop, and by its bytes at once
+                pool.add(gate.job("large", LARGE, size=size))
+                name, value, error = await gate.ended.get()
+                assert (name, value, type(error)) == ("large", None, Overloaded)
+        pool.add(gate.job("next", LARGE))
+        assert await gate.ended.get() == ("next", "next", None)
+
+    run(test, workers=1)
 
 
 class PanicException(BaseException):

@@ -126,7 +126,7 @@ class Fault:
         return f"{self.slot}:{self.kind}:{self.rate:g}{tail}"
 
 
-_NUMBER: Final = r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+_NUMBER: Final = r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
 _FAULT: Final = re.compile(rf"({'|'.join(SLOTS)}):({'|'.join(get_args(FaultKind))}):{_NUMBER}(?::{_NUMBER})?")
 
 

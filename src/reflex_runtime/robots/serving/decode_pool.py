@@ -38,7 +38,7 @@ from reflex_runtime.robots.policy.spec import PolicySpec
 from reflex_runtime.robots.serving.question import Array, Image, Question, array_of
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import WALL
-from reflex_runtime.web.errors import known
+from reflex_runtime.web.errors import Overloaded, known
 from reflex_runtime.web.fields import invalid, printable
 from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, picture_bytes
 
@@ -237,10 +237,17 @@ class DecodePool:
         return value
 
     def _add_large(self, job: Job, pixels: int) -> None:
-        refused = self._large.push(job, pixels)
         if len(self._threads) < self._count:
-            self._threads.append(threading.Thread(target=self._run, name="reflex-decode", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._run, name="reflex-decode", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # this machine or container has no more threads
+                if not self._threads:
+                    _deliver(job, None, Overloaded(f"no thread to decode a large picture: {error}", retry_after=1.0))
+                    return
+            else:
+                self._threads.append(thread)
+        refused = self._large.push(job, pixels)
         self._hand_over()
         if refused is not None:
             waiting = self._large.waiting_pixels
