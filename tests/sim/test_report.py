@@ -26,8 +26,8 @@ def run() -> Run:
             RequestEnd(B, 9.0, 9.3, "ok", 1.0, 0.4),
         ],
         batches=[
-            Ran(0.5, 9.0, 1, 9.0, "idle"),  # before the span
-            Ran(1.0, 0.4, 1, 0.4, "idle"),
+            Ran(0.5, 0.6, 1, 9.0, "idle"),  # 0.1 s of it in the span
+            Ran(1.1, 0.4, 1, 0.4, "idle"),
             Ran(2.0, 0.8, 2, 0.8, "urgent"),
             Ran(4.0, 0.4, 1, 0.4, "full"),
             Ran(10.8, 0.4, 1, 0.4, "idle"),  # half of it after the span
@@ -44,7 +44,7 @@ def test_figures_equal_those_counted_by_hand() -> None:
     assert report.on_time_by == {"urgent": 1.0, "default": 0.5}
     assert (report.p50, report.p95, report.p99) == pytest.approx((0.4, 1.5, 1.5))
     assert report.mean == pytest.approx((0.4 + 0.5 + 1.5 + 0.2 + 0.3) / 5)
-    assert report.busy == pytest.approx((0.4 + 0.8 + 0.4 + 0.2) / 10)
+    assert report.busy == pytest.approx((0.1 + 0.4 + 0.8 + 0.4 + 0.2) / 10)
     assert report.wasted == pytest.approx(0.4 / 2.0)
     assert report.sizes == {1: 3, 2: 1}
     assert report.batch_size == pytest.approx(1.25)
@@ -53,6 +53,12 @@ def test_figures_equal_those_counted_by_hand() -> None:
     # four on time: b asked 2 and is due 2, a the other 2; both have just that
     assert report.fairness == pytest.approx(1.0)
     assert "on time     66.7%" in report.text()
+
+
+def test_answers_after_the_end_are_in_neither_rate() -> None:
+    answers = [RequestEnd(A, 1.5, 1.9, "ok", 1.0, 0.1), RequestEnd(A, 1.9, 2.3, "ok", 1.0, 0.1)]
+    report = Report.of(Run(1.0, 2.0, answers))
+    assert (report.throughput, report.goodput, report.on_time) == (1.0, 1.0, 1.0)
 
 
 def test_a_run_without_requests_has_no_shares() -> None:

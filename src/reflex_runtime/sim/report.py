@@ -37,8 +37,8 @@ def fair_shares(total: float, asked: Mapping[Hashable, float]) -> dict[Hashable,
 class Report:
     """Figures of the span between warm-up and end. Times in seconds, rates per second, shares 0 to 1.
 
-    Requests count by when they arrived, answers and batches by when they ended and started; latencies are those of
-    answered requests.
+    Rates count answers by when they ended and batches by when they started; all else counts requests by when they
+    arrived. Latencies are those of answered requests.
 
     offered, throughput, goodput: requests made, answered, and answered on time, per second.
     on_time: answered on time ÷ made. on_time_by: the same per priority.
@@ -73,24 +73,24 @@ class Report:
         latencies = sorted(a.latency for a in answers if a.outcome == "ok")
         made = Counter(a.request.client for a in answers)
         good = Counter(a.request.client for a in answers if a.on_time)
-        ended = sum(1 for a in run.answers if a.outcome == "ok" and run.warmup <= a.ended < run.duration)
+        ended = [a for a in run.answers if a.outcome == "ok" and run.warmup <= a.ended < run.duration]
         parts = fair_shares(good.total(), made)
         used = sum(a.device for a in answers)
-        busy = sum(min(b.seconds, run.duration - b.started) for b in batches)
+        ran = (min(b.started + b.seconds, run.duration) - max(b.started, run.warmup) for b in run.batches)
         tiers = Counter(a.request.priority for a in answers)
         good_tiers = Counter(a.request.priority for a in answers if a.on_time)
         return cls(
             span=span,
             offered=len(answers) / span,
-            throughput=ended / span,
-            goodput=good.total() / span,
+            throughput=len(ended) / span,
+            goodput=sum(a.on_time for a in ended) / span,
             on_time=good.total() / len(answers) if answers else None,
             on_time_by={p.name.lower(): good_tiers[p] / tiers[p] for p in Priority if tiers[p]},
             mean=fmean(latencies) if latencies else None,
             p50=percentile(latencies, 0.50) if latencies else None,
             p95=percentile(latencies, 0.95) if latencies else None,
             p99=percentile(latencies, 0.99) if latencies else None,
-            busy=busy / span,
+            busy=sum(max(0.0, seconds) for seconds in ran) / span,
             wasted=sum(a.device for a in answers if not a.on_time) / used if used else None,
             fairness=jain(good[c] / parts[c] if parts[c] else 0.0 for c in made) if len(made) > 1 else None,
             batch_size=fmean(b.size for b in batches) if batches else None,
