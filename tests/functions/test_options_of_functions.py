@@ -18,6 +18,7 @@ from reflex_runtime.functions import source as sources
 from reflex_runtime.functions.server import FunctionServer
 from reflex_runtime.functions.source import read_functions
 from reflex_runtime.settings import FunctionsConfig
+from serving.harness import PATIENCE
 
 from .door import Functions, source
 from .test_scheduling import IN_FLIGHT, WAITING, plugged
@@ -140,3 +141,16 @@ def test_h10_reload_starts_again_when_a_file_changes(tmp_path: Path) -> None:
         server.wait_log_while_fewer("root ready", 3)
         assert server.predict("", 0).json == 333
         assert server.stop() == 0
+
+
+def test_h10_reload_ends_with_the_status_of_the_server_below_it() -> None:
+    with Functions("hangs", options=("--reload", "--brief-ms", "0")) as server:
+        parent = server.process.pid
+        (child,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        with server.together("", [13]) as burst:
+            burst.send()
+            server.reach(lambda m: m(IN_FLIGHT) == 1)
+            server.process.send_signal(signal.SIGINT)
+            server.wait_log("draining")
+            os.kill(int(child), signal.SIGINT)
+            assert server.process.wait(PATIENCE) == 130

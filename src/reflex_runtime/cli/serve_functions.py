@@ -92,10 +92,10 @@ def _again_and_again(config: FunctionsConfig, plan: serving.Plan, devices: Seque
                 signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY)
                 number = signal.sigwait(waits)  # Python's sigtimedwait returns garbage after a suspend
                 if number in (signal.SIGTERM, signal.SIGINT):
-                    if lives:
-                        os.kill(pid, signal.SIGTERM)
-                        os.waitpid(pid, 0)
-                    return 0
+                    if not lives:
+                        return 0
+                    os.kill(pid, signal.SIGTERM)
+                    return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))  # below 0: it had no handler yet
                 if number == signal.SIGCHLD and lives and os.waitpid(pid, os.WNOHANG)[0]:
                     lives = False
                     logging.error("--reload: the server has ended; callers wait until a file has changed")
