@@ -170,6 +170,13 @@ def test_h7_the_document_of_a_model_server_has_its_own_words_for_503() -> None:
     assert answers["429"]["description"].startswith("queue_full, ")
 
 
+def test_h7_the_names_of_tools_have_a_pattern_that_every_dialect_of_expressions_has() -> None:
+    with Toy() as server:
+        schemas = described(server)["components"]["schemas"]
+    for kind in ("ToolFunction", "FlatTool", "NamedTool"):
+        assert schemas[kind]["properties"]["name"]["pattern"] == "^[a-zA-Z0-9_.-]{1,64}$"
+
+
 def test_h7_the_example_of_a_model_servers_document_is_answered() -> None:
     with Toy() as server:
         assert example_sent(server, "/v1/completions").status == 200

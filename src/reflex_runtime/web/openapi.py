@@ -46,6 +46,8 @@ def schemas_of(*kinds: type) -> dict[str, dict[str, Any]]:
             arms = field.get("anyOf", [])
             if {"type": "integer"} in arms and {"type": "number"} in arms:
                 arms.remove({"type": "number"})
+            if "pattern" in field:
+                field["pattern"] = field["pattern"].replace(r"\Z", "$")  # only Python has the first
     return found
 
 

@@ -106,7 +106,7 @@ def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
 MOST_TEXTS: Final = 1000  # of a choice
 _ANY_OBJECT: Final = '{"type": "object"}'
 MOST_TOOLS = 1024
-NAME = r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)"
+NAME = r"^[a-zA-Z0-9_.-]{1,64}\Z"
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_TOKENS = 1 << 20  # of one request whose prompts are token ids
