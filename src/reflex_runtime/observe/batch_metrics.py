@@ -54,10 +54,6 @@ class Durations:
     total: float = field(default=0.0, repr=False)
     buckets: tuple[int, ...] = field(default=(0,) * len(BOUNDS), repr=False)
 
-    def as_dict(self) -> dict[str, Any]:
-        """count, mean and percentiles, JSON-safe."""
-        return {"count": self.count, "mean": self.mean, "p50": self.p50, "p95": self.p95, "p99": self.p99}
-
 
 class Times:
     """Collects durations. Not thread-safe."""
@@ -117,12 +113,10 @@ class _Counters:
 
 
 def plain(value: Any) -> Any:
-    """Figures as JSON can hold them: dataclasses and mappings become dicts, durations their summary."""
-    if isinstance(value, Durations):
-        return value.as_dict()
+    """Figures as JSON can hold them: dataclasses and mappings become dicts, of durations without total and buckets."""
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
-    return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
+    return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.repr} if is_dataclass(value) else value
 
 
 COUNTERS = tuple(f.name for f in fields(_Counters))
