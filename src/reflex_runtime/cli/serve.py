@@ -125,7 +125,7 @@ def policies_of(config: ServeConfig, source: str | None, file: Path | None = Non
         if not _NAME.fullmatch(name):
             what = "must be 1 to 32 letters, digits, - and _, not begin with - or _"
             raise ConfigError(f"--policy={one_line(name)}=…: the name {what}")
-        where = f"policy {name}: " if len(names) > 1 else ""
+        where = "" if names == [DEFAULT_POLICY] else f"policy {name}: "
         base = config
         if not (plain and name == DEFAULT_POLICY):
             base = replace(config, policy_a="", policy_b="", shadow_policy="")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", ServeConfig, FunctionsConfig, LLMServeConfig)
 PYTHON: Final = "python:"
+UNKNOWN: Final = "unknown"
 _CLOSING: Final = """
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
 Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
@@ -49,27 +50,32 @@ when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 def kind_of(words: Sequence[str]) -> str:
     """What `reflex serve` serves with these words: a "policy", a "model" of language, or "functions"."""
     kinds = {_kind_of(word) for word in words if not word.startswith("-")}
+    if UNKNOWN in kinds:  # its import reports the fault, whichever kind it is: one that has these options
+        of_policies = options_of(ServeConfig, "").keys() - options_of(FunctionsConfig, "").keys()
+        options = {"--" + word.partition("=")[0].removeprefix("--").removeprefix("no-") for word in words}
+        kinds.add("policy" if options & of_policies else "functions")
     return next((kind for kind in ("policy", "model", "functions") if kind in kinds), "policy")
 
 
 def _kind_of(word: str) -> str:
-    """The kind that a word names, or resembles, so that the errors of that kind explain it; "" if it may be any."""
+    """The kind that a word names, or resembles, so that the errors of that kind explain it; "" if it may be any, and
+    UNKNOWN if it is a name in Python that the module's file does not define."""
     if os.path.isfile(os.path.join(word, "reflex_config.json")):
         return "policy"
     if os.path.isfile(config := os.path.join(model_directory(word), "config.json")):
         return "" if json_keys(Path(config)) >= CHECKPOINT_KEYS else "model"
     source = word.partition("=")[2] if "=python:" in word else word
     if source.startswith(PYTHON):
-        return "" if _makes_policy(source) else "functions"
+        return _kind_in_python(source)
     names = os.listdir(word) if os.path.isdir(word) else [word]
     if "adapter_config.json" in names or any(name.endswith(".gguf") and os.path.exists(word) for name in names):
         return "model"
     return "functions" if any(name.endswith(".onnx") for name in names) else ""
 
 
-def _makes_policy(source: str) -> bool:
-    """Whether it is a factory of policies: a function without arguments, or of a `device`. Reads the source file: an
-    import here would load the model's libraries before the server does."""
+def _kind_in_python(source: str) -> str:
+    """As `_kind_of`: "" for what may be a factory of policies, a function without arguments, or of a `device`. Reads
+    the source file: an import here would load the model's libraries before the server does."""
     module, _, name = source.removeprefix(PYTHON).partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -77,12 +83,14 @@ def _makes_policy(source: str) -> bool:
         spec = find_spec(module)
         tree = ast.parse(Path(spec.origin).read_bytes()) if spec is not None and spec.origin else None
     except (ImportError, ValueError, SyntaxError, OSError):
-        return False  # the import reports the fault
+        return UNKNOWN
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == name:
             names = [argument.arg for argument in node.args.args]
-            return not names or names[0] == "device"
-    return False
+            return "" if not names or names[0] == "device" else "functions"
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return "functions"
+    return UNKNOWN
 
 
 # -- options and settings ----------------------------------------------------------------------------------------------

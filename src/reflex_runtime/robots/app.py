@@ -162,7 +162,7 @@ def plans_of(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
         with policy.named():
             device = device_of(policy.config)
             specs = {slot: read_source(source, device) for slot, source in policy.sources.items()}
-            plans.append(PolicyPlan(policy.name, policy.config, specs, policy.weight))
+            plans.append(PolicyPlan(policy.name, policy.config, specs, policy.weight, policy.where))
     check_needs(config, places, _unmet([spec for plan in plans for spec in plan.specs.values()]))
     for policy, plan in zip(asked, plans, strict=True):
         check_needs(policy.config, policy.places, _unmet(list(plan.specs.values())))

@@ -10,6 +10,7 @@ from reflex_runtime.settings.policies import (
     OwnSettings,
     PolicyAsked,
     ServeConfig,
+    named,
 )
 from reflex_runtime.settings.server import LLMServeConfig, ServerConfig
 
@@ -25,4 +26,5 @@ __all__ = [
     "PolicyAsked",
     "ServeConfig",
     "ServerConfig",
+    "named",
 ]

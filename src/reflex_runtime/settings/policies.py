@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -250,7 +250,7 @@ class PolicyAsked:
     """One policy of the command line and the file.
 
     sources: by slot, served ones first. config: with its own settings; places: where those were given. where: prefix of
-    its errors, "" if it is the only policy.
+    its errors, "" if only SOURCE is served.
     """
 
     name: str
@@ -260,13 +260,18 @@ class PolicyAsked:
     weight: float
     where: str
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> AbstractContextManager[None]:
         """Adds `where` to errors from within."""
-        try:
-            yield
-        except ConfigError as error:
-            raise (ConfigError(self.where + error.message) if self.where else error) from None
+        return named(self.where)
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Puts `where` before errors from within."""
+    try:
+        yield
+    except ConfigError as error:
+        raise (ConfigError(where + error.message) if where else error) from None
 
 
 @dataclass(frozen=True)

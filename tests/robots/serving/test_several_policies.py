@@ -31,7 +31,7 @@ from reflex_runtime.settings.read import own_settings
 from robots.wires.callers import VlaEval
 from robots.wires.groot_clients import GrootRobot, port_of
 from serving.exports import WEIGHTS, expected, write_tiny
-from serving.harness import STATE, Answer, Server, refusal
+from serving.harness import STATE, Answer, Server, reflex, refusal
 from serving.pair import SLOW_LOAD, episodes, in_background, until
 
 HAND = np.array([[1.0, 0.0, 0.5, -1.0], [0.0, 1.0, 0.5, 0.25], [0.5, 0.5, 0.0, 1.0]], np.float32)
@@ -644,3 +644,11 @@ def test_p37_a_policy_that_fails_its_warm_up_ends_the_start_of_all(robots: Robot
         assert server.get("/health").json["state"] == "warmup_failed"
         assert server.get("/policies/default/health").status == 503
         assert (server.act().status, server.act().code) == (503, "not_ready")
+
+
+def test_p37_a_damaged_graph_is_told_with_its_policy(robots: Robots, tmp_path: Path) -> None:
+    damaged = write_tiny(tmp_path / "damaged", inputs={"state": "no_such_input", "noise": "x"})
+    done = reflex("serve", robots.arm, "--policy", f"hand={damaged}", "--port", "0")
+    assert done.returncode == 2
+    assert "warmup_failed: policy hand: " in done.stderr
+    assert refusal(f"--policy=hand={tmp_path / 'none'}").startswith("reflex serve: policy hand: ")

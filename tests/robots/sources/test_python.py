@@ -18,6 +18,7 @@ from reflex_runtime.robots.policy.spec import Embodiment, PolicySpec
 from reflex_runtime.robots.policy.tokenizer import WordTokenizer
 from reflex_runtime.robots.policy.units import Norm, frozen
 from reflex_runtime.robots.sources.load import weight_of
+from reflex_runtime.robots.versions.slots import warmed_up
 from serving.harness import Server
 from serving.requests import busy
 
@@ -83,6 +84,27 @@ def crossed(device):
     import dataclasses
     return Mine(dataclasses.replace(SPEC, staged=True))
 
+class NoStep(StagedModel):
+    def prefix(self, rows): pass
+    def pack(self, prefixes, rows): pass
+    def stepp(self, packed, x, k, n): pass
+
+def no_step(device):
+    import dataclasses
+    return NoStep(dataclasses.replace(SPEC, staged=True))
+
+class Unwell(WholeModel):
+    def chunk(self, rows, noise):
+        return noise * np.nan
+
+def unwell(device):
+    return Unwell(SPEC)
+
+class NoChunk(WholeModel): pass
+
+def no_chunk(device):
+    return NoChunk(SPEC)
+
 value = 3
 '''
 
@@ -143,6 +165,8 @@ WRONG = {
     "python:my_policy:refused": "python:my_policy:refused: weights.pt: not found",
     "python:my_policy:unsaid": "the model has no spec; call super().__init__(spec) with a PolicySpec",
     "python:my_policy:crossed": "spec.staged is True, but it made a WholeModel",
+    "python:my_policy:no_step": "python:my_policy:no_step: NoStep has no step(packed, x, k, n); define it",
+    "python:my_policy:no_chunk": "python:my_policy:no_chunk: NoChunk has no chunk(rows, noise); define it",
 }
 
 
@@ -154,6 +178,21 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
     assert WRONG[source] in told[0]
+
+
+def test_p5_a_policy_whose_actions_are_no_numbers_is_warned_of(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warmed_up(load_policy("python:my_policy:make"))
+    assert not caplog.messages
+    warmed_up(load_policy("python:my_policy:unwell"))
+    assert "python:my_policy:unwell: NaN or infinity in its actions" in caplog.text
+
+
+@pytest.mark.parametrize("words", ["--policy arm=python:no_such:make --policy hand=demo", "python:no_such:make --rtc"])
+def test_p5_a_missing_module_is_named_beside_options_of_policies(
+    here: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words.split(), "--no-supervise", "--port", "0"]) == 2
+    assert "there is no module 'no_such'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

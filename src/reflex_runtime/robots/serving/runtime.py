@@ -42,7 +42,7 @@ from reflex_runtime.robots.versions.slots import (
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.onnx_session import PROVIDERS
 from reflex_runtime.run.process import in_thread
-from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig
+from reflex_runtime.settings import DEFAULT_POLICY, ServeConfig, named
 from reflex_runtime.settings.read import environment
 from reflex_runtime.web.batch_server import BatchServer
 from reflex_runtime.web.errors import Conflict, NotFound
@@ -59,13 +59,14 @@ class PolicyPlan:
     """A policy to serve.
 
     specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with the policy's own settings.
-    weight: its share of the device's time against other policies.
+    weight: its share of the device's time against other policies. where: prefix of its errors.
     """
 
     name: str
     config: ServeConfig
     specs: Mapping[str, PolicySource]
     weight: float = 1.0
+    where: str = ""
 
 
 class ServedPolicy:
@@ -79,7 +80,7 @@ class ServedPolicy:
     def __init__(self, plan: PolicyPlan, server: PolicyRuntime, alone: bool = True) -> None:
         """alone: it is the only one of its server, and its slots are groups by their own names."""
         self.name, self.config, self.weight, self.alone = plan.name, plan.config, plan.weight, alone
-        self._sources = dict(plan.specs)
+        self._sources, self._where = dict(plan.specs), plan.where
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
         self.prefix = "" if alone else f"{plan.name}."
         self.groups = {slot: self.prefix + slot for slot in plan.specs}
@@ -140,8 +141,9 @@ class ServedPolicy:
 
     def load(self) -> dict[str, Policy]:
         """The policies by slot. Slow; ConfigError when one is wrong."""
-        check_alike(self._sources)
-        return {slot: load(self.config, slot, spec, self.groups[slot]) for slot, spec in self._sources.items()}
+        with named(self._where):
+            check_alike(self._sources)
+            return {slot: load(self.config, slot, spec, self.groups[slot]) for slot, spec in self._sources.items()}
 
     def build(self, policies: Mapping[str, Policy]) -> list[GroupConfig]:
         """Put loaded policies into the slots. Returns their groups for the scheduler."""
@@ -166,7 +168,8 @@ class ServedPolicy:
         """Run every slot's policy, on the device thread, so that its cost model learns. Returns lines for journals."""
         found = []
         for holder in self.slots.values():
-            ran = warmed_up(holder.policy, MISTAKES)
+            with named(self._where):
+                ran = warmed_up(holder.policy, MISTAKES)
             ran.teach(self._server.batcher.scheduler.cost_model(holder.group))
             learned = warmed(holder.group, ran.batches, ran.finished)
             found += [] if learned is None else [learned]

@@ -173,6 +173,11 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
     if model.spec.staged != isinstance(model, StagedModel):
         kind = "StagedModel" if isinstance(model, StagedModel) else "WholeModel"
         raise ConfigError(f"{source}: spec.staged is {model.spec.staged}, but it made a {kind}")
+    base = StagedModel if isinstance(model, StagedModel) else WholeModel
+    for name in ("prefix", "pack", "step") if base is StagedModel else ("chunk",):
+        if getattr(getattr(model, name), "__func__", None) is getattr(base, name):
+            arguments = ", ".join([*inspect.signature(getattr(model, name)).parameters])
+            raise ConfigError(f"{source}: {type(model).__name__} has no {name}({arguments}); define it")
     return model
 
 

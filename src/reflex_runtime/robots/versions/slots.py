@@ -13,7 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
-from reflex_runtime.core.batch import Batch
+import numpy as np
+
+from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import BUDGET, FlushPolicy
@@ -171,7 +173,7 @@ MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError
 def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exception,)) -> WarmUp:
     """Warm a policy up; ConfigError for one that raises one of `wrong`."""
     try:
-        return policy.warm_up(WARM_SIZES)
+        ran = policy.warm_up(WARM_SIZES)
     except ConfigError:
         raise
     except Exception as error:  # a policy that fails on noise must not be served
@@ -181,6 +183,10 @@ def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exceptio
         if not isinstance(cause, wrong):
             raise
         raise ConfigError(f"{policy.spec.source}: it does not answer: {told(cause)}") from error
+    answers = [ticket.outcome.value for ticket in ran.finished if isinstance(ticket.outcome, Done)]
+    if not all(np.isfinite(chunk.actions).all() for chunk in answers):
+        log.warning("%s: NaN or infinity in its actions on noise; reflex doctor looks closer", policy.spec.source)
+    return ran
 
 
 def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") -> Policy:
