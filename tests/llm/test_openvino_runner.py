@@ -304,6 +304,19 @@ def test_a_conversion_that_fails_is_tried_once_and_not_blamed_on_the_cache(
     assert "cannot be kept" not in caplog.text
 
 
+def test_a_graph_that_a_full_disk_does_not_keep_is_built_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(ov, "save_model", full)
+    built = count(1)
+    cache = GraphCache(random_model("qwen2", tmp_path))
+    assert cache.graph(ov.Core(), "int8", "key", lambda: f"graph {next(built)}") == "graph 1"
+    assert "cannot be kept" in caplog.text
+
+
 def test_a_graph_of_a_directory_that_cannot_be_written_is_kept_in_the_users_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,16 +156,20 @@ class GraphCache:
         """The graph of that kind and key: from the cache, else built and kept there if that is possible."""
         import openvino
 
+        built: list[Any] = []
+
         def write(draft: Path) -> None:
-            model = build()
+            built.append(build())
             try:
-                openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
+                openvino.save_model(built[0], draft / MODEL_FILE, compress_to_fp16=False)
             except RuntimeError as error:  # the disk is full
                 raise OSError(last_line(error)) from error
 
         # read from disk even when just built: its memory is then the file's, shared and reclaimable
         found = self.kept(kind, key, write, lambda place: core.read_model(place / MODEL_FILE))
-        return build() if found is None else found
+        if found is not None:
+            return found
+        return built[0] if built else build()
 
     def kept(self, kind: str, key: str, write: Callable[[Path], object], read: Callable[[Path], T]) -> T | None:
         """What `read` makes of the directory of that kind and key. Written first where it is absent or cannot be read,
