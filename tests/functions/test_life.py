@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["python:some:Empty"], "no method predict"),
         (["python:some:number"], "no method predict"),
         (["python:some:Fails"], "ValueError: no weights"),
-        (["python:some:single"], "must be list[ITEM]"),
+        (["python:some:single"], "has type str; must be list[ITEM]"),
         (["python:some:nothing"], "must take one argument"),
         (["python:some:unknown"], "NameError"),
         (["python:some:strange"], "no type that can be sent"),

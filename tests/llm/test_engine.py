@@ -377,7 +377,7 @@ def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
 def test_a_token_that_only_the_tokenizer_knows_is_refused_and_one_that_only_the_model_knows_is_not() -> None:
     runner = ToyRunner()
     runner.vocab_size = 100  # rows of the embedding; a tokenizer may have been given more tokens, or fewer
-    with pytest.raises(ConfigError, match=r"token ids must be in \[0, 99\], not 97 to 100"):
+    with pytest.raises(ConfigError, match=r"prompt: token id 100: must be in \[0, 99\]"):
         LLMEngine(runner, ByteTokenizer()).add_request([97, 100], GREEDY)
     padded, tokenizer = ToyRunner(), ByteTokenizer()
     tokenizer.vocab_size = 100

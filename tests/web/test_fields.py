@@ -33,6 +33,8 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "system"] | None = None
     parts: list[_Part] | None = None
     names: dict[str, int] | None = None
+    min_tokens: int = 0
+    max_output_tokens: int = 0
 
 
 def refused(body: bytes) -> msgspec.ValidationError:
@@ -46,8 +48,10 @@ def refused(body: bytes) -> msgspec.ValidationError:
     [
         (b'{"instuction": "x"}', "; did you mean instruction?"),
         (b'{"role": "sytem"}', "; must be one of user, system; did you mean system?"),
-        (b'{"parts": [{}, {"roel": "user"}]}', ""),
-        (b'{"parts": [{"role": "sytem"}]}', ""),
+        (b'{"parts": [{}, {"roel": "user"}]}', "; did you mean role?"),
+        (b'{"parts": [{"role": "sytem"}]}', "; must be one of user, system; did you mean system?"),
+        (b'{"max_tokens": 1}', "; did you mean max_output_tokens?"),
+        (b'{"min_token": 1}', "; did you mean min_tokens?"),
         (b'{"zzz": 1}', ""),
         (b'{"instruction": 1}', ""),
         (b'{"names": {"a": "b"}}', ""),
@@ -59,6 +63,16 @@ def test_h3_an_unknown_field_or_value_is_told_the_nearest(body: bytes, meant: st
     assert suggestion(str(error), _Body) == meant
     assert invalid_field(error, _Body).message.endswith(meant)
     assert "did you mean" not in invalid_field(error).message
+
+
+class _Needed(msgspec.Struct):
+    max_tokens: int
+
+
+def test_h3_a_missing_field_is_named_once() -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.json.decode(b"{}", type=_Needed)
+    assert invalid_field(caught.value, _Needed).message == "max_tokens: is missing"
 
 
 def test_x9_a_value_from_outside_is_shown_in_a_few_letters_however_large_it_is() -> None:

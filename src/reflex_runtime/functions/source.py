@@ -140,7 +140,8 @@ def _signature(source: str, function: Any) -> tuple[tuple[Any, Any], bool, bool]
     names = list(inspect.signature(function).parameters)
     items = unaliased(hints.get(names[0], list[Any]))
     if items is not Any and (get_origin(items) or items) not in _LISTS:
-        raise ConfigError(f"{source}: {names[0]} is annotated as {items}; must be list[ITEM], one result for each item")
+        shown = items.__name__ if isinstance(items, type) else items
+        raise ConfigError(f"{source}: {names[0]} has type {shown}; must be list[ITEM], with one result for each item")
     results = unaliased(hints.get("return", Any))
     generator = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     if generator:

@@ -191,8 +191,8 @@ class JsonObject:
         for key in self.values:
             if key not in names:
                 near = difflib.get_close_matches(key, names, 1)
-                expected = f"{near[0]!r}, perhaps" if near else "one of " + ", ".join(names)
-                raise ConfigError(f"{self.file}: {self.name(key)}: found an unknown key, expected {expected}")
+                hint = f"did you mean {near[0]}?" if near else "there may be " + ", ".join(names)
+                raise ConfigError(f"{self.file}: {self.name(key)}: no such key; {hint}")
 
     def read(self, kind: type[S]) -> S:
         """The object as a struct. Every field that can be wrong or missing needs a description."""

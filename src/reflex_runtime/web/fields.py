@@ -71,7 +71,8 @@ def parts_of_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
     """The path of a value, the unknown or missing field in it, each "" for none, and what is wrong."""
     text = str(error)
     unknown, path, plain = _UNKNOWN.search(text), _PATH.search(text), _PATH.sub("", text)
-    return path[1] if path else "", unknown[1] if unknown else "", plain[:1].lower() + plain[1:]
+    why = "is missing" if "missing required" in plain else plain[:1].lower() + plain[1:]
+    return path[1] if path else "", unknown[1] if unknown else "", why
 
 
 @contextmanager
@@ -87,13 +88,32 @@ def client_errors(kind: type[msgspec.Struct] | None = None, form: str = "JSON") 
 
 def suggestion(text: str, kind: type[msgspec.Struct]) -> str:
     """The end of an error of msgspec on a body of this kind: its nearest field, or the values of its field."""
-    path = _PATH.search(text)
-    if path is None:
-        unknown = _STRAY.search(text)
-        return did_you_mean(unknown.group(1), kind.__struct_encode_fields__) if unknown else ""
-    value, hint = _STRAY_VALUE.search(text), get_type_hints(kind).get(path.group(1))
-    choices = next((get_args(arm) for arm in (hint, *get_args(hint)) if get_origin(arm) is Literal), ())
-    return f"; {one_of(value.group(1), map(str, choices))}" if value and choices else ""
+    path, unknown, value = _PATH.search(text), _STRAY.search(text), _STRAY_VALUE.search(text)
+    if not (unknown or value):
+        return ""
+    kinds: list[Any] = [kind]
+    for name in re.findall(r"(\w+)[^.]*", path[1]) if path else ():
+        kinds = [arm for one in kinds if hasattr(one, "__struct_fields__") for arm in _arms(_hint(one, name))]
+    if unknown:
+        known = [name for one in kinds for name in getattr(one, "__struct_encode_fields__", ())]
+        return did_you_mean(unknown[1], known)
+    choices = [str(choice) for arm in kinds if get_origin(arm) is Literal for choice in get_args(arm)]
+    return f"; {one_of(value[1], choices)}" if value and choices else ""
+
+
+def _hint(kind: Any, encoded: str) -> Any:
+    """The type of a field by its name in JSON."""
+    names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
+    return get_type_hints(kind).get(names.get(encoded, ""))
+
+
+def _arms(hint: Any) -> Iterator[Any]:
+    """The types in a type: of a union, a list, a dict."""
+    if get_origin(hint) is Literal or not get_args(hint):
+        yield hint
+    else:
+        for arm in get_args(hint):
+            yield from _arms(arm)
 
 
 def check_id(name: str, value: str) -> None:

@@ -258,7 +258,7 @@ def test_t7_ranges_are_compared_with_what_the_transforms_make(tmp_path: Path) ->
 def test_t7_configuration(tmp_path: Path) -> None:
     root = write_export(tmp_path / "x", change=lambda c: c.update(chunk_sise=4))
     finding = failed(root, "config")
-    assert "chunk_sise: found an unknown key, expected 'chunk_size'" in finding.actual
+    assert "chunk_sise: no such key; did you mean chunk_size?" in finding.actual
     assert "docs/exports.md" in finding.remediation
     root = write_export(tmp_path / "y", "decomposed", lambda c: c["decomposed"].update(vlm_prefix_onnx="prefix.onnx"))
     assert "vlm_prefix_onnx" in failed(root, "config").actual

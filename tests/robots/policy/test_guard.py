@@ -41,7 +41,7 @@ def test_e3_values_outside_are_clamped_with_a_report() -> None:
 def test_e3_without_ranges_nothing_is_clamped_and_joints_are_numbers() -> None:
     guard = ActionGuard(Embodiment())
     assert guard.check(chunk([1e9, -1e9]), "e").actions.tolist() == [[1e9, -1e9]]
-    with pytest.raises(NonFiniteResult, match=r"not finite \(1\)"):
+    with pytest.raises(NonFiniteResult, match=r"not finite \(joints 1\)"):
         guard.check(chunk([0.0, NAN]), "e")
 
 
@@ -49,7 +49,7 @@ def test_e3_without_ranges_nothing_is_clamped_and_joints_are_numbers() -> None:
 def test_e3_not_finite_is_an_error_and_never_clamped(bad: float) -> None:
     guard = ActionGuard(ARM)
     guard.check(chunk([0.5, 0.5]), "e")
-    with pytest.raises(NonFiniteResult, match=r"not finite \(shoulder\)"):
+    with pytest.raises(NonFiniteResult, match=r"not finite \(joints shoulder\)"):
         guard.check(chunk([bad, 0.5]), "e")
 
 

@@ -226,7 +226,7 @@ def test_p26_the_state_in_the_prompt_is_needed_normalised_and_part_of_the_scene(
         ("{prompt} {prompt}", "expected a text with {prompt} once"),
         ("{prompt} {pose}", "expected a text with {prompt} once, and perhaps {state_bins}"),
         ({"template": "{prompt}", "clean": ["wash"]}, "prompt.clean: .* a list of strip, lower, underscores, newlines"),
-        ({"templet": "{prompt}"}, "prompt.templet: found an unknown key, expected 'template', perhaps"),
+        ({"templet": "{prompt}"}, "prompt.templet: no such key; did you mean template?"),
     ],
 )
 def test_p26_wrong_templates_are_refused(tmp_path: Path, prompt: Any, message: str) -> None:
@@ -275,7 +275,7 @@ def test_p27_every_affine_norm_goes_there_and_back(tmp_path: Path, norm: Any, st
         ({"min": [0.0, 0.0], "q99": [1.0, 0.0]}, "state_norm: .* expected one pair of mean and std, min and max"),
         ({"min": [0.0, 0.0]}, "state_norm.max: found nothing, expected a list of 2 finite numbers"),
         ({"mean": [0.0, 0.0], "std": [1.0, 1.0], "epsilon": -1}, r"epsilon: found -1, expected a number in \[0, 1\]"),
-        ({"maen": [0.0]}, "state_norm.maen: found an unknown key, expected 'mean', perhaps"),
+        ({"maen": [0.0]}, "state_norm.maen: no such key; did you mean mean?"),
         ({}, "state_norm.mean: found nothing"),
     ],
 )
@@ -318,7 +318,7 @@ def test_p28_the_gripper_opens_or_closes(tmp_path: Path) -> None:
         ([{"add_state": [1]}], "add_state: .* a list of true and false"),
         ([{"binarise": {"dims": [2], "threshold": 0, "below": 0, "above": 1}}], r"dims: .* integers in \[0, 1\]"),
         ([{"binarise": {"dims": [0], "threshold": 0, "below": 0}}], "binarise.above: found nothing, expected a number"),
-        ([{"turn": [1]}], r"action_transforms\[0\].turn: found an unknown key"),
+        ([{"turn": [1]}], r"action_transforms\[0\].turn: no such key"),
         ({"scale": [1, 1]}, "action_transforms: .* a list of at most 16 objects"),
         ([[1]], r"action_transforms\[0\]: found \[1\], expected an object"),
     ],

@@ -173,7 +173,7 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, li
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
     requests.check_length("messages", len(turns), blocks)
     if turns[-1].role == "assistant":
-        raise BadRequest("messages: ends with the assistant's; to go on in one is not supported here", "messages")
+        raise BadRequest("messages: must end with a message of the user; continuing an answer is refused", "messages")
     inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
     requests.check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
@@ -226,8 +226,7 @@ def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
         elif block.type == "thinking" and turn.role == "assistant" and block.thinking is not None:
             thoughts.append(block.thinking)
         elif turn.role != "assistant" or block.type in ("text", "tool_use", "thinking"):
-            told = "only text, and tool_use, tool_result and thinking where they belong, each whole, are taken"
-            raise BadRequest(f"{name}: has type {block.type[:50]!r}; {told}", name)
+            raise BadRequest(f"{name}: a block {block.type[:50]!r} is wrong here, or lacks a field; {_BLOCKS}", name)
     if not texts and turn.role != "assistant":
         if any(block.type == "tool_result" for block in blocks):
             return
@@ -249,6 +248,7 @@ def _result(where: str, block: Block) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
+_BLOCKS: Final = "may be text; of a user tool_result, too; of an assistant tool_use and thinking, too"
 _TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -99,7 +99,8 @@ async def _detokenized(ids: list[int], model: ModelHost) -> bytes:
     if len(ids) > longest:
         raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
     if ids and not (min(ids) >= 0 and max(ids) < most):
-        raise BadRequest(f"tokens: must be in [0, {most - 1}], not {min(ids)} to {max(ids)}", "tokens")
+        wrong = next(one for one in ids if not 0 <= one < most)
+        raise BadRequest(f"tokens: token id {wrong}: must be in [0, {most - 1}]", "tokens")
     return encode(Detokenized(await asyncio.to_thread(model.texts.tokenizer.decode, ids)))
 
 

@@ -59,17 +59,17 @@ class Limits:
             raise TooLarge(
                 f"{asked} take {blocks} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told
             )
-        self._check_ids("prompt: token ids", ids)  # last: it looks at each
+        self._check_ids("prompt", ids)  # last: it looks at each
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises ConfigError for a token id among the parameters that the model does not have."""
-        self._check_ids("stop_token_ids: token ids", params.stop_token_ids)
-        self._check_ids("logit_bias: token ids", [token for token, _ in params.logit_bias])
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", [token for token, _ in params.logit_bias])
 
     def _check_ids(self, what: str, ids: Seq[int]) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            bounds = f"[0, {self.vocab_size - 1}]"
-            raise ConfigError(f"{what} must be in {bounds}, not {min(ids)} to {max(ids)}")
+            wrong = next(one for one in ids if not 0 <= one < self.vocab_size)
+            raise ConfigError(f"{what}: token id {wrong}: must be in [0, {self.vocab_size - 1}]")
 
 
 @dataclass(frozen=True, slots=True)

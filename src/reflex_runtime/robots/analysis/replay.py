@@ -516,10 +516,10 @@ def _of_latency(found: dict[str, Any], compose: Compose) -> str:
     if found["ratio"] is None:
         more = "" if compose == "recorded" else ": none ran alone in the recording; see --compose recorded"
         return f"no batch to compare{more}"
-    within = "within" if abs(found["ratio"] - 1.0) <= LATENCY else "beyond"
+    within = "within" if abs(found["ratio"] - 1.0) <= LATENCY else "outside of"
     return (
         f"{found['batches']} batches, median {found['recorded_ms']:.2f} ms recorded, "
-        f"{found['replayed_ms']:.2f} ms now; ratio {found['ratio']:.3f}, {within} {100 * LATENCY:g} %"
+        f"{found['replayed_ms']:.2f} ms now; ratio {found['ratio']:.3f}, {within} 1 ± {LATENCY:g}"
     )
 
 

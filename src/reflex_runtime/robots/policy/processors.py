@@ -91,7 +91,7 @@ class ActionGuard:
         report, last = self._report(bad, held=True), self._last.get(episode_id)
         if last is None:
             held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"
-            raise NonFiniteResult(f"the policy's actions are not finite ({', '.join(report['joints'])}){held}")
+            raise NonFiniteResult(f"the policy's actions are not finite (joints {', '.join(report['joints'])}){held}")
         self._last.move_to_end(episode_id)
         return replace(chunk, actions=np.broadcast_to(last, chunk.actions.shape).copy(), guard=report)
 
