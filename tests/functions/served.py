@@ -123,6 +123,13 @@ class Person:
     boxes: list[Box] = field(default_factory=list)
 
 
+@dataclass
+class Family:
+    name: str
+    age: int = 0
+    children: list[Family] = field(default_factory=list)
+
+
 class Query(TypedDict):
     text: str
     top: int | None
@@ -162,6 +169,10 @@ def boxes(items: list[Box]) -> list[Box]:
 
 def people(items: list[Person]) -> list[str]:
     return [f"{item.name} {item.age} {len(item.boxes)}" for item in items]
+
+
+def families(items: list[Family]) -> list[int]:
+    return [1 + len(item.children) for item in items]
 
 
 def queries(items: list[Query]) -> list[Query]:
@@ -207,8 +218,8 @@ def anything(items):  # type: ignore[no-untyped-def]
 
 
 TYPES = (
-    "arrays", "whole", "any_array", "boxes", "people", "queries", "orders", "pictures", "raw_bytes", "texts", "words",
-    "maybe", "scenes", "anything",
+    "arrays", "whole", "any_array", "boxes", "people", "families", "queries", "orders", "pictures", "raw_bytes",
+    "texts", "words", "maybe", "scenes", "anything",
 )  # fmt: skip
 
 # -- results and faults ------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["python:some:unknown"], "NameError"),
         (["python:some:strange"], "no type that can be sent"),
         (["python:some:spectrum"], "its items: arrays of complex64 cannot be sent"),
-        (["python:some:Example"], "example: does not fit"),
+        (["python:some:Example"], "python:some:Example: its items: the example does not fit: "),
         (["python:some:embed", "python:some:embed"], "two functions are called 'embed'"),
         (["a=python:some:embed", "a=python:some:other"], "two functions are called 'a'"),
         (["python:some:embed", "--weight", "embed=x"], "must be NAME=NUMBER"),

@@ -185,7 +185,7 @@ def test_numbers_that_a_type_does_not_hold_are_refused(server: Functions) -> Non
     assert "must be float32, holds other numbers" in refused(server.predict("arrays", [0.5, 1e39]), 422, "body")
     assert refused(server.send("arrays", npy(np.array([-1e300])), "application/x-npy"), 422, "body")
     assert right(server.send("arrays", npy(np.array([np.inf])), "application/x-npy")) is not None
-    answer = server.send("arrays", b"[1, 2]", "application/x-www-form-urlencoded")  # curl's, where none is given
+    answer = server.send("arrays", b"[1, 2]", "application/octet-stream")
     assert "JSON needs Content-Type: application/json" in refused(answer, 422, "body")
     assert refused(server.send("arrays", npy(np.array([object()])), "application/x-npy"), 422, "body")
     assert refused(server.send("arrays", npy(np.array(["text"])), "application/x-npy"), 422, "body")
@@ -309,6 +309,49 @@ def test_a_body_of_another_type_is_415_and_a_broken_one_is_400(server: Functions
     assert "twice" in refused(
         server.send("boxes", form({"left": "1"})[0][:-10] + form({"left": "2"})[0], form({})[1]), 400
     )
+
+
+def test_a_field_that_a_type_does_not_have_is_refused(server: Functions) -> None:
+    item = {"name": "a", "agee": 1}
+    as_json = {"Accept": "application/json"}
+    says = "unknown field agee; did you mean age?"
+    assert refused(server.predict("people", item), 422, "agee") == says
+    assert refused(server.send("people", msgpack.packb(item), MSGPACK, as_json), 422, "agee") == says
+    assert refused(server.send("people", *form({"name": "a", "agee": "1"})), 422, "agee") == says
+    assert refused(server.predict("queries", {"text": "a", "top": 1, "topp": 1}), 422, "topp")
+    scene = {"camera": in_base64(picture()), "matrix": [1], "person": {"name": "a", "nam": "b"}}
+    assert "unknown field person.nam; did" in refused(server.predict("scenes", scene), 422, "person")
+    family = {"name": "a", "children": [{"name": "b", "children": [{"name": "c", "agee": 1}]}]}
+    says = refused(server.predict("families", family), 422, "children")
+    assert says.startswith("unknown field children[0].children[0].agee; did you mean age")
+    assert right(server.predict("families", {"name": "a", "children": [{"name": "b"}]})) == 2
+    assert right(server.predict("boxes", {"left": 1, "lift": 2}))  # the setting of its class
+
+
+def test_curl_sends_lists_as_json_for_arrays_too(server: Functions) -> None:
+    curl = "application/x-www-form-urlencoded"
+    assert right(server.send("arrays", b"[5.1, 3.5]", curl)) == pytest.approx([10.2, 7])
+    assert right(server.send("arrays", npy(np.float32([1, 2])), curl)) == [2, 4]
+    assert "not JSON" in refused(server.send("arrays", b"hello", curl), 400)
+
+
+def test_a_type_of_an_array_may_be_its_name(server: Functions) -> None:
+    data = {"shape": [2], "data": in_base64(np.array([1, 2], "<f4").tobytes())}
+    assert right(server.predict("any_array", data | {"dtype": "float32"})) == "float32 (2,)"
+    assert "such as float32 or <f4" in refused(server.predict("any_array", data | {"dtype": "float"}), 422, "body")
+
+
+def test_errors_list_what_is_allowed(server: Functions) -> None:
+    says = refused(server.predict("words", "yess"), 422, "body")
+    assert says.endswith("; must be one of no, yes; did you mean yes?")
+    scene = {"camera": in_base64(picture()), "matrix": [1], "kind": "dusk"}
+    assert refused(server.predict("scenes", scene), 422, "kind").endswith("; must be one of day, night")
+    assert refused(server.predict("people", [1, 2]), 422, "body").endswith("; its fields are name, age, boxes")
+    scene_form = form({"camera": picture(), "matrix": "[1,2]"})
+    assert "is a text: send lists of numbers as JSON" in refused(server.send("scenes", *scene_form), 422, "matrix")
+    for name, kind in (("people", ""), ("people", MSGPACK), ("arrays", NPY), ("texts", "application/json")):
+        says = refused(server.send(name, b"", kind, {"Accept": "application/json"}), 400)
+        assert says == "the body is empty: send an item"
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ import numpy as np
 import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.functions.members import Members
 from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
 from reflex_runtime.web.arrays import array_in, check_json
-from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidRequest, UnsupportedMediaType
+from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
 from reflex_runtime.web.fields import client_errors, invalid, invalid_field, printable
 from reflex_runtime.web.pictures import decode_picture, decoded_base64, picture_bytes
 
@@ -29,6 +30,7 @@ PNG: Final = b"image/png"
 FORM: Final = b"multipart/form-data"
 MOST_PARTS: Final = 256  # of a form
 MOST_EXAMPLE: Final = 200  # numbers in an example
+_CURL: Final = b"application/x-www-form-urlencoded"  # its default
 _NOT_RAW: Final = (JSON, b"application/msgpack", FORM)
 
 
@@ -56,7 +58,7 @@ class Values:
 
     def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None, prefix: str = "") -> None:
         self.hint = hint = unaliased(hint)
-        self.arrays, self._where = arrays or {}, where
+        self.arrays, self.where = arrays or {}, where
         self.raw = self._raw_types()
         self._refers = f"#/components/schemas/{prefix}"
         self._own_parts: dict[str, Any] = {}  # of pydantic
@@ -64,6 +66,7 @@ class Values:
         try:
             self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
             self._msgpack = msgspec.msgpack.Decoder(hint, dec_hook=self._read)
+            self._members = Members(hint)
             (self.schema,), parts = msgspec.json.schema_components(
                 (hint,), schema_hook=self._schema_of, ref_template=self._refers + "{name}"
             )
@@ -77,22 +80,41 @@ class Values:
         """The value in a body; 400, 415 or 422 for a wrong one."""
         kind = content_type.partition(b";")[0].strip().lower()
         if kind.startswith(FORM):
-            return self.convert(_form(body, content_type))
-        if self._is_raw(kind):
+            form = _form(body, content_type)
+            value = self.convert(form)
+            self._members.check_names(form)
+            return value
+        raw = self._is_raw(kind, body)
+        if not body and not (raw and self.hint in (str, bytes)):
+            raise InvalidJson("the body is empty: send an item")
+        if raw:
             if self.hint is not str:
                 return self.convert(body)
             try:
                 return body.decode()
             except UnicodeDecodeError:
                 raise invalid("body", "body: is not UTF-8") from None
-        with client_errors(form="msgpack" if b"msgpack" in kind else "JSON"):
-            if b"msgpack" in kind:
-                return self._msgpack.decode(body)
-            if kind in (b"", JSON, b"application/x-www-form-urlencoded") or kind.endswith(b"+json"):
-                check_json(body)
-                return self._json.decode(body)
+        if b"msgpack" in kind:
+            return self._decoded(self._msgpack, msgspec.msgpack.decode, body, "msgpack")
+        if kind in (b"", JSON, _CURL) or kind.endswith(b"+json"):
+            check_json(body)
+            return self._decoded(self._json, msgspec.json.decode, body, "JSON")
         known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
+
+    def _decoded(self, decoder: Any, decode: Callable[..., Any], body: bytes, form: str) -> Any:
+        with client_errors(form=form):
+            try:
+                value = decoder.decode(body)
+            except msgspec.ValidationError as error:
+                raise self._refusal(error) from None
+            if self._members.closed:
+                self._members.check(body, decode)
+            return value
+
+    def _refusal(self, error: msgspec.ValidationError) -> InvalidRequest:
+        found = invalid_field(error)
+        return invalid(str(found.details["field"]), found.message + printable(self._members.told(error)))
 
     def _raw_types(self) -> tuple[bytes, ...]:
         if self.array(self.hint) is not None:
@@ -101,10 +123,12 @@ class Values:
             return (PNG, b"image/jpeg")
         return (BYTES,) if self.hint is bytes else (b"text/plain",) if self.hint is str else ()
 
-    def _is_raw(self, kind: bytes) -> bool:
-        """Whether a body of this type is the value itself. The default type of curl is JSON where that is a text."""
+    def _is_raw(self, kind: bytes, body: bytes) -> bool:
+        """Whether a body of this type is the value itself. The default type of curl is JSON for texts and arrays."""
         if self.hint is str:
             return kind.startswith(b"text/")
+        if kind == _CURL and self.raw == (NPY,) and body and not body.startswith(b"\x93NUMPY"):
+            return False
         return bool(self.raw) and not (kind in _NOT_RAW or kind.endswith(b"+json"))
 
     def convert(self, value: Any) -> Any:
@@ -116,7 +140,7 @@ class Values:
                 return self._read(self.hint, value)
             return msgspec.convert(value, self.hint, strict=False, dec_hook=self._read)
         except msgspec.ValidationError as error:
-            raise invalid_field(error) from None
+            raise self._refusal(error) from None
         except InvalidRequest:
             raise
         except ValueError as error:
@@ -132,7 +156,7 @@ class Values:
             return ArrayType(None)
         dtype = np.dtype(of[0])
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
-            raise ConfigError(f"{self._where}: arrays of {dtype.name} cannot be sent; bool, int and float can")
+            raise ConfigError(f"{self.where}: arrays of {dtype.name} cannot be sent; bool, int and float can")
         return ArrayType(dtype)
 
     def _read(self, hint: Any, value: Any) -> Any:
@@ -161,7 +185,7 @@ class Values:
             self._own_parts |= {self._refers[21:] + name: part for name, part in found.pop("$defs", {}).items()}
             return found
         known = "plain types, dataclass, TypedDict, msgspec.Struct, pydantic, numpy.ndarray and PIL.Image are read"
-        raise ConfigError(f"{self._where}: {_named(hint)} is no type that can be sent: {known}")
+        raise ConfigError(f"{self.where}: {_named(hint)} is no type that can be sent: {known}")
 
 
 def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
@@ -218,9 +242,9 @@ def example_of(values: Values, given: Any = None) -> Any:
         made = _made(values.schema, values.parts) if given is None else sent
         text = msgspec.json.encode(made)
         values.decode(text, JSON)
-    except Exception:
+    except Exception as error:
         if given is not None:
-            raise ConfigError("example: does not fit the type of the items") from None
+            raise ConfigError(f"{values.where}: the example does not fit: {in_one_line(error)}") from None
         return None
     return made if text.count(b",") <= MOST_EXAMPLE else None
 
@@ -237,6 +261,8 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
             value = array_in(data, value.get("dtype"), value.get("shape"))
         except ClientError as error:
             raise ValueError(error.message) from None
+    if isinstance(value, str):
+        raise ValueError("is a text: send lists of numbers as JSON, or a file of numpy.save")
     if isinstance(value, bytes):
         try:
             value = np.load(io.BytesIO(value), allow_pickle=False)

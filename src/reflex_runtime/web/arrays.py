@@ -14,7 +14,9 @@ from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.fields import MAX_VALUES, brief, printable
 
 MAX_DIMENSIONS: Final = 8
-_TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structures), O (objects), c, M, m
+_TYPE: Final = re.compile(  # not V (structures), O (objects), c, M, m
+    r"[<>|=]?[biufUS][1-9][0-9]{0,4}|bool|u?int(?:8|16|32|64)|float(?:16|32|64)"
+)
 
 
 def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
@@ -37,7 +39,7 @@ def type_of(name: Any) -> np.dtype[Any]:
         name = name.decode("ascii", "replace")
     dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None
     if dtype is None:
-        raise ClientError(printable(f"dtype {brief(name)}: must be a number or text, as numpy writes it"))
+        raise ClientError(printable(f"dtype {brief(name)}: must be a number or text, such as float32 or <f4"))
     return dtype
 
 

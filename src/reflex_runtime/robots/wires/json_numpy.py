@@ -53,7 +53,6 @@ PROPRIO: Final = "proprio"
 DOMAIN, STEPS = "domain_id", "steps"  # of X-VLA: the robot's prompt, and denoise steps
 FIRST, EVERY, WHOLE, ACTION = "first", "every", "whole", "action"  # forms of answers
 _MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"', b'"proprio"', b'"image0"')
-_TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
 
 
 @dataclass(slots=True)
@@ -197,8 +196,7 @@ def _read(name: str, value: Any) -> Any:
         data = decoded_base64(value[key])
     except (ValueError, TypeError, AttributeError):
         raise ClientError(printable(f"{name}: {key} is not base64")) from None
-    dtype = value.get("dtype")
-    return array_in(data, _TYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, value.get("shape"))
+    return array_in(data, value.get("dtype"), value.get("shape"))
 
 
 def _is_quoted(name: str, sent: Any) -> bool:
