@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -161,7 +162,8 @@ class Receiver:
                 for name, value in {"Content-Length": "0", **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(body)
+                with suppress(OSError):  # a long body is not read to its end
+                    self.wfile.write(body)
                 self.close_connection = self.close_connection or closes
 
             def log_message(self, *_: object) -> None:
