@@ -36,8 +36,8 @@ _ROOM: Final = 64  # different tokens before the arrays grow
 _FORBIDDEN: Final = np.where(  # [256, 8]: added to the logits of 8 tokens for a byte of a mask
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
 ).astype(np.float32)
-# Without a bound a model may write spaces until its tokens are used up.
-SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
+# Without a bound a model may write spaces until its tokens are used up; lines and indents are slow tokens.
+SPACES: Final = r"[ ]?"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
 _PLAIN: Final = 2000  # characters of a schema that is checked in this process, if it has no costly word
 _COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last can write the others
@@ -62,6 +62,9 @@ _INSTEAD: Final = {
     "oneOf": "write anyOf, or cases that exclude each other",
     "pattern": "say what may stand there, as ^-?[0-9]+([.][0-9]+)?$ for a number",
 }
+_BROKEN: Final = re.compile(  # the library shows the expression, too, in several lines
+    r"(at \S+: )?(?:invalid regex \".*\" \(in [^)]*\): )?regex parse error:.*\nerror: ([^\n]*).*", re.DOTALL
+)
 _LONGEST: Final = 60.0  # seconds for the check of a form, on a very busy machine
 
 
@@ -207,21 +210,41 @@ def demands(schema: Any, names: bool = False) -> Any:
 
 
 def _explained(library: Any, constraint: Constraint, why: str) -> str:
-    """The fault with its place in the schema, and what to write instead."""
-    around = re.search("look-?around|backreference", why)
+    """The fault with its place in the schema where that is known, and what to write instead."""
+    around, broken = re.search("look-?around|backreference", why), _BROKEN.search(why)
     if constraint.kind != "json":
+        why = why.removeprefix("at 1(8): ") if constraint.kind == "regex" else why  # of the grammar that holds it
         return f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
+    told = f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
     unknown = re.match(r'Unimplemented keys: \["([^"]+)"|(oneOf)', why)
-    keyword = "pattern" if around else (unknown[1] or unknown[2]) if unknown else ""
-    for where, name, value in _places(json.loads(constraint.text)) if keyword else ():
+    keyword = "pattern" if around or broken else (unknown[1] or unknown[2]) if unknown else ""
+    for where, name, value in _places(json.loads(constraint.text)):
         parents = where.rpartition(".")[0].rpartition(".")[2]
-        if around and (parents == "patternProperties" or (name == keyword and isinstance(value, str))):
+        if (around or broken) and (parents == "patternProperties" or (name == keyword and isinstance(value, str))):
             pattern = value if name == keyword and isinstance(value, str) else name
             if library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_regex(pattern)):
-                return f"{where}: {_AROUND}; {_INSTEAD['pattern']}"
-        elif not around and name == keyword and parents not in _NAMES:
+                return f"{where}: {told}"
+        elif parents in _NAMES:
+            if why.startswith("schema must") and not isinstance(value, dict | bool):
+                return f"{where}: {why}"
+        elif keyword and name == keyword:
             return f"{where}: is not supported; {_INSTEAD.get(name, 'leave it out, and check the answer')}"
+        elif _is_at(why, name, value):
+            return f"{where}: {why}"
     return why
+
+
+def _is_at(why: str, name: str, value: Any) -> bool:
+    """Whether a fault that the library found without its place is in this keyword."""
+    if found := re.fullmatch("Invalid type: (.*)", why):
+        return name == "type" and found[1] in (value if isinstance(value, list) else [value])
+    if found := re.fullmatch("Expected .* for '(.*)', got (.*)", why):
+        return name == found[1] and json.dumps(value) == found[2]
+    if found := re.fullmatch(r"(\w+) must be an (array|object).*", why):
+        return name == found[1] and not isinstance(value, list if found[2] == "array" else dict)
+    if found := re.fullmatch("Pointer '(.*)' does not exist", why):
+        return name == "$ref" and value == f"#{found[1]}"
+    return why == "invalid multiple of" and name == "multipleOf" and isinstance(value, int | float) and value <= 0
 
 
 def _places(schema: Any, inside: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -243,6 +266,7 @@ def _wrong(constraint: Constraint, why: str) -> ConfigError:
 def _first_line(text: str) -> str:
     """A message without the library's drawing of the place and its state."""
     told = text.partition("<state>")[0].replace("NoExtensionBias", _ENDLESS)
+    told = _BROKEN.sub(r"\1invalid regex: \2", told)
     return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
 
 
