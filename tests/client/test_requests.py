@@ -107,3 +107,15 @@ def test_what_no_server_could_take_is_not_sent(make: Make, fields: dict[str, Any
 def test_wrong_settings_are_named(kind: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         kind(**{"url": "http://h"} | options)
+
+
+def test_wrong_arguments_are_named_as_callers_write_them() -> None:
+    with pytest.raises(ValueError, match="timeout='a': must be seconds > 0"):
+        Client("http://127.0.0.1:1", timeout="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="retries='a': must be >= 0"):
+        Client("http://127.0.0.1:1", retries="a")  # type: ignore[arg-type]
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(TypeError, match=r"^BaseClient\.predict\(\) got an unexpected keyword argument 'deadlin'"),
+    ):
+        client.predict(1, deadlin=3)  # type: ignore[call-arg]

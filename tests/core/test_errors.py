@@ -167,7 +167,7 @@ def test_b19_a_wrong_number_of_results_fails_the_batch(count: int) -> None:
 
     outcomes = run_batch(FunctionProcessor(wrong), batch_of(4))
     assert all(isinstance(o, Failed) and isinstance(o.error, ResultCountMismatch) for o in outcomes)
-    assert f"{count} results for 4 requests" in str(outcomes[0].error)  # type: ignore[union-attr]
+    assert f"returned {count} results for 4 items" in str(outcomes[0].error)  # type: ignore[union-attr]
     assert len(calls) == 1
 
 

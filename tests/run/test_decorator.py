@@ -682,3 +682,46 @@ def test_a_function_that_died_keeps_no_thread() -> None:
         if thread.name.startswith(dead._name):
             thread.join(PATIENCE)
             assert not thread.is_alive()
+
+
+# -- words of errors ---------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_the_function_and_no_server() -> None:
+    slow = Slow(max_batch_size=1, capacity=1)
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(slow.double, 1)
+        assert slow.entered.wait(PATIENCE)
+        queued = threads.submit(slow.double, 2)
+        slow.asked(2)
+        with pytest.raises(QueueFull, match=r"^double: as many items as its capacity wait already"):
+            slow.double(3)
+        with pytest.raises(QueueFull, match=r"^double: as many items as its capacity wait already"):
+            run(slow.double.aio(3))
+        slow.double.close(drain=False, timeout=0.0)
+        assert str(queued.exception(PATIENCE)) == "double: it was closed before this item ran"
+        slow.gate.set()
+        assert running.exception(PATIENCE) is None or isinstance(running.exception(), CutShort)
+    with pytest.raises(Closed, match=r"^double: it was closed, or hung twice, and takes no more items"):
+        slow.double(4)
+
+
+def test_a_wrong_number_of_results_names_the_function() -> None:
+    @batched
+    def odd(items: list[int]) -> list[int]:
+        return [1, 2, 3]
+
+    with pytest.raises(ResultCountMismatch, match="odd returned 3 results for 1 items"):
+        odd(1)
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(TypeError, match=r"^@batched: max_batchsize: no such option; did you mean max_batch_size\?"):
+        batched(max_batchsize=3)  # type: ignore[call-overload]
+
+    @batched
+    def double(items: list[int]) -> list[int]:
+        return items
+
+    with pytest.raises(ConfigError, match=r"^double: timeout='a': must be >= 0 seconds"):
+        double(1, timeout="a")  # type: ignore[arg-type]

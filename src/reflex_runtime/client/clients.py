@@ -53,6 +53,7 @@ class Method(Generic[P, T]):
     """A coroutine as a method of both clients, and of their episodes: that of an `AsyncClient` is awaited."""
 
     def __init__(self, call: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
+        call.__qualname__ = call.__qualname__.replace("._", ".")  # Python's errors name it as users call it
         self._call = call
 
     @overload
@@ -115,9 +116,9 @@ class BaseClient:
         spread: Callable[[], float] = random.random,
     ) -> None:
         host = _host_in(url)
-        if not 0.0 < timeout < math.inf:
+        if not (isinstance(timeout, int | float) and 0.0 < timeout < math.inf):
             raise ValueError(f"timeout={timeout!r}: must be seconds > 0")
-        if retries < 0:
+        if not (isinstance(retries, int) and retries >= 0):
             raise ValueError(f"retries={retries!r}: must be >= 0")
         if encoding not in ("raw", "png", "jpeg"):
             raise ValueError(f"encoding={encoding!r}: must be 'raw', 'png' or 'jpeg'")

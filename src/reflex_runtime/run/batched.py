@@ -33,11 +33,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from numbers import Real
 from random import random
 from typing import Any, Final, Generic, Self, TypeVar, overload
 
 from reflex_runtime.core.batch import Batch, Outcome
-from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorHung, WaitTimeout
+from reflex_runtime.core.errors import (
+    Cancelled,
+    Closed,
+    ConfigError,
+    Drained,
+    ProcessorHung,
+    QueueFull,
+    ReflexError,
+    WaitTimeout,
+)
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
@@ -58,7 +68,7 @@ from reflex_runtime.run.processor import (
     payloads_of,
 )
 from reflex_runtime.run.thread_driver import ThreadDriver
-from reflex_runtime.settings.declare import option, validate
+from reflex_runtime.settings.declare import did_you_mean, option, validate
 
 GONE: Final = 1.0  # seconds without an item after which a client is forgotten
 GROUP: Final = "batched"
@@ -91,8 +101,8 @@ class Handle:
     def _request(
         self, item: Any, client: str, timeout: float | None, priority: Priority, time_limit: float | None
     ) -> Request:
-        if timeout is not None and not timeout >= 0.0:
-            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+        if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0.0):
+            raise ConfigError(f"{self._name}: timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
         return Request(item, group=GROUP, client=client, priority=priority, time_limit=time_limit)
 
     async def _result(
@@ -107,8 +117,21 @@ class Handle:
             except (asyncio.CancelledError, WaitTimeout):
                 calls.cancel(ticket)
                 raise
+        except (QueueFull, Closed, Drained) as error:
+            raise self._refusal(error) from None
         finally:
             calls.clients.give_back(client)
+
+    def _refusal(self, error: ReflexError) -> ReflexError:
+        """The same error in the words of a function; those of the scheduler are a server's."""
+        words = {
+            QueueFull: "as many items as its capacity wait already; call it later, or raise `capacity`",
+            Closed: "it was closed, or hung twice, and takes no more items",
+            Drained: "it was closed before this item ran",
+        }.get(type(error))  # not of a kind of Closed, whose message has the reason
+        if words is None:
+            return error
+        return type(error)(f"{self._name}: {words}", retry_after=error.retry_after, **error.details)
 
     async def _within(self, timeout: float, future: asyncio.Future[Any]) -> Any:
         try:
@@ -246,7 +269,7 @@ class _Calls:
             async with asyncio.timeout(self._rules.watchdog or None) as limit:
                 with ASYNC_WALL:
                     results = await self._function(payloads_of(batch))
-            return outcomes_of(checked_results(self._function, results), batch)
+            return outcomes_of(checked_results(self._function, results, count=len(batch.grants)), batch)
         except Exception as error:
             hung = ProcessorHung(f"the function did not come back within {self._rules.watchdog:g} s")
             return failure_of(hung if limit.expired() else error, batch, self._rules.repeatable)
@@ -284,7 +307,10 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         if asyncio._get_running_loop() is not None:
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
         request = self._request(item, _thread.client, timeout, priority, time_limit)
-        return driver.ask(request, inf if timeout is None else timeout, self._name)  # type: ignore[no-any-return]
+        try:
+            return driver.ask(request, inf if timeout is None else timeout, self._name)  # type: ignore[no-any-return]
+        except (QueueFull, Closed, Drained) as error:
+            raise self._refusal(error) from None
 
     async def aio(
         self,
@@ -509,6 +535,10 @@ class _Batched:
     def __call__(self, *functions: Any, **options: Any) -> Any:
         if len(functions) > 1 or any(isinstance(given, int | float) for given in functions):
             raise TypeError("@batched: takes a function; options are keywords, such as max_batch_size=8")
+        known = self.__slots__
+        for name in options:
+            if name not in known:
+                raise TypeError(f"@batched: {name}: no such option{did_you_mean(name, known)}")
         made = replace(self, **options) if options else self
         return made._of(*functions) if functions else made
 

@@ -245,7 +245,7 @@ class FunctionProcessor(BaseProcessor, Generic[P, V]):
         self.repeatable, self.any_thread = repeatable, any_thread
 
     def run(self, batch: Batch) -> Sequence[V]:
-        return checked_results(self._function, self._function(payloads_of(batch)))
+        return checked_results(self._function, self._function(payloads_of(batch)), count=len(batch.grants))
 
 
 def payloads_of(batch: Batch) -> list[Any]:
