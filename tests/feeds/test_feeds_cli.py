@@ -77,6 +77,8 @@ def test_i18_many_hangups_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         ((SHORT,), "no processor: give --processor MODULE:NAME or --onnx FILE"),
         ((SHORT, "--onnx", "shapes", "--processor", "mine:Sizes"), "give one of them, not both"),
         (("a=none.mp4",), "a=none.mp4: no such file"),
+        (("a=chaos:", "a.fsp=5"), "a.fsp=5: no such setting fsp; did you mean fps?"),
+        (("a=chaos:", "--realtime=yes"), "--realtime or --no-realtime: takes no value"),
         (("a=.",), "a: .: holds no pictures (.bmp"),
         (("a=ftp://u:pw@h/x",), "source='ftp://h/x': must be a path"),
         (("a=chaos:seed=x",), "a: chaos:seed=x: must be a whole number"),
@@ -150,6 +152,8 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
         ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nrestarts = 5", "restarts: needs a live feed, and a.mp4 is a file"),
         ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nread_timeout_s = 5\nrealtime = true", "read_timeout_s: needs a cam"),
         ("[feeds]\nrestarts = inf", "[feeds] restarts=inf: must be a whole number"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nfsp = 1", "fsp: no such setting of a feed; did you mean fps?"),
+        ("onnx = 'x'", "onnx: is in no table; write it below [feeds]"),
         ("[fedes]\nonnx = 'x'", "fedes: no such table; there may be feeds and feed; did you mean feeds?"),
     ],
 )
@@ -266,7 +270,7 @@ def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_pat
 def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path, more: tuple[str, ...]) -> None:
     damaged = broken(tmp_path / "a.mp4", range(20, 25))
     feeds = ran(f"a={damaged}", f"b={clip(5)}", "--processor", "mine:Sizes", *more, cwd=scratch(tmp_path), status=1)
-    assert feeds.log[-1].endswith("ERROR a: the file is damaged: 5 pictures missing or broken")
+    assert feeds.log[-1].endswith("a.mp4 is damaged: 5 pictures missing or broken")
     assert any(line.startswith("a ") and line.endswith(" 5 pictures missing or broken") for line in feeds.log)
     if not more:  # else some may have made way for newer ones
         assert figures(feeds, "a") == {"frames": 25, "answered": 25}

@@ -69,7 +69,7 @@ def test_f14_each_picture_of_a_directory_comes_once_by_name(pictures: Path) -> N
 
 @pytest.mark.parametrize("form", ["EPS", "PPM", "ICNS"])
 def test_a_file_of_another_format_is_not_opened_whatever_its_name(
-    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pillow would start Ghostscript for the first."""
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: Image.new("RGB", (8, 6)).im)
@@ -78,6 +78,7 @@ def test_a_file_of_another_format_is_not_opened_whatever_its_name(
     source = PictureFolder(tmp_path)
     assert len(read_all(source)) == 1
     assert source.corrupt == 1
+    assert f"{tmp_path / 'b.png'}: cannot be decoded" in caplog.text
 
 
 def test_names_are_in_natural_order(tmp_path: Path) -> None:

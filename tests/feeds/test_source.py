@@ -474,7 +474,7 @@ def test_what_is_no_video_is_not_tried_again(tmp_path: Path) -> None:
         "missing.mp4": "No such file",
         "": "Is a directory",
         "text.mp4": "Invalid data",
-        "empty.mp4": "Invalid data",
+        "empty.mp4": "is empty",
         "cut.mp4": "Invalid data",
         "sound.wav": "holds no video",
     }.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -59,6 +60,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(_MISSING):
             message = f"missing: {message.removeprefix(_MISSING)}; {self._form()}"
+        if found := re.fullmatch(r"argument (\S+): ignored explicit argument .*", message):
+            names = found[1].replace("/", " or ")
+            message = f"{names}: takes no value"
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     config, places = serving.settings(LLMServeConfig, args, (BATCHER,))
     check_needs(config, places)
+    if "served_model_name" in places and not config.served_model_name.strip():
+        raise ConfigError(f"{places['served_model_name']} is empty: give a name, or leave it out")
     if config.log_format != "text":
         os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for runtime processes, from their first line on
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))

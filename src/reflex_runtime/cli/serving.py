@@ -123,7 +123,10 @@ def options_of(kind: type[Any], served: str) -> dict[str, str]:
 def settings(kind: type[C], args: argparse.Namespace, beside: tuple[str, ...] = ()) -> tuple[C, Places]:
     """The settings of the command line, its file and the environment; the log begins in their form."""
     logs.begin()
-    found = read(kind, "serve", args.config, environment(), vars(args), beside)
+    given = vars(args)
+    if given.get("uds") and given.get("port", "0") != "0":
+        raise ConfigError(f"--uds={one_line(given['uds'])} and --port={given['port']}: give one of them, not both")
+    found = read(kind, "serve", args.config, environment(), given, beside)
     logs.use(found[0].log_format)
     return found
 

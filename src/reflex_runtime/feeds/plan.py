@@ -151,7 +151,8 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], k
     hints, values = hints_of(FeedsConfig), {}
     for setting, value in own.items():
         if setting not in known:
-            raise ConfigError(f"{one_line(setting)}: no such setting of a feed; there are {', '.join(known)}")
+            hint = did_you_mean(setting, known) or f"; there are {', '.join(known)}"
+            raise ConfigError(f"{one_line(setting)}: no such setting of a feed{hint}")
         values[setting] = convert(value, hints[setting], setting)
     spec = FeedSpec(name, source, replace(config, **values))
     if not re.fullmatch(NAME, name):
@@ -182,7 +183,10 @@ def source_of_spec(spec: FeedSpec) -> Source:
     """The source of a feed, not opened. Raises ConfigError, also for a missing file."""
     own = spec.config
     if spec.file is not None and not spec.file.exists():
-        raise ConfigError(f"{spec.name}={_public(spec.source)}: no such file")
+        feed, _, setting = spec.name.rpartition(".")
+        hint = did_you_mean(setting, PER_FEED) if feed else ""
+        why = f"no such setting {setting}{hint}" if hint else "no such file"
+        raise ConfigError(f"{spec.name}={_public(spec.source)}: {why}")
     with refusals_of(spec.name):
         if spec.kind == FOLDER:
             pictures_in(Path(spec.source))

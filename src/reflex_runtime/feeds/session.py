@@ -284,7 +284,7 @@ class FeedsSession:
             if failed and lost is None and (feed.mode == "file" or not feed.processed):
                 missing.append(f"{name}: {failed} of {feed.frames} frames have no answer: {feed.error}")
             if feed.corrupt and feed.state == "ended":
-                missing.append(f"{name}: the file is damaged: {undecoded(feed.corrupt)}")
+                missing.append(f"{name}: {feed.source} is damaged: {undecoded(feed.corrupt)}")
             complete = complete and feed.state != "failed" and not feed.sink_errors
         for name, output in snapshot.outputs.items():
             if output.taken and not output.sent:

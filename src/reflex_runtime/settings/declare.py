@@ -144,7 +144,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     if len(word) > LONGEST_WORD:
         return ""
     names = {name.lower(): name for name in sorted(known)}
-    near = difflib.get_close_matches(word.lower(), names, 3, 0.7)
+    near = difflib.get_close_matches(word.lower(), names, 3, 0.66)  # fsp is near fps
     words = set(word.lower().split("_"))
     near.sort(key=lambda name: not words <= set(name.split("_")))  # max_tokens: max_output_tokens, not min_tokens
     return f"; did you mean {prefix}{names[near[0]]}?" if near else ""

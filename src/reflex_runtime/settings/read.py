@@ -61,7 +61,8 @@ def read(
     for key, value in (_table(file, section, beside) if file is not None else {}).items():
         name = key.replace("-", "_")
         if name not in names:
-            raise ConfigError(f"{file}: [{section}] {key}: no such setting{did_you_mean(name, names)}")
+            hint = _elsewhere(name) or did_you_mean(name, names)
+            raise ConfigError(f"{file}: [{section}] {key}: no such setting{hint}")
         give(name, value, f"{file}: [{section}] {key}")
     for name in names & _settings_in(environ).keys():
         give(name, environ["REFLEX_" + name.upper()], "REFLEX_" + name.upper())
@@ -71,6 +72,13 @@ def read(
         if f.metadata.get("secret") and f.name in values and not values[f.name].strip():
             raise ConfigError(f"{places[f.name]} is empty: give a key, or leave it out", field=f.name)
     return kind(**values), places
+
+
+def _elsewhere(name: str) -> str:
+    """The end of an error on a setting that other commands have."""
+    kinds = {"policies": ServeConfig, "language models": LLMServeConfig, "functions": FunctionsConfig}
+    own = [what for what, kind in kinds.items() if name in {f.name for f in fields(kind)}]
+    return f"; it is a setting of {' and '.join(own)}" if own else ""
 
 
 def own_settings(
@@ -151,6 +159,8 @@ def _piped(file: Path, inode: int) -> str:
 def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
     tables = read_toml(file)
     stray = next((name for name in tables if name != section and name not in beside), None)
+    if stray is not None and not isinstance(tables[stray], dict | list):
+        raise ConfigError(f"{file}: {one_line(stray)}: is in no table; write it below [{section}]")
     if stray is not None:  # a misspelt table must not mean defaults
         known = (section, *beside)
         near = did_you_mean(stray, known)

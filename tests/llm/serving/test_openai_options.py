@@ -436,6 +436,10 @@ def test_b2_a_models_choices_options_and_files(model_dir: Path, tmp_path: Path, 
     file = tmp_path / "r.toml"
     file.write_text("[serve]\nmax_batch_cost_ms = 1\n")
     assert "max_batch_cost_ms: no such setting" in said(capsys, str(model_dir), "--config", str(file))
+    file.write_text("[serve]\nrtc = true\n")
+    assert "rtc: no such setting; it is a setting of policies" in said(capsys, str(model_dir), "--config", str(file))
+    assert "--served-model-name is empty" in said(capsys, str(model_dir), "--served-model-name", "")
+    assert "give one of them, not both" in said(capsys, str(model_dir), "--uds", "a.sock", "--port", "5")
 
 
 def test_what_is_served_decides_which_options_there_are(model_dir: Path, tmp_path: Path, capsys: Any) -> None:

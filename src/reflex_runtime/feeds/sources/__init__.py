@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -20,6 +21,8 @@ from reflex_runtime.feeds.sources.video import NETWORK, VideoSource, without_sec
 from reflex_runtime.run.processor import WALL
 from reflex_runtime.settings.declare import one_line
 from reflex_runtime.web.pictures import upright
+
+log = logging.getLogger("reflex.feeds")
 
 # Sources that draw their own pictures, by the word before the colon; each gets the whole text. Programs may add some.
 DRAWN: Final[dict[str, Callable[[str], Source]]] = {"shapes": shapes_source}
@@ -116,6 +119,8 @@ class PictureFolder:
             if (image := self._decoded(file)) is not None:
                 self.file = file
                 return image, None
+            if not self.corrupt:
+                log.warning("%s: cannot be decoded: left out, like others after it", self._where / file)
             self.corrupt += 1
         return None
 

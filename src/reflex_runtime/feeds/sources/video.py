@@ -319,6 +319,8 @@ class VideoSource:
         known = self._av.error
         refused = isinstance(error, known.HTTPUnauthorizedError | known.HTTPForbiddenError | known.LookupError)
         why = getattr(error, "strerror", None) or type(error).__name__
+        if not self._remote and os.path.isfile(self._where) and not os.path.getsize(self._where):
+            why = "is empty"
         return SourceError(f"{self.name}: {why}", retryable=self._remote and not refused)
 
     def _interrupted(self) -> SourceError:
