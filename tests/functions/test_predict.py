@@ -325,6 +325,9 @@ def test_a_field_that_a_type_does_not_have_is_refused(server: Functions) -> None
     says = refused(server.predict("families", family), 422, "children")
     assert says.startswith("unknown field children[0].children[0].agee; did you mean age")
     assert right(server.predict("families", {"name": "a", "children": [{"name": "b"}]})) == 2
+    parts = server.get("/openapi.json").json["components"]["schemas"]
+    assert parts["people.Person"]["additionalProperties"] is False
+    assert "additionalProperties" not in parts["boxes.Box"]
     assert right(server.predict("boxes", {"left": 1, "lift": 2}))  # the setting of its class
 
 

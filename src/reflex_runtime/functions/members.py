@@ -33,13 +33,13 @@ _WRONG: Final = re.compile(r"Invalid enum value '?(.*?)'?(?: - at|$)")
 
 
 class Members:
-    """The fields of a type. closed: it has a dataclass or TypedDict somewhere."""
+    """The fields of a type. closed: names of the dataclasses and TypedDicts in it."""
 
     def __init__(self, hint: Any) -> None:
         self._kind = _plain(type_info(hint))
-        self.closed = _has_closed(self._kind)
+        self.closed = {one.cls.__name__ for one in _closed_in(self._kind)}
         known = self._kind.fields if isinstance(self._kind, _CLOSED) else ()
-        self._nested = {field.encode_name: field.type for field in known if _has_closed(field.type)}
+        self._nested = {field.encode_name: field.type for field in known if _closed_in(field.type)}
 
     def check(self, body: bytes, decode: Callable[..., Any]) -> None:
         """The 422 for a field in a valid body that is not in the type. Only fields with fields are built."""
@@ -92,17 +92,16 @@ def _elements(kind: Type) -> list[Type]:
     return [one for one in (*single, *getattr(kind, "item_types", ())) if one is not None]
 
 
-def _has_closed(kind: Type) -> bool:
-    seen: set[int] = set()  # types may hold themselves
+def _closed_in(kind: Type) -> list[Any]:
+    """The dataclasses and TypedDicts within a type, itself included."""
+    seen: dict[int, Type] = {}  # types may hold themselves
     rest = [kind]
     while rest:
         for one in _arms(rest.pop()):
-            if isinstance(one, _CLOSED):
-                return True
             if id(one) not in seen:
-                seen.add(id(one))
+                seen[id(one)] = one
                 rest += [*_elements(one), *(field.type for field in getattr(one, "fields", ()))]
-    return False
+    return [one for one in seen.values() if isinstance(one, _CLOSED)]
 
 
 def _below(kind: Type, step: str) -> Type | None:
@@ -154,6 +153,6 @@ def _check(kind: Type, value: Any, path: str) -> None:
             if items := getattr(arm, "item_types", ()):
                 for i, (one, of) in enumerate(zip(value, items, strict=False)):
                     _check(of, one, f"{path}[{i}]")
-            elif (of_each := getattr(arm, "item_type", None)) is not None and _has_closed(of_each):
+            elif (of_each := getattr(arm, "item_type", None)) is not None and _closed_in(of_each):
                 for i, one in enumerate(value):
                     _check(of_each, one, f"{path}[{i}]")

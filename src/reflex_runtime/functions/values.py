@@ -70,6 +70,9 @@ class Values:
             (self.schema,), parts = msgspec.json.schema_components(
                 (hint,), schema_hook=self._schema_of, ref_template=self._refers + "{name}"
             )
+            for part in parts.values():
+                if part.get("title") in self._members.closed:
+                    part["additionalProperties"] = False
             self.parts = {prefix + name: part for name, part in parts.items()} | self._own_parts
         except (TypeError, NameError, ValueError) as error:
             raise ConfigError(f"{where}: {_named(hint)} cannot be a schema: {in_one_line(error)}") from error
