@@ -173,6 +173,7 @@ def test_l8_a_form_that_has_its_end_ends_whatever_min_tokens_says(tokenizer: HFT
         (Constraint("json", '{"$ref": "http://example.org/x"}'), "json: "),
         (Constraint("regex", "("), "regex: invalid regex: unclosed group$"),
         (Constraint("grammar", "nothing"), "grammar: "),
+        (Constraint("grammar", "start: x"), 'unknown name: "x"$'),
         (Constraint("json", '{"$ref": "#"}'), "json: no text has it; does a .ref lead to itself"),
         (Constraint("json", "true"), "json: must be an object; {} is what true means"),
         (Constraint("regex", r"(?=a)b"), r"regex: look-around .* are not supported; say what may stand there"),

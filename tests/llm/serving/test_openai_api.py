@@ -462,6 +462,12 @@ def test_l9_a_form_that_response_format_says_too_is_refused(toy: Toy) -> None:
     assert toy.complete(response_format={"type": "text"}, structured_outputs={"regex": "a"}).status == 200
 
 
+def test_l9_a_schema_at_the_wrong_place_is_told_the_field_that_holds_it(toy: Toy) -> None:
+    answer = toy.complete(response_format={"type": "json_schema", "schema": {}})
+    assert answer.status == 400
+    assert toy.error(answer)["message"].endswith("unknown field `schema`; did you mean json_schema?")
+
+
 def _call(arguments: str) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 

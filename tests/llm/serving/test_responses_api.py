@@ -202,6 +202,12 @@ def test_l9_what_a_response_cannot_be_asked_is_refused_by_name(toy: Toy, fields:
     assert error["message"].startswith((param, "the model"))
 
 
+def test_l9_the_length_of_another_api_is_told_by_the_name_that_it_has_here(toy: Toy) -> None:
+    answer = toy.post(PATH, ASK | {"max_tokens": 9})
+    assert answer.status == 400
+    assert toy.error(answer)["message"].endswith("; did you mean max_output_tokens?")
+
+
 def test_l9_a_thought_that_was_cut_stays_in_its_own_turn() -> None:
     """It may be sent back, and is no part of a later answer."""
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}

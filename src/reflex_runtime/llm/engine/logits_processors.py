@@ -37,7 +37,7 @@ _FORBIDDEN: Final = np.where(  # [256, 8]: added to the logits of 8 tokens for a
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
 ).astype(np.float32)
 # Without a bound a model may write spaces until its tokens are used up; lines and indents are slow tokens.
-SPACES: Final = r"[ ]?"
+SPACES: Final = r"\x20?"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
 _PLAIN: Final = 2000  # characters of a schema that is checked in this process, if it has no costly word
 _COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last can write the others
@@ -267,6 +267,7 @@ def _first_line(text: str) -> str:
     """A message without the library's drawing of the place and its state."""
     told = text.partition("<state>")[0].replace("NoExtensionBias", _ENDLESS)
     told = _BROKEN.sub(r"\1invalid regex: \2", told)
+    told = re.sub(r"\n +\d+ \|.*", "", told)
     return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
 
 

@@ -21,10 +21,9 @@ from typing import Any, Final, Literal, NoReturn
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.detokenizer import overlap
-from reflex_runtime.llm.engine.logits_processors import demands
+from reflex_runtime.llm.engine.logits_processors import SPACES, demands
 
 _MOST: Final = 16  # demanded calls of one answer
-_SPACE: Final = r"\x20?"  # between the tokens of demanded arguments: a weak model would fill its answer with blanks
 _KEYS: Final = ("arguments", "parameters")
 _HALF: Final = 10  # characters of a word of JSON, at most
 _GAP: Final = re.compile(r"[\s;,]*")  # between two calls, or two values
@@ -181,7 +180,7 @@ def _tagged_rules(i: int, tool: Tool) -> Iterator[str]:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps(demands(schema) | {"x-guidance": {"whitespace_pattern": _SPACE, "lenient": True}})
+    return "%json " + json.dumps(demands(schema) | {"x-guidance": {"whitespace_pattern": SPACES, "lenient": True}})
 
 
 def _literal(text: str) -> str:
