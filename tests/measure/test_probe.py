@@ -203,7 +203,15 @@ def test_a_server_of_pages_is_told_apart(capsys: pytest.CaptureFixture[str]) -> 
         assert main(["probe", address]) == 1
         told = capsys.readouterr().out
         assert "not a Reflex server" in told
+        assert "<html" not in told.lower()
         assert "docs/errors.md" not in told
+
+
+def test_a_server_of_several_policies_is_probed_by_policy(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(f"--policy=arm={tiny}", "--policy", f"hand={tiny}") as server:
+        _, found = probed(capsys, url(server), "--wire", "act")
+        assert found["wires"][0]["advice"] == f"probe one policy: reflex probe {url(server)}/policies/NAME"
+        assert probed(capsys, f"{url(server)}/policies/arm", "--wire", "act")[0] == 0
 
 
 def test_another_server_of_openpi_is_asked_with_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +326,8 @@ def test_listeners_want_the_key_and_are_found_by_their_own_address(
             for where in (url(server), address):
                 status, found = probed(capsys, where, "--wire", wire, "--api-key", "s3cret")
                 assert (status, found["wires"][0]["works"]) == (0, True)
+            main(["probe", address, "--wire", wire, "--api-key", "s3cret"])
+            assert "not a Reflex server" not in capsys.readouterr().out
             status, found = probed(capsys, address, "--wire", wire, "--api-key", "wrong")
             assert (status, found["wires"][0]["error"]) == (1, "unauthorized")
         status, found = probed(capsys, f"grpc://{robots}", "--api-key", "s3cret")

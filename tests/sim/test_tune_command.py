@@ -13,6 +13,7 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.observe.journal import GroupInfo, Header, Journal, read_journal
 from reflex_runtime.sim import Affine, Around, Callers, Fixed, Noisy, search
 from sim.journals import journal_of, write
 
@@ -47,6 +48,15 @@ def test_it_says_what_to_set_and_what_comes(tmp_path: Path, capsys: pytest.Captu
     assert then > 1.2 * now
 
 
+def test_it_says_nothing_to_set_where_the_simulation_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = search.Tuner(read_journal(journal(tmp_path))).tune(None)
+    assert "\nset " in search.text_of(tuning, "", "f")
+    monkeypatch.setattr(search.Tuning, "doubt", "off by 50%")
+    assert "\nset " not in search.text_of(tuning, "", "f")
+
+
 def row(text: str, name: str) -> list[str]:
     (line,) = [line for line in text.splitlines() if line.startswith(name)]
     return line.removeprefix(name).split()
@@ -76,6 +86,27 @@ def test_what_is_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not a journal" in capsys.readouterr().err
     assert main(["tune", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["tune"], ["report"], ["replay", "--schedule"]])
+def test_a_trace_without_requests_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    file = tmp_path / "run.jsonl"
+    for unit, kind in (("tokens", "a language model"), ("requests", "feeds")):
+        write(Journal(file, Header(groups={"g": GroupInfo(unit, None, 4)}), [], [], [], [], {}, None, False), file)
+        assert main([*command, str(file)]) == 2
+        said = f": {file}: a trace of {kind}, which has batches and no requests; reflex trace reads it\n"
+        assert capsys.readouterr().err.endswith(said)
+
+
+def test_the_recording_of_functions_goes_through_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.jsonl"
+    write(Journal(file, Header(model_type="function"), [], [], [], [], {}, None, False), file)
+    assert main(["replay", str(file), "--model", "demo"]) == 2
+    assert "a recording of functions, which no policy can answer; use --schedule" in capsys.readouterr().err
 
 
 def test_a_server_is_watched_with_curl(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
         headers = {name.lower(): value for name, value in error.response.headers.raw_items()}
         raise refused(Reply(error.response.status_code, headers, bytes(error.response.body or b""))) from None
     except (InvalidHandshake, InvalidMessage, EOFError, KeyError, AttributeError) as error:
-        raise BadAnswer(f"no websocket of openpi: {error!r}") from None
+        raise BadAnswer(f"no websocket of openpi: {type(error).__name__}: {error}") from None
     except TimeoutError:
         raise TimedOut(f"no answer within {timeout:g} s: the policy may still be loading") from None
     except (ConnectionClosed, OSError) as error:
@@ -322,7 +322,11 @@ def probe(
         spent, found.works = time.perf_counter() - pick.began, True
         found.answer_ms = None if found.actions is None else 1e3 * spent
     except ClientError as error:
-        found.error, found.message, found.advice = error.code, error.message, advice(error)
+        found.error, found.message, found.advice = error.code, " ".join(error.message.split()), advice(error)
+        if "<html" in found.message.lower():
+            found.message = "the answer is a page of HTML"
+        if error.body.get("field") == "policy":
+            found.advice = f"probe one policy: reflex probe {server.url}/policies/NAME"
     return found
 
 
@@ -382,7 +386,8 @@ def show(url: str, seen: ServerLook, found: list[WireProbe]) -> None:
 
     shown = console(WIDE)
     name = " ".join(part for part in ("reflex", seen.version, seen.model) if part)
-    shown.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else 'not a Reflex server'}"))
+    other = "one listener" if url.startswith(("tcp:", "grpc")) else "not a Reflex server"  # a listener has no /health
+    shown.print(Text(f"{url}: {f'{name}: {seen.state}' if seen.state else other}"))
     table = Table(box=None, pad_edge=False)
     for title in ("wire", "answer", "actions", "expects", "known from"):
         table.add_column(title, justify="right" if title == "answer" else "left", overflow="fold")

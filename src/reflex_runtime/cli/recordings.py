@@ -93,6 +93,8 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     diffs, fail_on = (chosen.get(what, (what,)) for what in (args.diff, args.fail_on))
     spec = read_source(policy_source(args.model))
     recording = read_journal(args.file)
+    if recording.header.model_type == "function":
+        raise ConfigError(f"{args.file}: is a recording of functions, which no policy can answer; use --schedule")
     if args.slot is not None and args.slot not in recording.slots:
         there = ", ".join(recording.slots) or "none"
         raise ConfigError(f"--slot={args.slot}: not in this recording, which has {there}")
@@ -159,6 +161,8 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
 
     cost, hold, size = args.max_batch_cost_ms, args.batch_timeout_ms, args.max_batch_size
     recording = read_journal(args.file, images=False)
+    if not recording.requests:
+        recording.header.without_requests(recording.path)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
     told = [] if cost is None else [f"{cost} ms"]
     told += [] if hold is None else [f"{hold} ms hold"]

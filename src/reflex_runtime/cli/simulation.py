@@ -62,7 +62,10 @@ def tune(args: argparse.Namespace) -> int:
     if args.journal.startswith(("http://", "https://")):
         watch = f"curl -s '{args.journal.rstrip('/')}/diagnostics/journal?seconds=30' > run.jsonl"
         raise ConfigError(f"JOURNAL={args.journal:.200}: must be a file, such as one of {watch}")
-    tuner = Tuner(read_journal(args.journal, images=False), ProgressLine("simulated runs"))
+    journal = read_journal(args.journal, images=False)
+    if not journal.requests:
+        journal.header.without_requests(journal.path)
+    tuner = Tuner(journal, ProgressLine("simulated runs"))
     tuning = tuner.tune(args.aim)
     print(text_of(tuning, tuner.present.in_words(), args.journal))
     return 0

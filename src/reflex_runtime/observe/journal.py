@@ -143,6 +143,12 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
     split: int | None = None
     served: dict[str, PolicyHead] | msgspec.UnsetType = msgspec.UNSET
 
+    def without_requests(self, path: Path) -> None:
+        """ConfigError for a journal without lines of requests, if its writer makes none."""
+        if self.groups and not self.model_hash:  # which policies and functions have
+            kind = "a language model" if any(g.unit == "tokens" for g in self.groups.values()) else "feeds"
+            raise ConfigError(f"{path}: a trace of {kind}, which has batches and no requests; reflex trace reads it")
+
     def hash_of(self, slot: str) -> str:
         """The model hash of a slot."""
         return next((p.model_hash for p in self.policies or () if p.slot == slot), self.model_hash)

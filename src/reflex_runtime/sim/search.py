@@ -335,7 +335,8 @@ def text_of(tuning: Tuning, present: str, source: str) -> str:
     flags = after.knobs.flags(before.knobs)
     if after.knobs.hold != before.knobs.hold and after.knobs.hold == float("inf"):
         flags.append("and no --batch-timeout-ms")
-    lines += [f"set       {' '.join(flags)}", "", columns(rows[0], rows[1:])]
+    lines += [] if tuning.doubt else [f"set       {' '.join(flags)}"]
+    lines += ["", columns(rows[0], rows[1:])]
     return "\n".join(lines)
 
 

@@ -336,6 +336,14 @@ def test_t5_without_images_the_flag_is_named(tmp_path: Path, tiny: Path) -> None
         again(path, tiny)
 
 
+def test_t5_without_the_images_of_one_slot_the_others_are_named(tmp_path: Path, tiny: Path) -> None:
+    recording = read_journal(record(tmp_path, tiny, slots=("a", "b"), n=2))
+    for line in recording.requests:
+        line.request.image_b64 = line.request.image_b64 if line.slot == "b" else None
+    with pytest.raises(ConfigError, match=r"slot a holds no images; choose one with --slot: a, b$"):
+        replay_model(recording, lambda slot: (policy := load_policy(tiny, slot), served_by(policy)))
+
+
 def test_t5_latency_is_judged_within_five_percent_and_not_on_other_hardware(tmp_path: Path, tiny: Path) -> None:
     path = record(tmp_path, tiny)
     replay = again(path, tiny, compose="recorded")

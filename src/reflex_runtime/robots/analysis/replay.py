@@ -81,6 +81,9 @@ def replay_model(
     for slot, (policy, _) in models.items():
         asked = [line.request for line in answered if line.slot == slot]
         if policy.spec.images and asked and not any(request.image_b64 for request in asked):
+            if any(line.request.image_b64 for line in recording.requests):  # it is another policy's slot
+                there = ", ".join(recording.slots)
+                raise ConfigError(f"{recording.path}: slot {slot} holds no images; choose one with --slot: {there}")
             raise ConfigError(
                 f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
                 "--record-images full"

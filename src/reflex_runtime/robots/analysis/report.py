@@ -246,6 +246,9 @@ def report(paths: Sequence[Path], margin: float = 0.05, policy: str | None = Non
     notes: list[Note] = []
     for path in files:
         notes += _read(path, found, policy)
+    if not found.slots:
+        for path, header in headers.items():
+            header.without_requests(path)
     _add_models(found, headers)
     for slot in found.slots.values():
         slot.latencies.sort()
