@@ -77,15 +77,17 @@ def test_aim_is_what_is_improved(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "\naim       throughput\n" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["tune", file, "--aim", "p97"])
-    assert capsys.readouterr().err == "reflex tune: --aim=p97: must be one of p50, p95, p99, throughput, on-time\n"
+    told = "reflex tune: --aim=p97: must be one of p50, p95, p99, throughput, on-time; did you mean p99?\n"
+    assert capsys.readouterr().err == told
 
 
 def test_what_is_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.jsonl").write_text("{}")
     assert main(["tune", str(tmp_path / "x.jsonl")]) == 1
     assert "not a journal" in capsys.readouterr().err
-    assert main(["tune", str(tmp_path / "none")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    for verb in ("tune", "trace", "report"):
+        assert main([verb, str(tmp_path / "none")]) == 2
+        assert capsys.readouterr().err == f"reflex {verb}: {tmp_path / 'none'}: No such file or directory\n"
 
 
 @pytest.mark.parametrize("command", [["tune"], ["report"], ["replay", "--schedule"]])

@@ -421,7 +421,7 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
     path.write_bytes(b"")
     assert main(["replay", str(path), *model]) == 1
     assert "line 1" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "gone.jsonl"), *model]) == 1
+    assert main(["replay", str(tmp_path / "gone.jsonl"), *model]) == 2
 
 
 def test_t5_other_hardware_is_a_warning(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,7 @@ def test_the_command_prints_text_or_json(tmp_path: Path, capsys: pytest.CaptureF
         main(["report", str(path), "--format", "xml"])
     assert main(["report", str(path), "--margin", "0"]) == 2
     assert "--margin=0: must be a number in (0, 100), of percentage points" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "gone.jsonl")]) == 1
+    assert main(["report", str(tmp_path / "gone.jsonl")]) == 2
     assert np.isfinite(told["slots"]["a"]["latency_ms"]["p99"])
 
 
