@@ -229,7 +229,7 @@ def test_l9_an_error_over_several_prompts_names_the_one(toy: Toy) -> None:
     for prompts in (["a", "", "b"], [[97], [], [98]], ["a", "x" * 5000], [[97], [97, 300]]):
         error = toy.error(toy.complete(prompts))
         assert (error["param"], error["message"].partition(":")[0]) == ("prompt[1]", "prompt[1]"), error
-    assert toy.error(toy.complete([[97, 300]]))["message"].startswith("prompt: token ids")
+    assert toy.error(toy.complete([[97, 300]]))["message"].startswith("prompt: token id 300: must be in")
 
 
 def test_l9_the_length_that_is_told_is_one_that_the_cache_holds() -> None:

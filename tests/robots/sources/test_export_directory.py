@@ -177,14 +177,10 @@ WRONG: list[tuple[str, str, Change, str]] = [  # kind of export, key named, chan
     ("monolithic", "images.state", put("images", value={"state": [4, 6]}), "a name other than tokens"),
     ("monolithic", "inputs", drop("inputs"), "an object"),
     ("monolithic", "inputs.front", drop("inputs", "front"), "a text"),
-    ("monolithic", "inputs.wrist", put("inputs", "wrist", value="x"), "one of front, tokens, state, noise"),
-    ("monolithic", "inputs.time", put("inputs", "time", value="t"), "one of front, tokens, state, noise"),
-    ("monolithic", "inputs.nois", put("inputs", "nois", value="x"), "'noise', perhaps"),
     ("monolithic", "inputs.state", put("inputs", "state", value=3), "a text"),
     ("monolithic", "inputs.tokens", put("inputs", "front", value="ids"), "a tensor that no other role has"),
     ("monolithic", "outputs", drop("outputs"), "an object"),
     ("monolithic", "outputs.actions", put("outputs", value={}), "a text"),
-    ("monolithic", "outputs.past_kv", put("outputs", "past_kv", value="k"), "one of actions"),
     ("monolithic", "state_dim", put("state_dim", value=0), "at least 1"),
     ("monolithic", "tokenizer", drop("tokenizer"), "an object {word: id >= 0}"),
     ("monolithic", "tokenizer", put("tokenizer", value={"open": -1}), "an object {word: id >= 0}"),
@@ -198,10 +194,8 @@ WRONG: list[tuple[str, str, Change, str]] = [  # kind of export, key named, chan
     ("monolithic", "state_norm.std", put("state_norm", "std", value=[1.0, 0.0]), "numbers > 0"),
     ("monolithic", "action_norm.std", put("action_norm", "std", value=[1.0, 1e-60]), "numbers > 0"),
     ("monolithic", "action_norm.mean", put("action_norm", "mean", value=[1e300, 0]), "a list of 2 finite numbers"),
-    ("monolithic", "action_norm.scale", put("action_norm", "scale", value=[1, 1]), "one of mean, std"),
     ("monolithic", "decomposed", put("decomposed", value={}), "none in a monolithic export"),
     ("monolithic", "embodiment", put("embodiment", value="robot.json"), "a file that exists"),
-    ("monolithic", "chunksize", put("chunksize", value=4), "'chunk_size', perhaps"),
     ("decomposed", "decomposed", drop("decomposed"), "an object"),
     ("decomposed", "decomposed.vlm_prefix_onnx", drop("decomposed", "vlm_prefix_onnx"), "a file name"),
     (
@@ -249,6 +243,28 @@ def test_export_error_names_file_key_found_and_expected(
     assert f"expected {expected}" in message or expected in message.split("expected ", 1)[1]
 
 
+ROLES = "there may be front, tokens, state, noise, token_mask, image_masks"
+NORMS = "there may be mean, std, min, max, q01, q99, q10, q90, epsilon"
+UNKNOWN: list[tuple[str, Change, str]] = [
+    ("inputs.wrist", put("inputs", "wrist", value="x"), ROLES),
+    ("inputs.time", put("inputs", "time", value="t"), ROLES),
+    ("inputs.nois", put("inputs", "nois", value="x"), "did you mean noise?"),
+    ("outputs.past_kv", put("outputs", "past_kv", value="k"), "there may be actions"),
+    ("action_norm.scale", put("action_norm", "scale", value=[1, 1]), NORMS),
+    ("chunksize", put("chunksize", value=4), "did you mean chunk_size?"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "meant"), UNKNOWN, ids=[case[0] for case in UNKNOWN])
+def test_an_unknown_key_of_an_export_names_what_may_be_there(
+    tmp_path: Path, key: str, change: Change, meant: str
+) -> None:
+    write_export(tmp_path, "monolithic", change)
+    with pytest.raises(ConfigError) as caught:
+        Export.load(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'reflex_config.json'}: {key}: no such key; {meant}"
+
+
 WRONG_EMBODIMENT: list[tuple[str, Any, str]] = [
     ("name", None, "a text"),
     ("action_space", "joint", "'absolute' or 'relative'"),
@@ -263,7 +279,7 @@ WRONG_EMBODIMENT: list[tuple[str, Any, str]] = [
     ("control_rate_hz", 10**400, "a number > 0"),
     ("control_rate_hz", "\ud800", "a number > 0"),
     ("state_norm", {"mean": [0, 0]}, "a list of 2 finite numbers"),
-    ("action_range", [], "'action_ranges', perhaps"),
+    ("action_range", [], "no such key; did you mean action_ranges?"),
 ]
 
 
@@ -274,7 +290,7 @@ def test_export_error_in_the_embodiment_names_its_file(tmp_path: Path, key: str,
         Export.load(tmp_path)
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'embodiment.json'}: {key}")
-    assert expected in message.split("expected ", 1)[1]
+    assert expected in message.partition("expected ")[2] or expected in message.partition(f"{key}: ")[2]
 
 
 ESCAPES = ["../model.onnx", "/etc/hostname", "a/../../b", "..", "C:\\model.onnx", "a\\..\\b"]
