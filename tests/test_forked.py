@@ -30,7 +30,7 @@ def test_it_is_given_words_and_surroundings_and_answers_with_both_streams_and_a_
     done = reflex("--version", env={"SAID": "yes"}, before="import os, sys; print(os.environ['SAID'], file=sys.stderr)")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"reflex {__version__}\n", "yes\n")
     done = reflex("trace", "nothing.jsonl", cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("reflex trace: nothing.jsonl: ")
 
 

@@ -145,6 +145,8 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
 
     def without_requests(self, path: Path) -> None:
         """ConfigError for a journal without lines of requests, if its writer makes none."""
+        if self.schema_version == 1:  # its traces of policies have no requests either
+            return
         if self.groups and not self.model_hash:  # which policies and functions have
             kind = "a language model" if any(g.unit == "tokens" for g in self.groups.values()) else "feeds"
             raise ConfigError(f"{path}: a trace of {kind}, which has batches and no requests; reflex trace reads it")
