@@ -78,6 +78,7 @@ def test_a_robot_that_cannot_start_shows_its_message(stub: Stub) -> None:
     assert "invalid int value: 'many'" in result.failures[0]
 
 
+@pytest.mark.long
 def test_an_exception_in_the_parent_leaves_no_child(stub: Stub) -> None:
     def stop(event: Event) -> None:
         raise KeyboardInterrupt

@@ -115,6 +115,7 @@ def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: 
             assert (status == 0) == (told["answers"] > 0)
 
 
+@pytest.mark.long
 def test_x5_a_recording_gives_the_times(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     with Server(tiny, "--trace", str(trace)) as server:

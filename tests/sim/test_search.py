@@ -143,6 +143,7 @@ def test_the_predicted_change_is_the_one_that_comes(knobs: Knobs, load: Workload
     assert said.on_time - now.on_time == pytest.approx((after.on_time or 0.0) - (before.on_time or 0.0), abs=0.1)
 
 
+@pytest.mark.long
 def test_x3_the_same_journal_is_tuned_alike() -> None:
     journal, _ = journal_of(served(Knobs(0.1, 0.0, 256)), EIGHT, DEVICE, 4.0)
     first, second = (Tuner(journal) for _ in range(2))

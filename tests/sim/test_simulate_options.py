@@ -76,6 +76,7 @@ def test_deadline_ms_is_the_limit_of_every_request(capsys: pytest.CaptureFixture
     assert figures(capsys, *ALONE)["on"][0] == 100.0
 
 
+@pytest.mark.long
 def test_max_batch_cost_ms_bounds_the_predicted_time(capsys: pytest.CaptureFixture[str]) -> None:
     crowd = ("--arrivals", "closed", "--callers", "30", "--noise", "0", "--deadline-ms", "0")
     assert largest(figures(capsys, *crowd, "--max-batch-cost-ms", "60")) in (19.0, 20.0)  # 20 + 20 · 2
@@ -88,6 +89,7 @@ def test_batch_timeout_ms_is_the_longest_hold(capsys: pytest.CaptureFixture[str]
     assert held > 1.3 * at_once
 
 
+@pytest.mark.long
 def test_max_batch_size_is_the_most_requests_in_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert largest(figures(capsys, "--max-batch-size", "3")) == 3.0
 

@@ -74,6 +74,7 @@ def test_b23_a_chunk_takes_as_long_in_one_call_as_in_its_steps() -> None:
     assert found == pytest.approx([0.0775] * 3)
 
 
+@pytest.mark.long
 def test_b23_without_joins_a_decomposed_policy_answers_as_whole_chunks_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without noise, to the microsecond, holds included: the columns differ in joins only."""
     monkeypatch.setattr(forming.Former, "_enters", lambda *_: False)
