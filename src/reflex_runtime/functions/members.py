@@ -6,7 +6,6 @@ Struct and a model of pydantic, the class's own setting decides.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -14,8 +13,6 @@ import msgspec
 from msgspec.inspect import (
     DataclassType,
     DictType,
-    EnumType,
-    LiteralType,
     Metadata,
     StructType,
     Type,
@@ -24,19 +21,17 @@ from msgspec.inspect import (
     type_info,
 )
 
-from reflex_runtime.settings.declare import did_you_mean, one_of
-from reflex_runtime.web.fields import invalid, parts_of_error, printable
+from reflex_runtime.settings.declare import did_you_mean
+from reflex_runtime.web.fields import fields_of, invalid, printable, suggestion, types_at
 
 _CLOSED: Final = (DataclassType, TypedDictType)
-_STEP: Final = re.compile(r"[^.\[\]]+")
-_WRONG: Final = re.compile(r"Invalid enum value '?(.*?)'?(?: - at|$)")
 
 
 class Members:
     """The fields of a type. closed: names of the dataclasses and TypedDicts in it."""
 
     def __init__(self, hint: Any) -> None:
-        self._kind = _plain(type_info(hint))
+        self._hint, self._kind = hint, _plain(type_info(hint))
         self.closed = {one.cls.__name__ for one in _closed_in(self._kind)}
         known = self._kind.fields if isinstance(self._kind, _CLOSED) else ()
         self._nested = {field.encode_name: field.type for field in known if _closed_in(field.type)}
@@ -59,18 +54,11 @@ class Members:
 
     def told(self, error: msgspec.ValidationError) -> str:
         """The end of an error: what is allowed there."""
-        path, stray, _ = parts_of_error(error)
-        kind: Type | None = self._kind
-        for step in _STEP.findall(path):
-            kind = kind and _below(kind, step)
-        arms = list(_arms(kind)) if kind else []
-        if wrong := _WRONG.search(str(error)):
-            choices = [str(one) for arm in arms for one in _choices(arm)]
-            return f"; {one_of(wrong[1], choices)}" if choices else ""
-        names = [field.encode_name for arm in arms for field in getattr(arm, "fields", ())]
-        if "unknown field" in str(error):
-            return did_you_mean(stray, names)
-        return f"; its fields are {', '.join(names)}" if names and str(error).startswith("Expected `object`") else ""
+        text = str(error)
+        if text.startswith("Expected `object`"):
+            names = [name for one in types_at(text, self._hint) for name in fields_of(one)]
+            return f"; its fields are {', '.join(names)}" if names else ""
+        return suggestion(text, self._hint)
 
 
 def _plain(kind: Type) -> Type:
@@ -102,25 +90,6 @@ def _closed_in(kind: Type) -> list[Any]:
                 seen[id(one)] = one
                 rest += [*_elements(one), *(field.type for field in getattr(one, "fields", ()))]
     return [one for one in seen.values() if isinstance(one, _CLOSED)]
-
-
-def _below(kind: Type, step: str) -> Type | None:
-    for arm in _arms(kind):
-        for field in getattr(arm, "fields", ()):
-            if field.encode_name == step:
-                return field.type  # type: ignore[no-any-return]
-        items = getattr(arm, "item_types", ())
-        if items and step.isdecimal() and int(step) < len(items):
-            return items[int(step)]  # type: ignore[no-any-return]
-        if not items and (within := _elements(arm)):
-            return within[0]
-    return None
-
-
-def _choices(kind: Type) -> tuple[Any, ...]:
-    if isinstance(kind, EnumType):
-        return tuple(one.value for one in kind.cls)
-    return kind.values if isinstance(kind, LiteralType) else ()
 
 
 def _check_names(kind: Any, found: Any, path: str) -> None:

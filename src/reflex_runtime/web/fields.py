@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
+from dataclasses import is_dataclass
+from enum import EnumType
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, is_typeddict, overload
 
 import msgspec
 
@@ -23,7 +25,7 @@ ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")
-_STRAY_VALUE: Final = re.compile(r"Invalid enum value '(.*?)'(?: - at|$)")
+_STRAY_VALUE: Final = re.compile(r"Invalid enum value '?(.*?)'?(?: - at|$)")
 
 encode = msgspec.json.Encoder().encode
 _skip = msgspec.json.Decoder(msgspec.Raw)
@@ -86,25 +88,32 @@ def client_errors(kind: type[msgspec.Struct] | None = None, form: str = "JSON") 
         raise InvalidJson(printable(f"the body is not {form}: {error}")) from None
 
 
-def suggestion(text: str, kind: type[msgspec.Struct]) -> str:
-    """The end of an error of msgspec on a body of this kind: its nearest field, or the values of its field."""
-    path, unknown, value = _PATH.search(text), _STRAY.search(text), _STRAY_VALUE.search(text)
+def suggestion(text: str, kind: Any) -> str:
+    """The end of an error of msgspec on a value of this type: its nearest field, or the values of its field."""
+    unknown, value = _STRAY.search(text), _STRAY_VALUE.search(text)
     if not (unknown or value):
         return ""
-    kinds: list[Any] = [kind]
-    for name in re.findall(r"(\w+)[^.]*", path[1]) if path else ():
-        kinds = [arm for one in kinds if hasattr(one, "__struct_fields__") for arm in _arms(_hint(one, name))]
+    kinds = types_at(text, kind)
     if unknown:
-        known = [name for one in kinds for name in getattr(one, "__struct_encode_fields__", ())]
-        return did_you_mean(unknown[1], known)
-    choices = [str(choice) for arm in kinds if get_origin(arm) is Literal for choice in get_args(arm)]
+        return did_you_mean(unknown[1], [name for one in kinds for name in fields_of(one)])
+    choices = [str(choice) for one in kinds for choice in _choices(one)]
     return f"; {one_of(value[1], choices)}" if value and choices else ""
 
 
-def _hint(kind: Any, encoded: str) -> Any:
-    """The type of a field by its name in JSON."""
-    names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
-    return get_type_hints(kind).get(names.get(encoded, ""))
+def types_at(text: str, kind: Any) -> list[Any]:
+    """The types that a value may have where the error is."""
+    path, kinds = _PATH.search(text), list(_arms(kind))
+    for name in re.findall(r"(\w+)[^.]*", path[1]) if path else ():
+        kinds = [arm for one in kinds for arm in _arms(fields_of(one).get(name))]
+    return kinds
+
+
+def fields_of(kind: Any) -> dict[str, Any]:
+    """The types of the fields of a Struct, dataclass or TypedDict, by their names in JSON."""
+    if hasattr(kind, "__struct_fields__"):
+        hints, names = get_type_hints(kind), zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True)
+        return {encoded: hints[name] for encoded, name in names}
+    return get_type_hints(kind) if is_dataclass(kind) or is_typeddict(kind) else {}
 
 
 def _arms(hint: Any) -> Iterator[Any]:
@@ -114,6 +123,12 @@ def _arms(hint: Any) -> Iterator[Any]:
     else:
         for arm in get_args(hint):
             yield from _arms(arm)
+
+
+def _choices(kind: Any) -> Iterable[Any]:
+    if isinstance(kind, EnumType):
+        return [one.value for one in kind]  # type: ignore[var-annotated]
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def check_id(name: str, value: str) -> None:
