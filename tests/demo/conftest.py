@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote
 
 import msgpack
@@ -53,7 +54,12 @@ def stub() -> Iterator[Stub]:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def shutdown_request(self, request: Any) -> None:
+            super().shutdown_request(request)
+            served.hung_up.release()
+
+    server = Server(("127.0.0.1", 0), Handler)
     served = Stub(f"http://127.0.0.1:{server.server_port}", lambda request: (200, {}, {"actions": [[0.0] * 4] * 16}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

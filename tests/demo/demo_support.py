@@ -70,6 +70,7 @@ class Stub:
     outcome: Answer = (200, {}, {})
     connections: int = 0
     hang_up: bool = False  # close each connection after its answer without having said so
+    hung_up: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # released by each that closed
 
 
 def seen_in(request: dict[str, Any]) -> RobotView:

@@ -167,6 +167,7 @@ def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, policies:
     policy = policies()
     for _ in range(3):
         policy(seen)
+        assert stub.hung_up.acquire(timeout=10), "a request that crosses the end is lost: that is another case"
     assert (len(stub.requests), stub.connections) == (3, 3)
 
 
