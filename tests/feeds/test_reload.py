@@ -25,7 +25,7 @@ from feeds.markers import MarkerReader
 
 class SlowReader(MarkerReader):
     def process(self, entries):
-        Event().wait(0.01)
+        Event().wait(0.02 * len(entries))
         return super().process(entries)
 """
 ENDLESS = "shapes:realtime=false,size=64x48"
@@ -176,7 +176,7 @@ def test_i18_another_detector_counts_at_the_next_start(tmp_path: Path) -> None:
 
 def test_i18_each_feed_reports_its_own_classes_and_scores(tmp_path: Path) -> None:
     bright_graph(tmp_path / "model.onnx", "raw", (64, 48))
-    write_video(tmp_path / "red.mp4", [lit((8, 8, 40, 40), (150, 0, 0), (64, 48))] * 500)  # scores 0.6
+    write_video(tmp_path / "red.mp4", [lit((8, 8, 40, 40), (150, 0, 0), (64, 48))] * 1500)  # scores 0.6
     general = 'onnx = "model.onnx"\nclasses = ["red"]\nrealtime = true\n'
     feeds_ = [feed("a", "red.mp4"), feed("b", "red.mp4", 'classes = ["blue"]')]
     made = Configured(tmp_path, *feeds_, general=general, arguments=("c=red.mp4", "c.score=0.9"))
