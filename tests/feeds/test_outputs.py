@@ -242,12 +242,17 @@ def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_co
     monkeypatch.setattr("reflex_runtime.feeds.outputs.mqtt.RECONNECT_S", (0.05, 0.1))
     broker = Broker(tmp_path)
     output = MqttPublisher(f"mqtt://127.0.0.1:{broker.port}/away", qos=1)
+    tries = threading.Semaphore(1)  # the next comes once somebody is there who hears the first result
+    output._client.on_pre_connect = lambda *_: tries.acquire(timeout=PATIENCE)
     output.start()
     for number in range(WAITING + 500):
         output.take(result(number))
     assert balanced(output)
     assert output.snapshot().drops["overrun"] == 500
+    with output.news:
+        assert output.news.wait_for(lambda: output.snapshot().state == "away", PATIENCE)
     with broker, Subscriber(broker.port, "away") as told:
+        tries.release(1000)
         heard = [told.get() for _ in range(WAITING + 1)]
         assert heard[0][:2] == ("away/status", "online")
         assert [json.loads(text)["sequence"] for _, text, _ in heard[1:]] == list(range(500, WAITING + 500))
