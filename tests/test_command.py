@@ -313,7 +313,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("feeds {serv}", "must be NAME=SOURCE, such as serv={serv}"),
         ("feeds a=shapes:seeed=3 --onnx shapes", "; did you mean seed?"),
         ("top http://nowhere.invalid", "no such host"),
-        ("top http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
+        ("top http://127.0.0.1:1", "nothing listens there; start a server with reflex serve, or give another URL"),
         ("probe http://127.0.0.1:1 --wire openpi --observation {serv}", "numpy.savez(FILE, **observation) writes one"),
     ],
 )

@@ -129,7 +129,7 @@ def test_l9_half_requests_are_ended_in_the_form_of_the_api() -> None:
 
 
 def test_l9_who_does_not_read_its_answers_is_cut_off_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREAD", 0.3)
+    monkeypatch.setattr(module, "SLOW_S", 0.3)
     request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
     with Toy(send_buffer=4096) as toy, socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
         sock.setblocking(False)

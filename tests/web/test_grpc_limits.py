@@ -15,9 +15,10 @@ import grpc.aio
 import pytest
 
 from reflex_runtime.settings import ServeConfig
+from reflex_runtime.web import messages
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import PLAIN, ClientError
-from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener
+from reflex_runtime.web.grpc_listener import GrpcCall, GrpcListener, serialize
 from serving.harness import PATIENCE, Server
 
 HERE = ("--lerobot", "127.0.0.1:0")
@@ -75,6 +76,19 @@ def test_w44_a_key_is_not_sent_twice(tiny: Path) -> None:
                     ready(b"", metadata=sent, timeout=PATIENCE)
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert "the request has 2 authorization headers" in str(caught.value.details())
+
+
+def test_w44_a_call_with_a_header_twice_is_refused_and_counts_no_more(tiny: Path) -> None:
+    options = ("--oip-grpc", "127.0.0.1:0", "--otel", "http://127.0.0.1:1", "--max-concurrent", "1")
+    sent = messages.ModelInferRequest(model_name="tiny")
+    sent.inputs.add(name="state", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1.0, 2.0])
+    with Server(tiny, *options) as server:
+        with grpc.insecure_channel(server.wait_log("clients of OIP over gRPC: ").rpartition(" ")[2]) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for _ in range(2):
+                with pytest.raises(grpc.RpcError, match="2 authorization headers"):
+                    infer(serialize(sent), metadata=2 * [("authorization", "Bearer a")], timeout=PATIENCE)
+            infer(serialize(sent), timeout=PATIENCE)
 
 
 def test_w44_connections_are_a_part_of_those_of_http(tiny: Path) -> None:

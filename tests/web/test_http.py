@@ -244,6 +244,13 @@ def test_h4_a_client_that_sends_everything_before_it_reads_gets_its_413(server: 
         assert second.status == 200
 
 
+def test_h4_a_length_may_begin_with_zeros(server: Server) -> None:
+    head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %s%d\r\n\r\n"
+    for length, status in ((len(BODY), 200), (LIMIT + 1, 413)):
+        (answer,) = parse_answers(server.raw(head % (b"0" * 5000, length) + BODY))
+        assert answer.status == status
+
+
 def test_h4_a_body_that_is_only_promised_is_refused_at_once(server: Server) -> None:
     with server.connect() as sock:
         sock.sendall(

@@ -111,7 +111,7 @@ def test_x7_each_replica_writes_files_of_its_own(tiny: Path, tmp_path: Path) -> 
     [
         (("--devices", "cpu,tpu"), "--devices=cpu,tpu: must be devices with commas"),
         (("--devices", "cpu,cpu", "--replicas", "3"), "there is a replica for each device"),
-        (("--devices", "cpu,cpu", "--provider", "cpu"), "--devices says it already"),
+        (("--devices", "cpu,cpu", "--provider", "cpu"), "both choose the device"),
         (("--replicas", "2", "--no-supervise"), "--no-supervise: several replicas need the supervisor"),
         (("--replicas", "2", "--gr00t", "tcp://127.0.0.1:65535"), "replica 1 would have port 65536"),
     ],

@@ -146,7 +146,7 @@ def test_x4_seventeen_are_too_many() -> None:
                 await line(await stack.enter_async_context(run.asking()))
             late = await stack.enter_async_context(run.asking())
             assert b" 429 " in await late.readline()
-            assert b"16 watch already" in await late.read(4096)
+            assert b"16 watchers are connected" in await late.read(4096)
         await until(lambda: len(run.watchers) == 0)
 
     running(check)

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.live import Live as Screen
 
 from reflex_runtime.cli.console import add_key, console, key_of
+from reflex_runtime.observe.live import STREAM
 from reflex_runtime.observe.top_view import GOOD, TopView, one_line_of
-from reflex_runtime.web.server_address import STREAM, ServerAddress, snapshot_of
+from reflex_runtime.web.server_address import ServerAddress, snapshot_of
 
 WIDE = 120  # columns if the output is not a terminal and COLUMNS is not set
-_LONGEST = 16 * 2**20  # bytes of a snapshot
 
 _EPILOG = """\
 examples:
@@ -63,7 +63,7 @@ def watched(address: ServerAddress, key: str = "") -> Generator[bytes]:
     with address.answer(STREAM, key) as response:
         if response.status != 200:
             raise address.refusal(response, STREAM, key)
-        while line := response.readline(_LONGEST):
+        while line := response.readline(16 * 2**20):  # bytes: a snapshot has far fewer
             yield line
 
 

@@ -6,7 +6,7 @@
     ├── Dropped             entered, left without a result: a retry is safe
     │   ├── Cancelled · Expired · Shed · Superseded · Displaced · Drained
     ├── ProcessorError      ran and failed: a retry may run it a second time
-    │   ├── ResultCountMismatch · NonFiniteResult · ProcessorHung · CutShort
+    │   ├── ResultCountMismatch · NonFiniteResult · ProcessorHung · GpuLost · CutShort
     ├── WaitTimeout         the caller stopped waiting; the request may still run
     └── ConfigError         a setting is wrong: names field, value and range
 

@@ -37,6 +37,7 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.statistics import Rate, percentile
 from reflex_runtime.observe.journal import client_label
 
+STREAM: Final = "/dashboard/stream"  # the path of a server's snapshots, one a line
 BATCHES = 256  # in a snapshot: the newest
 MEMBERS = 64  # of a batch
 CLIENTS = 64  # in a snapshot: those answered last
@@ -123,8 +124,7 @@ class LiveGroup(msgspec.Struct):
 
 
 class LiveSnapshot(msgspec.Struct):
-    """One moment. at: seconds on the clock of its batches. left_out: batches since the last snapshot that are not in
-    it.
+    """One moment. at: seconds on the clock of its batches. left_out: batches since the last one that are not in it.
 
     server: figures of the server itself; see the page.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -191,17 +191,13 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
 # -- flags, help and tables --------------------------------------------------------------------------------------------
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type[Any], without: Collection[str] = ()) -> None:
-    """One flag per field. Unset flags stay out of the namespace, so that file and environment take effect.
-
-    without: fields that have no flag here.
-    """
+def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+    """One flag per field. Unset flags stay out of the namespace, so that file and environment take effect."""
     hints = hints_of(kind)
     for heading, options in headed(kind).items():
         group = parser.add_argument_group(heading) if heading else parser
         for f in options:
-            if f.name not in without:
-                _add_flag(group, f, hints[f.name])
+            _add_flag(group, f, hints[f.name])
 
 
 def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:

@@ -301,7 +301,7 @@ def observe(journal: Journal) -> ObservedLoad:
         parts.append(RecordedArrivals(unasked))
     return ObservedLoad(
         seen, parts, span, steady and not unasked, clients, pauses, len(unasked) / span,
-        _between(journal.batches, seen), prepared_in,
+        _between(journal.batches), prepared_in,
     )  # fmt: skip
 
 
@@ -395,7 +395,7 @@ def _preparing(seen: Sequence[SeenRequest]) -> float:
     return median(one.ready - max(one.came, last) for one, last in zip(prepared, before, strict=False))
 
 
-def _between(batches: Sequence[BatchLine], seen: Sequence[SeenRequest]) -> float:
+def _between(batches: Sequence[BatchLine]) -> float:
     """The median time from one batch's end to the start of the next that had no reason to wait."""
     ordered = sorted(batches, key=lambda b: b.at)
     gaps = []

@@ -1,13 +1,14 @@
-"""Access to a server: programs with its key, operators with theirs; without a key programs on this machine and, if
-bound so, on its network, but no web pages; and with --cors the pages of these sites.
+"""Who may use a server. With a key: programs that send it; operators' paths have a key of their own. Without a key:
+programs on this machine and, if the server is bound to other addresses, on its network, but no web pages. With --cors:
+pages of the named sites.
 
-A browser lets every web page send a simple POST to any address, and sends the page's site in `Origin`. A site that
-rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`. So without
-a key both headers must name this server. Without the operators' key, changes of state are accepted from loopback only,
-and not through a proxy: behind a proxy on this machine every caller has a loopback address.
+A browser lets every web page send a simple POST to any address, and puts the page's site into `Origin`. A site that
+rebinds its DNS name to this machine makes its pages same-origin; the browser then puts that name into `Host`. Without a
+key, therefore, both headers must name this server. Without the operators' key, changes of state are accepted from
+loopback only, and not through a proxy: behind a proxy on this machine every caller has a loopback address.
 
-Before a page of another site sends a request, its browser sends a preflight without a key, and the page gets an answer
-only if its headers name the page's site. Routes that change state or show recordings take no part, nor do websockets.
+Before a page of another site sends a request, its browser sends a preflight without a key. The page can read an answer
+only if its headers allow the page's site. Routes that change state or show recordings never do, nor do websockets.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route
 log = logging.getLogger("reflex.server")
 
 ANY: Final = "*"
-_KEEPS: Final = 256  # accepted values of Host, so that the next request needs only a look-up
+_KEPT: Final = 256  # accepted values of Host, so that the next request needs only a look-up
 _FORWARDED: Final = (  # headers of proxies
     b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for",
     b"x-envoy-external-address", b"true-client-ip", b"cf-connecting-ip", b"fastly-client-ip", b"fly-client-ip",
 )  # fmt: skip
-_ONE: Final = (b"authorization", b"x-reflex-key", b"x-api-key", b"origin", b"content-type", b"content-encoding")
+_ONCE: Final = (b"authorization", b"x-reflex-key", b"x-api-key", b"origin", b"content-type", b"content-encoding")
 _PORTS: Final = {"http": ":80", "https": ":443"}
 Client = tuple[str, int] | None  # as uvicorn has it: address and port
 UNIX: Final = "unix"
 _CROWDED: Final = Seldom()
 _MOST: Final = 1024  # bytes of a preflight's list of headers
-_SHOWN: Final = b"X-Request-Id, X-Should-Retry, X-Reflex-Ignored, Retry-After"
+_EXPOSED: Final = b"X-Request-Id, X-Should-Retry, X-Reflex-Ignored, Retry-After"
 
 
 class Trust:
@@ -50,7 +51,7 @@ class Trust:
     def __init__(self, host: str, names: Collection[str] = ()) -> None:
         self._names = {name.lower().rstrip(".").strip("[]") for name in (host, *names)} | {"localhost"}
         bound = _address(host)
-        self._everywhere = not host or (bound is not None and bound.is_unspecified)  # all addresses of this machine
+        self._everywhere = not host or (bound is not None and bound.is_unspecified)  # on all addresses of this machine
         if self._everywhere:
             self._names = self._names - {""} | {socket.gethostname().lower()}
         self._known: set[bytes] = set()
@@ -62,7 +63,7 @@ class Trust:
             self._check_host(host)
         if origin is not None and method not in ("GET", "HEAD") and not self._is_own_page(origin, host):
             raise Forbidden(
-                f"Origin: {_shown(origin)}: pages of other sites may not ask this server while it has no key; start it "
+                f"Origin: {_shown(origin)}: pages of other sites may not use this server while it has no key; start it "
                 "with --api-key, or with --allow-host and the site's name"
             )
 
@@ -73,21 +74,21 @@ class Trust:
                 f"Host: {_shown(host)}: this server has no key, so it answers only to localhost and to the address it "
                 "is bound to; start it with --api-key, or with --allow-host and this name"
             )
-        if len(self._known) < _KEEPS:
+        if len(self._known) < _KEPT:
             self._known.add(host)
 
     def _is_own_page(self, origin: bytes, host: bytes | None) -> bool:
-        """Whether a page is of this server, of this machine, or of a site in `names`."""
+        """Whether a page is from this server, from this machine, or from a site in `names`."""
         return (host is not None and origin == b"http://" + host) or self._is_named(_hostname(origin))
 
     def _is_named(self, name: str) -> bool:
         return ANY in self._names or name in self._names or is_loopback(name)
 
 
-def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes], key: str) -> None:
+def check_direct(client: Client, headers: Mapping[bytes, bytes], key: str) -> None:
     """Raise Unauthorized unless a program on this machine sent the request, without a proxy. key: the option that would
     admit others."""
-    if client is None or not (client[0] == "unix" or is_loopback(client[0])):
+    if client is None or not (client[0] == UNIX or is_loopback(client[0])):
         raise Unauthorized(f"without {key} this path answers on loopback only")
     for name in headers:
         if name in _FORWARDED or name.startswith(b"x-forwarded-"):
@@ -98,15 +99,15 @@ def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes],
 
 
 def check_once(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise ClientError for two headers of a name with one value: a proxy in front may have read the other one."""
+    """Raise ClientError if a header that may come once came twice: a proxy in front may have read the other one."""
     counts = Counter(name for name, _ in headers)
-    for name in _ONE:
+    for name in _ONCE:
         if counts[name] > 1:
             raise ClientError(f"the request has {counts[name]} {name.decode()} headers, there may be one")
 
 
 class Keys:
-    """The keys of a server, "" for none. That of operators opens everything."""
+    """The keys of a server, "" for none. The operators' key opens every path."""
 
     def __init__(self, callers: str = "", operators: str = "") -> None:
         self.callers, self.operators = callers.encode(), operators.encode()
@@ -115,17 +116,17 @@ class Keys:
         return bool(self.callers or self.operators)
 
     def of(self, route: Route | None, socket: bool = False) -> bytes:
-        """The key of a route, b"" for none; for a websocket and a path without a route, that of callers."""
+        """The key that a route needs, b"" for none. Websockets and unknown paths need the callers' key."""
         if route is not None and route.operators and self.operators:
             return self.operators
         return b"" if route is not None and route.open and not socket else self.callers
 
     def sent(self, headers: Mapping[bytes, bytes], key: bytes) -> bool:
-        """Whether a request has this key or that of operators."""
-        plain, borne = keys_in(headers)
-        known = hmac.compare_digest(plain, key) | hmac.compare_digest(borne, key)
+        """Whether a request has this key or the operators' key."""
+        plain, bearer = keys_in(headers)
+        known = hmac.compare_digest(plain, key) | hmac.compare_digest(bearer, key)
         if self.operators:
-            known |= hmac.compare_digest(plain, self.operators) | hmac.compare_digest(borne, self.operators)
+            known |= hmac.compare_digest(plain, self.operators) | hmac.compare_digest(bearer, self.operators)
         return known
 
 
@@ -156,9 +157,9 @@ def _hostname(url: bytes) -> str:
 
 def keys_in(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
     """A caller's keys: in X-Reflex-Key or x-api-key, and in Authorization; b"" for none."""
-    scheme, _, borne = headers.get(b"authorization", b"").partition(b" ")
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     plain = headers.get(b"x-reflex-key") or headers.get(b"x-api-key", b"")
-    return plain, borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
+    return plain, bearer.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
 
 
 def _shown(value: bytes) -> str:
@@ -181,11 +182,10 @@ class Cors:
         self._origins = {_as_sent(origin) for origin in origins}
 
     def admits(self, request: HttpRequest, route: Route | None) -> bool:
-        """Whether the request is from a page that may read the answer; sets the headers for it."""
+        """Whether the request is from a page of these sites; adds the headers that let it read the answer."""
         origin = request.headers.get(b"origin")
-        own = route is not None and (route.changes or route.own_pages or route.operators)
-        apart = own or isinstance(request, WebSocket)
-        if not self._origins or origin is None or apart:
+        closed = route is not None and (route.changes or route.own_pages or route.operators)
+        if not self._origins or origin is None or closed or isinstance(request, WebSocket):
             return False
         if ANY.encode() in self._origins:
             request.cross = [(b"access-control-allow-origin", b"*")]
@@ -193,7 +193,7 @@ class Cors:
             request.cross = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
         else:
             return False
-        request.cross.append((b"access-control-expose-headers", _SHOWN))
+        request.cross.append((b"access-control-expose-headers", _EXPOSED))
         return True
 
 
@@ -209,20 +209,21 @@ def is_preflight(request: HttpRequest) -> bool:
 
 
 def answer_preflight(route: Route) -> Handler:
-    """A handler that allows the route's method, and the headers of the preflight."""
+    """A handler that allows the route's method, and the headers that the preflight names."""
 
     async def answer(request: HttpRequest) -> HttpResponse:
         asked = request.headers.get(b"access-control-request-headers", b"")
-        told: Headers = [(b"access-control-allow-methods", route.method.encode()), (b"access-control-max-age", b"600")]
+        headers: Headers = [(b"access-control-allow-methods", route.method.encode())]
+        headers.append((b"access-control-max-age", b"600"))
         if asked and len(asked) <= _MOST:
-            told.append((b"access-control-allow-headers", asked))
-        return HttpResponse(200, headers=told)
+            headers.append((b"access-control-allow-headers", asked))
+        return HttpResponse(200, headers=headers)
 
     return answer
 
 
 class AddressShares:
-    """Counts the open connections of each address, of all listeners. most: of an address, 0 for no limit."""
+    """Counts the open connections of each address, over all listeners. most: of one address; 0 for no limit."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -240,21 +241,20 @@ class AddressShares:
                 del self._open[sender]
 
     def over(self, client: Client) -> int:
-        """How many too many; 0 on a Unix socket, whose connections have no address."""
+        """How many the address of this client has over the limit; 0 on a Unix socket, which has no addresses."""
         sender = _sender(client) if self.most else UNIX
         return 0 if sender == UNIX else self._open[sender] - self.most
 
     def refused(self, client: Client) -> Overloaded:
         """The error for a connection too many."""
         if _CROWDED.first():
-            told = "%d connections of %s are open (--max-connections-per-address): its new ones are refused"
-            log.warning(told, self.most, _sender(client))
-        full = f"{self.most} connections of your address are open, as many as one may have"
-        return Overloaded(full, retry_after=1.0)
+            line = "%d connections of %s are open (--max-connections-per-address): its new ones are refused"
+            log.warning(line, self.most, _sender(client))
+        return Overloaded(f"{self.most} connections of your address are open, the most it may have", retry_after=1.0)
 
 
 def _sender(client: Client) -> str:
-    """The holder of an address: of IPv6 its /64 network, of which a caller has all addresses."""
+    """The address that connections are counted by: of IPv6 the /64 network, because one caller has all of it."""
     host = client[0] if client is not None else UNIX
     try:
         address = ip_address(host)

@@ -1,8 +1,8 @@
-"""The ASGI application of every server: routes, the key, and the state that its requests share.
+"""The ASGI application of every server: routes, keys, and the state that requests share.
 
-A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). `_route` finds the
-route of a request and checks the caller, the route's coroutine answers, and its exceptions become errors in the
-product's form. Any ASGI server can run it; `web.serve` runs it on uvicorn.
+A product brings a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). `_route` finds the
+route of a request and checks the caller; the route's coroutine answers, and its exceptions become errors in the
+product's form. Any ASGI server can run the application; `web.serve` runs it on uvicorn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lifespan(Protocol):
 
 
 class ConnectionLimits(NamedTuple):
-    """most: connections. idle, head, body: seconds without a request, and for a request's head and body."""
+    """most: open connections. idle: seconds without a request. head, body: seconds to receive those of a request."""
 
     most: int
     idle: float
@@ -71,12 +71,13 @@ class App:
     """The application of one server.
 
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each request
-    and its status. missing: the error's text for a path without a route.
+    and the status of its answer. missing: returns the error text for a path without a route.
 
-    asked: number of requests so far. active: of those that are being answered, messages of other protocols included.
-    closing: POSTs are refused, and connections close after their next answer. listeners: for other protocols; they
-    close last. apart: their share of the connections. shares: connections of each address. reading: of messages of
-    unknown size. all_left: set in a drain when no connection is left. life: for ASGI's lifespan.
+    asked: number of requests so far. active: number of those that are being answered; both count messages of other
+    protocols too. closing: POSTs are refused, and connections close after their next answer. listeners: for other
+    protocols; closed last. apart: number of connections that they may have. shares: connections of each address.
+    reading: limits how many messages of unknown size are read at a time. all_left: set in a drain when no connection is
+    left. life: called by ASGI's lifespan.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class App:
         elif scope["type"] == "websocket":
             await self._connect(WebSocket(self, scope, receive, send))
         else:
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class App:
         try:
             response = await self._respond(request)
         except asyncio.CancelledError:
-            response = None  # it left while an error was sent
+            response = None  # the caller left while an error was sent
         except Exception:
             response = None
             log.exception("request %s: its answer could not be sent", request.request_id)
@@ -135,19 +136,19 @@ class App:
             if response is not None:  # no drain waits until the caller reads it
                 await request.answer(response)
         except asyncio.CancelledError:
-            return  # it left while the answer was sent
+            return  # the caller left while the answer was sent
         finally:
             request.left()
 
     def _begin(self, request: HttpRequest) -> None:
-        """Count it, and give it its id: the caller's own in X-Request-Id, or a new one."""
+        """Count the request and set its id: the one in X-Request-Id, or a new one."""
         request.number = request.request_id = self.enter()
         request.task = asyncio.current_task()
         if (sent := request.headers.get(b"x-request-id")) is not None:
             request.request_id = own_id(sent) or request.number
 
     async def _respond(self, request: HttpRequest) -> HttpResponse | None:
-        """The answer; None if it was sent in parts, or the caller has left."""
+        """The answer to send; None if it was sent in parts, or if the caller has left."""
         route = None
         try:
             route = self._route(request)
@@ -198,19 +199,19 @@ class App:
         """The answer for an error. Unexpected exceptions are logged, and answered as a 500 without their text."""
         error = errors.known(failure, request.request_id)
         form = (request.route.form if request.route is not None else None) or self.form
-        told = form(error, request.request_id, request.wants_msgpack)
-        told.headers = [*(extra or ()), *told.headers, *retry_headers(error), *getattr(error, "headers", ())]
-        return told
+        response = form(error, request.request_id, request.wants_msgpack)
+        response.headers = [*(extra or ()), *response.headers, *retry_headers(error), *getattr(error, "headers", ())]
+        return response
 
     def refuse_bytes(self, error: ReflexError) -> bytes:
-        """The bytes of the answer for input that is no request; the connection closes behind it."""
+        """The bytes of the answer for input that is no request; then the connection closes."""
         request_id = self.enter()
         self.leave()
-        told = self.form(error, request_id, False)
-        lines = [b"HTTP/1.1 %d %b" % (told.status, HTTPStatus(told.status).phrase.encode())]
-        headers = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
-        headers += [(b"x-request-id", request_id.encode()), *told.headers, *retry_headers(error), CLOSE]
-        return b"\r\n".join([*lines, *(b"%b: %b" % header for header in headers), b"", told.body])
+        response = self.form(error, request_id, False)
+        lines = [b"HTTP/1.1 %d %b" % (response.status, HTTPStatus(response.status).phrase.encode())]
+        headers = [(b"content-type", response.content_type), (b"content-length", b"%d" % len(response.body))]
+        headers += [(b"x-request-id", request_id.encode()), *response.headers, *retry_headers(error), CLOSE]
+        return b"\r\n".join([*lines, *(b"%b: %b" % header for header in headers), b"", response.body])
 
     def check_open(self) -> None:
         """Raise Closed in a drain."""
@@ -224,7 +225,7 @@ class App:
         return f"{self._prefix}-{self.asked:x}"
 
     def leave(self) -> None:
-        """A request has its answer, which may not be written yet."""
+        """Count the end of a request: its answer is made, and may not be written yet."""
         self.active -= 1
         if self.closing and not self.active:
             self._all_answered.set()
@@ -235,7 +236,7 @@ class App:
             self._on_answer(request, status)
 
     def _check_caller(self, request: HttpRequest, route: Route | None, crosses: bool) -> None:
-        """crosses: the request is from a page of another site, and admitted."""
+        """Raise if the caller may not use the route. crosses: an admitted page of another site sent the request."""
         keys = self.keys
         socket = isinstance(request, WebSocket)
         if needed := keys.of(route, socket):
@@ -252,15 +253,15 @@ class App:
             access.check_direct(request.client, request.headers, "--admin-key" if route.operators else "--api-key")
 
     def _is_operator(self, request: HttpRequest) -> bool:
-        """Whether this caller sent the operators' key, which opens everything."""
+        """Whether this caller sent the operators' key, which opens every path."""
         return bool(self.keys.operators) and self.keys.sent(request.headers, self.keys.operators)
 
     def knows(self, request: HttpRequest) -> bool:
-        """Whether this caller sent the key, or there is none; for paths that show more to those who have it."""
+        """Whether this caller sent the key, or there is none; for paths that show more to callers with the key."""
         return not self.keys.callers or self.keys.sent(request.headers, self.keys.callers)
 
     def may_change(self, request: HttpRequest) -> bool:
-        """Whether this caller may change state; for paths that may change it or not."""
+        """Whether this caller may change state; for paths where only some requests do."""
         if not self.keys.callers and not self._is_operator(request):
             try:
                 access.check_direct(request.client, request.headers, "--api-key")
@@ -269,7 +270,7 @@ class App:
         return True
 
     def _cut_stalled(self, now: float) -> None:
-        """End the oldest body that stalls, if there is one, to give its memory to others."""
+        """End the request whose body has stalled longest, if there is one, to free its memory."""
         stalled = [r for r in self.requests if r.held and not r.received and r.heard <= now - STALLED]
         if stalled:
             oldest = min(stalled, key=lambda request: request.heard)
@@ -280,7 +281,7 @@ class App:
     # -- a websocket ---------------------------------------------------------------------------------------------------
 
     async def _connect(self, socket: WebSocket) -> None:
-        """Serve a websocket. Its session accepts it; an exception before that refuses it."""
+        """Serve a websocket. The route's session accepts it; an exception before that refuses it."""
         self._begin(socket)
         try:
             await socket.connecting()
@@ -290,7 +291,7 @@ class App:
                 await route.socket(socket)
             await socket.close()
         except asyncio.CancelledError:
-            return  # it left
+            return  # the peer left
         except Exception as failure:
             error = errors.known(failure, socket.request_id)
             if isinstance(error, errors.CallerLeft):
@@ -298,7 +299,7 @@ class App:
             if socket.accepted:
                 await socket.close({500: INTERNAL, 503: TRY_LATER}.get(error.http_status, POLICY), error.code)
                 return
-            if self._refused[error.http_status].first():  # its client may show the status only
+            if self._refused[error.http_status].first():  # many clients show only the status
                 why, status = printable(error.message), error.http_status
                 log.warning("a websocket was refused: %d %s: %s (repeats are not logged)", status, error.code, why)
             await socket.deny(self.refuse(socket, error))
@@ -316,8 +317,8 @@ class App:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        """ASGI's lifespan: the host begins to load, and requests get `not_ready` until then; at the end it drains."""
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        """ASGI's lifespan. At the start the host begins to load; requests get 503 until it is ready. Then it drains."""
         await receive()
         if self.life is not None:
             await self.life.begin()
@@ -328,13 +329,13 @@ class App:
         await send({"type": "lifespan.shutdown.complete"})
 
     def give_apart(self, most: int) -> int:
-        """The connections of one more listener: a quarter of those that HTTP has left of `most`."""
+        """Reserve connections for one more listener: a quarter of those that HTTP has left of `most`."""
         given = max(1, (most - self.apart) // 4)
         self.apart += given
         return given
 
     def close(self) -> None:
-        """From now on refuse POSTs, and close every connection after its next answer."""
+        """Refuse POSTs from now on, and close every connection after its next answer."""
         self.closing = True
         if not self.active:
             self._all_answered.set()
@@ -355,7 +356,7 @@ class App:
         await self._all_answered.wait()
 
     def give_up_entering(self) -> None:
-        """Answer the requests that are incomplete with an error."""
+        """Answer incomplete requests with an error."""
         for request in self.entering:
             if request.task is not None:
                 incomplete = Closed("the server is shutting down, and the request was not complete", retry_after=1.0)
@@ -363,6 +364,6 @@ class App:
 
 
 def cancelled_by(cancelled: asyncio.CancelledError) -> ReflexError:
-    """The error with which a request's coroutine was cancelled; by default its caller left."""
+    """The error that a request's coroutine was cancelled with; without one, its caller left."""
     why: Any = cancelled.args[0] if cancelled.args else None
     return why if isinstance(why, ReflexError) else errors.CallerLeft("the caller left")

@@ -1,4 +1,4 @@
-"""Arrays in bodies, of bytes, a type and a shape that must agree; and the bounds of JSON that is built."""
+"""Arrays of bodies: bytes, type and shape must agree. And the bounds of JSON, checked before it is decoded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPE: Final = re.compile(  # not V (structures), O (objects), c, M, m
 
 
 def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
-    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three disagree."""
+    """`data` (bytes or a memoryview) as a read-only array, not copied; ClientError if the three disagree."""
     known = type_of(dtype)
     few = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
     if not isinstance(data, (bytes, memoryview)) or not few or not all(type(n) is int and n >= 0 for n in shape):
@@ -51,12 +51,12 @@ def _known(name: str) -> np.dtype[Any] | None:
         return None
 
 
-MAX_JSON: Final = 2 << 20  # bytes; a decoder lets nothing else run for 50 ms in each MB
+MAX_JSON: Final = 2 << 20  # bytes; decoding one MB blocks the interpreter for up to 50 ms
 MAX_LISTS: Final = 70_000  # a picture of 256 × 256 has 65,793
 
 
 def check_json(text: bytes) -> None:
-    """ClientError for JSON with more values than all fields and a picture as lists."""
+    """ClientError for JSON with more values than the fields of a request and one picture as nested lists have."""
     if text.count(b",") > MAX_VALUES and (
         len(text) > MAX_JSON or text.count(b"[") > MAX_LISTS or text.count(b"{") > MAX_VALUES
     ):

@@ -1,4 +1,4 @@
-"""The common part of servers of policies and of functions: their batcher, requests, journals and snapshots."""
+"""The common part of servers of policies and of functions: batcher, requests, journals, snapshots."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ T = TypeVar("T")
 class BatchServer(Host):
     """A `Host` that batches on one device.
 
-    active: number of requests that have entered and are not settled. loaded: the product is there, and its device runs.
+    active: number of requests that have entered and not ended. loaded: the product is loaded, and its device runs.
     batcher: set by `load`. journals: a trace, a recording, and those that are sent to callers. pages: routes of the
-    live view. listening: addresses of wires on ports of their own, by their settings.
+    live view. listening: by setting, the addresses of wires with their own ports.
     """
 
     product: ClassVar[str]
@@ -71,11 +71,11 @@ class BatchServer(Host):
     # -- its life ------------------------------------------------------------------------------------------------------
 
     def still_loading(self) -> str:
-        """The name of what still loads in a ready server, "" for nothing."""
+        """What is still being loaded in a ready server, for the log; "" for nothing."""
         return ""
 
     def close(self) -> None:
-        """No request is left."""
+        """Release what requests use: none are left."""
 
     async def start(self) -> None:
         await super().start()
@@ -109,7 +109,7 @@ class BatchServer(Host):
             raise self.unready()
 
     def check_open(self) -> None:
-        """Raise where no request may enter now. The entering one counts as active already."""
+        """Raise if the request that enters now must be refused. It counts as active already."""
         limit, others = self._config.max_concurrent, self.active - 1
         if limit and others >= limit:
             many = f"{others} requests are being answered, at most {limit} may be"
@@ -162,16 +162,16 @@ class BatchServer(Host):
         return self.state
 
     def process_health(self) -> dict[str, Any]:
-        """The fields of /health on the process, its files and its device."""
-        told: dict[str, Any] = {"error": self.error} if self.error else {}
+        """The fields of /health about the process, its files and its device."""
+        found: dict[str, Any] = {"error": self.error} if self.error else {}
         if (parent := self.parent) is not None:
-            told |= {"restarts": parent.restarts, "last_exit": parent.last_exit}
+            found |= {"restarts": parent.restarts, "last_exit": parent.last_exit}
             if parent.own_urls:
-                told |= {"worker": parent.number, "workers": parent.own_urls}
+                found |= {"worker": parent.number, "workers": parent.own_urls}
         if self.loaded:
-            told["hung_batches"] = self.batcher.device.hung
+            found["hung_batches"] = self.batcher.device.hung
         if (recorder := self.recorder) is not None:
-            told["recording"] = {
+            found["recording"] = {
                 "recorded": recorder.recorded,
                 "dropped": recorder.dropped,
                 "cpu_s": round(recorder.cpu, 6),
@@ -179,11 +179,11 @@ class BatchServer(Host):
                 "error": None if recorder.error is None else str(recorder.error),
             }
         if self.trace is not None and self.trace.error is not None:
-            told["trace_error"] = str(self.trace.error)
-        return told
+            found["trace_error"] = str(self.trace.error)
+        return found
 
     def queues(self) -> dict[str, Any]:
-        """The state of each group of the scheduler, after delivery of pending events."""
+        """The state of each group of the scheduler. Delivers pending events first."""
         if not self.loaded:
             return {}
         self.batcher.flush()
@@ -191,7 +191,7 @@ class BatchServer(Host):
         return found
 
     def shown(self) -> dict[str, Any]:
-        """The fields of a snapshot on the server itself."""
+        """The server's own fields of a snapshot."""
         queues = self.queues()
         waiting = sum(queue["queued"] for queue in queues.values())
         running = sum(queue["unsettled"] for queue in queues.values()) - waiting
@@ -207,18 +207,18 @@ class BatchServer(Host):
 
 
 class HasHeaders(Protocol):
-    """A call, or a connection of several. headers: names in lower case."""
+    """An HTTP request, a gRPC call, or a websocket. headers: names in lower case."""
 
     @property
     def headers(self) -> Mapping[bytes, bytes]: ...
 
 
 class RequestScope:
-    """One request on any wire: a context that counts it, and publishes its end.
+    """One request on any wire: a context manager that counts it and publishes its end.
 
-    client: whose fair share it takes. started: when it reached this machine; received: when all of it was read;
-    answered: when its answer was made, both 0.0 until then (`time.monotonic`). source: has its headers; None on a wire
-    without any. span: None where the server makes none. ticket: None until it is submitted.
+    client: owner of the fair share that it uses. Times are of `time.monotonic`: started: it reached this machine;
+    received: all of it was read; answered: its answer was made; the last two are 0.0 until then. source: has its
+    headers; None on a wire without headers. span: None if the server makes none. ticket: None until it is submitted.
     """
 
     __slots__ = (
@@ -238,7 +238,7 @@ class RequestScope:
 
     @property
     def group(self) -> str:
-        """The scheduler's group, for its series."""
+        """The scheduler's group, for metrics."""
         raise NotImplementedError
 
     @property
@@ -246,7 +246,7 @@ class RequestScope:
         raise NotImplementedError
 
     def record(self, error: ReflexError | None) -> RequestRecord | None:
-        """Its record for journals."""
+        """Its record for journals; None if it has none."""
         raise NotImplementedError
 
     def ended(self, error: ReflexError | None) -> None:
@@ -282,11 +282,11 @@ class RequestScope:
         elif isinstance(error, asyncio.CancelledError):
             self._leave(cancelled_by(error))
         elif isinstance(error, Exception):
-            told = known(error, self.request_id)
-            self._leave(told)
+            reported = known(error, self.request_id)
+            self._leave(reported)
             _forget_frames(error)
-            if told is not error:
-                raise told from None
+            if reported is not error:
+                raise reported from None
         else:
             self._leave(ReflexError("the process ends"))
 
@@ -298,7 +298,7 @@ class RequestScope:
         self.server.active -= 1
 
     def publish(self, error: ReflexError | None) -> None:
-        """Count its end: with an answer, or with this error, also before it entered."""
+        """Count its end: with an answer, or with this error. Also for a request that was refused before it entered."""
         server = self.server
         now = self.answered if error is None and self.answered else time.monotonic()
         detail = None
@@ -313,7 +313,7 @@ class RequestScope:
         server.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
 
     def time_limit(self, limit_ms: float | None, default_ms: float) -> float | None:
-        """Seconds until its deadline, None without one. default_ms: of requests without a limit; 0 is none."""
+        """Seconds until its deadline, None without one. default_ms: for requests without a limit; 0 is no limit."""
         limit = limit_ms or default_ms
         if not limit:
             return None
@@ -326,12 +326,12 @@ class RequestScope:
         """Count a request that failed or was refused."""
         span = self.begin_span()
         traced: AbstractContextManager[object] = nullcontext() if span is None else within(span.get_span_context())
-        with traced:  # log lines name its trace
+        with traced:  # so that log lines name its trace
             self.publish(error)
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of several requests. The first error cancels the others."""
+    """The results of several coroutines, at least one. The first error cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -342,8 +342,8 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks behind an answered error: their frames hold the batch, the batch this ticket, the ticket the
-    error. With a fifth of bad requests the collector took a twentieth of the server's time."""
+    """Drop the tracebacks of an error and its causes: a frame refers to the batch, that to the ticket, and that to the
+    error. With 20 % bad requests, collecting these cycles took 5 % of the server's time."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

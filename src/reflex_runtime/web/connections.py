@@ -1,8 +1,8 @@
 """uvicorn's protocols with the limits that they lack: time for a head and a body, sizes, and the number of connections.
 
-A caller that leaves cancels the coroutine that answers it, so that nothing is computed for it. What uvicorn itself
-refuses is answered in the application's form. One read may bring ten thousand small requests or frames: they are parsed
-in slices, between which the loop serves others.
+When a caller leaves, the coroutine that answers it is cancelled, so that nothing is computed for it. Input that uvicorn
+would refuse is answered in the application's form. One read may bring ten thousand small requests or frames: they are
+parsed in slices, between which the loop serves other connections.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from reflex_runtime.web.request import CANCELS, CLOSE, GOING_AWAY, RESPOND, TRY_
 log = logging.getLogger("reflex.server")
 
 HEAD_BYTES: Final = 64 * 1024  # of a request's head, within a slice
-UNREAD: Final = 180.0  # seconds that an answer may wait for its client to read
-RESERVE: Final = 64  # file descriptors for models, recordings and the like
-LEAST: Final = 16  # connections, even with very few descriptors
-BEHIND: Final = 16  # requests that wait behind the one being answered; then the connection is not read
-AHEAD: Final = 1  # messages of a websocket that wait behind the one being answered; then it is not read
+SLOW_S: Final = 180.0  # for a client to read its answer
+RESERVE: Final = 64  # file descriptors for other uses: models, recordings
+LEAST: Final = 16  # connections, however few descriptors the process may have
+BEHIND: Final = 16  # requests that may wait behind the one being answered; with more the connection is not read
+AHEAD: Final = 1  # messages of a websocket that may wait likewise
 SLICE: Final = 16 * 1024  # bytes of requests that are parsed at once
-FRAMES: Final = 2048  # bytes of frames, which may be 300 of them: 2 ms
-TURN_S: Final = 0.0005  # seconds of parsing in one turn of the loop, and one slice more
+FRAMES: Final = 2048  # bytes of frames that are parsed at once: up to 300 frames, 2 ms
+TURN_S: Final = 0.0005  # seconds of parsing in one turn of the loop, plus one slice
 HEAD_S: Final = 10.0  # seconds at most for the head of a request
-LINGER_S: Final = 1.0  # for a refused peer to finish sending: an earlier answer or close code may be lost
+LINGER_S: Final = 1.0  # for a refused peer to finish sending: before that it may lose the answer or the close code
 IDLE, HEAD, BODY, SLOW, ANSWERED, REFUSED = "idle", "head", "body", "slow", "answered", "refused"
 
 _NUMBERS: Final = count(1)
@@ -50,8 +50,8 @@ _FULL: Final = Seldom()
 
 
 class _Timer:
-    """Calls `late` when a time has passed. The loop's timer is set again only when it fires early, so that a request
-    costs none."""
+    """Calls `late` when a time has passed. Starting it again only moves the time: the loop's timer is set anew when it
+    fires too early, so that most requests set none."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, late: Callable[[], None]) -> None:
         self._loop, self._late = loop, late
@@ -79,8 +79,8 @@ class _Timer:
 
 
 class _Connection:
-    """The common part of both protocols: parsing in slices, and a number in place of the client's port, because ports
-    are reused. unparsed: bytes that were read and wait for their turn."""
+    """The common part of both protocols: parsing in slices, and a unique number in place of the client's port, because
+    ports are reused. unparsed: bytes that were read and are not parsed yet."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -92,7 +92,7 @@ class _Connection:
         self.client = (self.client[0] if self.client else UNIX, next(_NUMBERS))
 
     def _parse(self) -> None:
-        """Parse for a moment, slice by slice; the rest in another turn of the loop, or when the application is free."""
+        """Parse slice by slice for `TURN_S`; the rest in another turn of the loop, or when the application is free."""
         data, self.unparsed, at = self.unparsed, b"", 0
         until = time.monotonic() + TURN_S
         while at < len(data) and not self._full:
@@ -110,16 +110,16 @@ class _Connection:
         raise NotImplementedError
 
     def _feed(self, data: bytes, at: int) -> int:
-        """Parse a slice that begins there. Returns its end."""
+        """Parse a slice that begins at `at`. Returns its end."""
         raise NotImplementedError
 
     def _pace(self) -> None:
-        """Read on, unless bytes or the application wait."""
+        """Read on, unless bytes wait to be parsed or requests to be answered."""
         raise NotImplementedError
 
 
 class _ReadFlow(FlowControl):
-    """Reads on while little waits behind the request that is answered, to notice when the caller leaves."""
+    """Reads on while a request is answered, to notice when the caller leaves, until too much waits behind it."""
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
@@ -141,7 +141,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._task: asyncio.Task[None] | None = None
         self._running: RequestResponseCycle | None = None  # the one that is answered; `cycle` is the newest
         limits, self._phase = self.reflex.limits, ANSWERED
-        self._seconds = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: UNREAD}
+        self._seconds = {IDLE: limits.idle, HEAD: limits.head, BODY: limits.body, SLOW: SLOW_S}
         self._seconds |= {ANSWERED: inf, REFUSED: LINGER_S}
         self._timer = _Timer(self.loop, self._late)
         self._head_bytes = 0
@@ -169,7 +169,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The caller closed its side, which looks like leaving: only a request that need not wait is answered."""
+        """The caller closed its sending side, perhaps because it leaves: only an answer that is ready is still sent."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
@@ -191,7 +191,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
             return None
         if _FULL.first():
             log.warning("%d connections are open (--max-connections): new ones are refused", most)
-        return Overloaded(f"{most} connections are open, as many as there may be", retry_after=1.0)
+        return Overloaded(f"{most} connections are open, the most that may be", retry_after=1.0)
 
     def data_received(self, data: bytes) -> None:
         if self._phase == REFUSED:
@@ -227,7 +227,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         return at + len(part)
 
     def _decline(self) -> None:
-        """Answer a request whose offer to upgrade is declined: its head goes to a new parser without the offer."""
+        """Serve a request whose offer to upgrade is declined: a new parser gets its head without the offer."""
         self.parser, method = httptools.HttpRequestParser(self), self.parser.get_method()
         lines = [b"%b %b HTTP/1.1" % (method, self.url)]
         for name, value in self.headers:
@@ -252,9 +252,9 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
             raise ClientError("HTTP/1.0 has no Transfer-Encoding")
         if version not in ("1.0", "1.1"):
-            raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
+            raise ClientError(f"HTTP/{version} is not supported, HTTP/1.1 is")
         if hosts > 1 or (not hosts and version == "1.1"):
-            raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
+            raise ClientError(f"the request has {hosts} Host headers, it must have one")
         if self.parser.get_method() == b"CONNECT":
             raise ClientError("CONNECT is not served: this is no proxy")
         if self.url[:1] != b"/" and httptools.parse_url(self.url).path is None:  # http://host, without a slash
@@ -282,7 +282,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self.tasks.add(task)
 
     def _respond(self, cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
-        """Write a whole answer at once, in half of uvicorn's time for two messages. False if those are needed."""
+        """Write a whole answer at once, in half the time of uvicorn's two messages. False if those must be sent."""
         if not cycle.keep_alive or CLOSE in headers:
             cycle.keep_alive, headers = False, [*[header for header in headers if header != CLOSE], CLOSE]
         headers = cycle.default_headers + headers
@@ -323,7 +323,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def _late(self) -> None:
-        """The phase of the connection takes too long, or a refused one has sent something."""
+        """The phase of the connection takes too long, or a refused connection has sent something."""
         phase, seconds = self._phase, self._seconds[self._phase]
         if phase == REFUSED:
             if refusal := self._refusal():
@@ -332,8 +332,8 @@ class HttpConnection(_Connection, HttpToolsProtocol):
                 self._enter(IDLE)
             return
         if phase != IDLE and _LATE.first():
-            told = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
-            log.warning(told, phase, seconds)
+            line = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
+            log.warning(line, phase, seconds)
         error = TooSlow(f"the {phase} of the request did not come within {seconds:g} s")
         if phase == SLOW:
             self.transport.abort()
@@ -356,7 +356,7 @@ class HttpConnection(_Connection, HttpToolsProtocol):
         self._end(cause if isinstance(cause, ClientError) else ClientError(f"this is not HTTP/1.1: {cause or error}"))
 
     def _end(self, error: ReflexError) -> None:
-        """The input is no request: send the error, or the answers to earlier requests, and close."""
+        """The input is no request: send the error, or first the answers to earlier requests, and close."""
         if self.transport.is_closing() or self._broken:
             return
         self._broken = True
@@ -402,8 +402,8 @@ class HttpConnection(_Connection, HttpToolsProtocol):
 
 
 class SocketConnection(_Connection, WebSocketsSansIOProtocol):
-    """One websocket: it is read while a message is answered, to notice that the peer leaves. held: bytes of messages
-    that the application has not taken, see `Bodies`."""
+    """One websocket. It is read while a message is answered, to notice that the peer leaves. held: bytes of messages
+    that the application has not taken, which `Bodies` counts."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -474,7 +474,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_cont(self, event: Any) -> None:
-        """Join the parts of a message: apart, parts of one byte would take a hundred times their size."""
+        """Join the parts of a message now: kept apart, parts of one byte would take a hundred times their size."""
         whole: Any = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
         whole += event.data
         self.frames[0] = bytes(whole) if event.fin else whole
@@ -482,7 +482,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
             self.send_receive_event_to_app()
 
     def handle_parser_exception(self) -> None:
-        """The peer broke the protocol, or its message is too large. A close while it sends may lose the close code."""
+        """The peer broke the protocol, or its message is too large. Closed at once, it might not get the close code."""
         if not self.close_sent:
             self.close_sent = True
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
@@ -519,7 +519,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
         await super().run_asgi()
 
     def _late(self) -> None:
-        """Nothing came for long. A peer that waits for an answer, or for the first frame, is not idle."""
+        """Nothing came for `limits.idle` seconds. A peer that waits for an answer or the first frame is not idle."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         elif self._idles:
@@ -530,7 +530,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
 
 @cache
 def most_connections(asked: int) -> int:
-    """The setting, or fewer if the process may not have that many file descriptors. Raises its soft limit."""
+    """As many connections as asked, or as the process may open files. Raises the soft limit of open files."""
     try:
         import resource
 

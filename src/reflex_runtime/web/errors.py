@@ -1,4 +1,4 @@
-"""The errors of servers beside those in `core.errors`, and the form in which all are sent."""
+"""Errors of servers, in addition to those of `core.errors`, and the form in which all are sent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = logging.getLogger("reflex.server")
 
 
 class ClientError(ReflexError):
-    """The request is wrong; a repetition does not help. headers: of its answer."""
+    """The request is wrong; to repeat it does not help. headers: of the answer."""
 
     code, http_status, outcome = "invalid_request", 400, "client_error"
     headers: Sequence[tuple[bytes, bytes]] = ()
 
 
 class InvalidRequest(Rejected):
-    """A field of a request is wrong; `details["field"]` names it. A repetition does not help."""
+    """A field of a request is wrong; `details["field"]` names it. To repeat it does not help."""
 
     code, http_status, retry_safe, outcome = "invalid_request", 422, False, "client_error"
 
@@ -59,7 +59,7 @@ class UnsupportedEncoding(ClientError):
 
 
 class UnsupportedMediaType(ClientError):
-    """The body's Content-Type is none of this path."""
+    """The path does not read bodies of this Content-Type."""
 
     code, http_status = "unsupported_media_type", 415
 
@@ -79,7 +79,7 @@ class Unauthorized(ClientError):
 
 
 class Forbidden(ClientError):
-    """A request to a server without a key, under a foreign host name or from a page of another site."""
+    """The server has no key, and the request has a foreign host name or is from a page of another site."""
 
     code, http_status = "forbidden", 403
 
@@ -141,7 +141,7 @@ class SloViolated(Unavailable):
 
 
 class Reported(Exception):
-    """An error that is counted already. error: for the caller. request_id: of its request."""
+    """An error that has been counted. error: for the caller. request_id: of the failed request."""
 
     def __init__(self, error: ReflexError, request_id: str) -> None:
         super().__init__(error.message)

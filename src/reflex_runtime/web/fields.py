@@ -1,4 +1,4 @@
-"""JSON bodies: how they are written and checked, ids and whole numbers in them, and the 422 for a wrong field."""
+"""JSON bodies: writing and checking them, their ids and whole numbers, and the 422 for a wrong field."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import msgspec
 from reflex_runtime.settings.declare import did_you_mean, one_of
 from reflex_runtime.web.errors import InvalidJson, InvalidRequest
 
-MAX_VALUES: Final = 40_000  # commas in a body whose values are built; all fields of /act at their bounds have fewer
-LARGE_JSON: Final = 1 << 20  # bytes; `json` holds the interpreter for 5 ms in each MB
+MAX_VALUES: Final = 40_000  # commas in a body that is decoded; all fields of /act at their bounds have fewer
+LARGE_JSON: Final = 1 << 20  # bytes; `json` blocks the interpreter for 5 ms in each MB
 MAX_ID_BYTES: Final = 256
 ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
 """JSON Schema of what `check_id` takes."""
@@ -57,12 +57,12 @@ def whole(name: str, value: Any) -> int | None:
 
 
 def invalid_input(name: str, why: str) -> InvalidRequest:
-    """The 422 for a field or a tensor, by the caller's own name."""
+    """The 422 for a field or a tensor whose name the caller chose."""
     return invalid(printable(name), printable(f"{name}: {why}"))
 
 
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
-    """The 422 for an error of msgspec. kind: of the body, for a suggestion."""
+    """The 422 for an error of msgspec. kind: the struct of the body, for a suggestion."""
     path, unknown, why = parts_of_error(error)
     field = re.split(r"[.\[]", unknown or path, maxsplit=1)[0] or "body"
     meant = suggestion(str(error), kind) if kind is not None else ""
@@ -70,7 +70,7 @@ def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | N
 
 
 def parts_of_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
-    """The path of a value, the unknown or missing field in it, each "" for none, and what is wrong."""
+    """(path of the value, unknown or missing field in it, what is wrong) of an error; "" where there is none."""
     text = str(error)
     unknown, path, plain = _UNKNOWN.search(text), _PATH.search(text), _PATH.sub("", text)
     why = "is missing" if "missing required" in plain else plain[:1].lower() + plain[1:]
@@ -89,7 +89,7 @@ def client_errors(kind: type[msgspec.Struct] | None = None, form: str = "JSON") 
 
 
 def suggestion(text: str, kind: Any) -> str:
-    """The end of an error of msgspec on a value of this type: its nearest field, or the values of its field."""
+    """The end of the text of an error: the nearest field of the type, or the allowed values of the field."""
     unknown, value = _STRAY.search(text), _STRAY_VALUE.search(text)
     if not (unknown or value):
         return ""
@@ -101,7 +101,7 @@ def suggestion(text: str, kind: Any) -> str:
 
 
 def types_at(text: str, kind: Any) -> list[Any]:
-    """The types that a value may have where the error is."""
+    """The types that are allowed at the place of the error."""
     path, kinds = _PATH.search(text), list(_arms(kind))
     for name in re.findall(r"(\w+)[^.]*", path[1]) if path else ():
         kinds = [arm for one in kinds for arm in _arms(fields_of(one).get(name))]
@@ -117,7 +117,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def _arms(hint: Any) -> Iterator[Any]:
-    """The types in a type: of a union, a list, a dict."""
+    """The types that a union, list or dict is made of; any other type itself."""
     if get_origin(hint) is Literal or not get_args(hint):
         yield hint
     else:
@@ -144,7 +144,7 @@ def check_id(name: str, value: str) -> None:
 
 
 def is_json(body: bytes) -> bool:
-    """Whether a body with a wrong field is JSON to its end. Builds nothing of a large body."""
+    """Whether a body with a wrong field is JSON to its end. A large one is scanned, not decoded."""
     decode: Any = _skip.decode if len(body) > LARGE_JSON or body.count(b",") > MAX_VALUES else json.loads
     try:
         decode(body)
@@ -156,7 +156,7 @@ def is_json(body: bytes) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """False for text with a lone surrogate, which JSON can write and nothing can encode."""
+    """False for text with a lone surrogate: JSON can contain it, and UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -171,7 +171,7 @@ def printable(text: str) -> str:
 
 
 def brief(value: object) -> str:
-    """A value from outside for an error: a text is cut, and a container is only its type."""
+    """A caller's value for an error: a text is cut, of a container only the type is shown."""
     if isinstance(value, str | bytes):
         return repr(value[:80])
     plain = value is None or isinstance(value, bool | float) or (type(value) is int and value.bit_length() <= 64)

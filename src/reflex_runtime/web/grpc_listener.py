@@ -1,16 +1,15 @@
-"""gRPC on a listener of its own: calls in, an answer or a status to each, on the event loop; and the Open Inference
-Protocol over it.
+"""A listener for gRPC: one answer or status to each call, on the event loop; and the Open Inference Protocol over it.
 
 Messages are bytes here, counted and bounded before a wire parses them. A call is counted, its key is checked, and its
-bytes count among the request bodies until it is answered. A caller that cancels cancels the coroutine.
+bytes count among the request bodies until it is answered. When the caller cancels, the coroutine is cancelled.
 
-gRPC's core owns its sockets and reads in threads of its own, so its limits are set at the start:
+gRPC's core owns its sockets and reads them on its own threads, so its limits are set at the start:
 
-- The listener has a quarter of the connections that HTTP has left. The core closes further ones at once.
-- To the core every method is a stream: it reads WINDOW bytes of a call, and the rest when a message is read. So the key
-  comes before the message. As many calls run as windows fit in --max-bodies-mb.
-- The core allocates a whole message before its size is known: few are read at a time, see `Reading`.
-- The core hides its connections: those with a call count in --max-connections-per-address.
+- The listener may have a quarter of the connections that HTTP has left. The core closes further ones at once.
+- To the core every method is a stream: it reads WINDOW bytes of a call, and the rest only when a message is read. So
+  the key is checked before the message is read. As many calls run as windows fit into --max-bodies-mb.
+- The core allocates a whole message before its size can be checked: few are read at a time, see `Reading`.
+- The core does not show its connections: only those with a call count in --max-connections-per-address.
 - Connections without a call end after --idle-timeout-s, and so do those whose peer does not read or is gone.
 """
 
@@ -42,10 +41,10 @@ from reflex_runtime.web.connections import HEAD_S, most_connections
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
 from reflex_runtime.web.oip import Tensor, tensor_of_bytes, tensor_of_values
 
-MOST_S: Final = 600.0  # a longer deadline counts as none
-OVER: Final = 1.0  # seconds at the end for callers to read their answers
+MOST_S: Final = 600.0  # seconds; a later deadline counts as none
+UNREAD: Final = 1.0  # seconds at the end for callers to read their last answers
 WINDOW: Final = 1 << 17  # bytes of a call that the core reads ahead
-STREAMS: Final = 128  # calls of one connection
+STREAMS: Final = 128  # calls of one connection at a time
 _STATUS: Final = grpc.StatusCode
 _BY_CODE: Final = {
     "queue_full": _STATUS.RESOURCE_EXHAUSTED,
@@ -69,34 +68,30 @@ _BY_STATUS: Final = {
 
 
 class GrpcCall:
-    """One call. method: its name. request_id: made by the server, unique. client: its connection. started: when it
-    began; received: when all of it was read, 0.0 until then (`time.monotonic`). left_ms: from its start to its
-    deadline, None without one. held: bytes of it that `Bodies` counts."""
+    """One call. method: its name. request_id: made by the server, unique. client: its connection. metadata: with names
+    in lower case; headers: the same by name. started: when it began; received: when all of it was read, 0.0 until then
+    (`time.monotonic`). left_ms: milliseconds from its start to its deadline, or None. held: its bytes that `Bodies`
+    counts."""
 
-    __slots__ = ("_context", "client", "held", "left_ms", "method", "received", "request_id", "started")
+    __slots__ = ("client", "headers", "held", "left_ms", "metadata", "method", "received", "request_id", "started")
 
     def __init__(self, method: str, request_id: str, context: Any) -> None:
-        self._context, self.method, self.request_id, self.client = context, method, request_id, str(context.peer())
+        self.method, self.request_id, self.client = method, request_id, str(context.peer())
+        sent = context.invocation_metadata() or ()
+        self.metadata = [(name.encode(), value.encode() if isinstance(value, str) else value) for name, value in sent]
+        self.headers: Mapping[bytes, bytes] = dict(self.metadata)
         self.started, self.received = time.monotonic(), 0.0
         left = context.time_remaining()
         self.left_ms = None if left is None or left > MOST_S else max(float(left) * 1e3, 0.001)
         self.held = 0
 
-    @property
-    def headers(self) -> Mapping[bytes, bytes]:
-        """Its metadata: names in lower case."""
-        sent = self._context.invocation_metadata() or ()
-        named = [(name.encode(), value.encode() if isinstance(value, str) else value) for name, value in sent]
-        check_once(named)
-        return dict(named)
-
 
 def parse(kind: Any, data: bytes) -> Any:
-    """The message of this class in the bytes, else ClientError."""
+    """The message of this class in the bytes; ClientError if there is none."""
     try:
         return kind.FromString(data)
     except DecodeError:
-        wrong = f"the message is no {kind.DESCRIPTOR.name}: it breaks off, or a text in it is not UTF-8"
+        wrong = f"the message is no {kind.DESCRIPTOR.name}: it is incomplete, or a text in it is not UTF-8"
         raise ClientError(wrong) from None
 
 
@@ -113,7 +108,7 @@ StreamMethod = Callable[[GrpcCall, AsyncIterator[bytes]], Awaitable[bytes]]
 
 
 def check_free(address: str) -> None:
-    """OSError for an address that is taken or not allowed, which gRPC would log in a line of its own."""
+    """OSError for an address that is in use or not allowed. gRPC would only log it."""
     host, _, port = address.rpartition(":")
     for family, kind, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as tried:
@@ -135,7 +130,7 @@ def _add_port(server: Any, address: str, settings: ServerConfig) -> Any:
 
 
 class GrpcListener:
-    """A gRPC server on an address, which answers from `serve` on."""
+    """A gRPC server on an address. It answers once `serve` was called."""
 
     def __init__(self, app: App, flag: str, address: str, settings: ServerConfig) -> None:
         """flag: the option that gave the address."""
@@ -172,7 +167,7 @@ class GrpcListener:
         streams: Mapping[str, StreamMethod],
         failed: Callable[[GrpcCall, ReflexError], None],
     ) -> None:
-        """Answer the methods of a service. failed: called with each error that is not `Reported`."""
+        """Answer the methods of a service from now on. failed: called with each error that is not `Reported`."""
         self._failed = failed
         stream = grpc.stream_unary_rpc_method_handler
         handlers = {name: stream(partial(self._unary, name, method)) for name, method in methods.items()}
@@ -182,7 +177,7 @@ class GrpcListener:
 
     async def close(self) -> None:
         """Close, after giving callers a moment to read their answers."""
-        await self._server.stop(OVER)
+        await self._server.stop(UNREAD)
 
     async def _unary(self, name: str, method: Method, unread: object, context: Any) -> bytes:
         async def answer(call: GrpcCall) -> bytes:
@@ -196,15 +191,15 @@ class GrpcListener:
         return await self._answer(name, lambda call: method(call, self._parts(call, context)), context)
 
     async def _parts(self, call: GrpcCall, context: Any) -> AsyncIterator[bytes]:
-        """The messages of a call, within their size and time. gRPC's own iterator, if not read to its end, would keep
-        its last message until the next collection."""
+        """The messages of a call, within the limits of size and time. (gRPC's own iterator, if not read to its end,
+        keeps its last message until the next collection.)"""
         until = asyncio.get_running_loop().time() + self._body_timeout_s
         while True:
             try:
                 async with self._app.reading.one(until):
                     part = await context.read()
             except TimeoutError:
-                raise TooSlow("the message did not come in time, or others waited for it to come") from None
+                raise TooSlow("the message did not come in time, or came slowly while others waited") from None
             if part is grpc.aio.EOF:
                 return
             if call.held + len(part) > self._most:
@@ -224,7 +219,7 @@ class GrpcListener:
             except Exception as failure:
                 error, request_id = known(failure, call.request_id), call.request_id
                 self._failed(call, error)
-            # Its frames hold the message. (gRPC would keep the exception of an abort with the call.)
+            # The traceback refers to the message. (No abort: gRPC would keep its exception with the call.)
             error.__traceback__ = error.__context__ = None
             context.set_code(_BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL))
             context.set_details(error.message)
@@ -236,6 +231,7 @@ class GrpcListener:
 
     def _check(self, call: GrpcCall) -> None:
         self._app.check_open()
+        check_once(call.metadata)
         keys = self._app.keys
         if keys.callers and not keys.sent(call.headers, keys.callers):
             how = "authorization: Bearer KEY, or x-reflex-key"
@@ -272,7 +268,7 @@ _CONTENTS: Final = {  # field of the values of a datatype
 
 
 def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
-    """(model, version, request), else ClientError."""
+    """(model, version, request) of a ModelInferRequest; ClientError if it is wrong."""
     fields, raw = _split(data)
     sent = parse(messages.ModelInferRequest, fields)
     if raw and len(raw) != len(sent.inputs):
@@ -284,7 +280,7 @@ def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
 
 
 def encode(model: str, sent_id: str, told: oip.OipAnswer) -> bytes:
-    """The answer to an infer request."""
+    """The bytes of a ModelInferResponse."""
     answer = messages.ModelInferResponse(model_name=model, model_version=oip.VERSION, id=sent_id)
     for name, value in told.parameters.items():
         answer.parameters[name].string_param = value
@@ -295,8 +291,8 @@ def encode(model: str, sent_id: str, told: oip.OipAnswer) -> bytes:
 
 
 def _split(data: bytes) -> tuple[bytes, list[memoryview]]:
-    """The fields to parse of a request, and its raw tensors as views. Bounded here, because two bytes can be a tensor
-    without fields, which takes a hundred."""
+    """The fields of a request that protobuf parses, and its raw tensors as views. Their number is bounded before that:
+    two bytes can be an empty tensor, which takes a hundred once it is parsed."""
     view, at, size = memoryview(data), 0, 0
     parsed: list[memoryview] = []
     raw: list[memoryview] = []
@@ -320,7 +316,7 @@ def _split(data: bytes) -> tuple[bytes, list[memoryview]]:
                 wrong = f"over {MAX_FIELDS} fields, or over {MAX_OTHER} bytes beside raw_input_contents"
                 raise ClientError(f"the request has {wrong}: send tensors as raw bytes")
     except (IndexError, KeyError):
-        raise ClientError("the message is no ModelInferRequest: it breaks off, or is of another protocol") from None
+        raise ClientError("the message is no ModelInferRequest: it is incomplete, or of another protocol") from None
     return b"".join(parsed), raw
 
 
@@ -348,11 +344,11 @@ def _parameter(sent: Any) -> Any:
 
 
 def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.OipModels) -> GrpcListener:
-    """These models at `--oip-grpc`."""
+    """A listener at `--oip-grpc` that serves these models."""
 
-    def told(kind: Any, fields: Callable[[oip.OipModels, str, str], Mapping[str, Any]]) -> Method:
+    def answering(kind: Any, fields: Callable[[oip.OipModels, str, str], Mapping[str, Any]]) -> Method:
         async def method(call: GrpcCall, data: bytes) -> bytes:
-            sent = parse(messages.ModelRequest, data)  # of a call for the server it is empty
+            sent = parse(messages.ModelRequest, data)  # empty in calls about the server
             return serialize(kind(**fields(models, sent.name, sent.version)))
 
         return method
@@ -367,7 +363,7 @@ def oip_listener(app: App, config: ServeConfig | FunctionsConfig, models: oip.Oi
             models.refused(call, error)
 
     listener = GrpcListener(app, "--oip-grpc", config.oip_grpc, config)
-    methods = {name: told(getattr(messages, f"{name}Response"), fields) for name, (_, fields) in oip.CALLS.items()}
+    methods = {name: answering(getattr(messages, f"{name}Response"), fields) for name, (_, fields) in oip.CALLS.items()}
     methods["ModelInfer"] = infer
     listener.serve(SERVICE, methods, {}, failed)
     return listener

@@ -1,4 +1,4 @@
-"""The classes of the messages in `messages.proto`, by their names, made of its descriptors: `make messages`."""
+"""The message classes of `messages.proto`, by name, made from its descriptors. `make messages` writes those."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The Open Inference Protocol, version 2 (KServe, Triton), over HTTP; `grpc_listener` serves the same over gRPC.
 
-A body becomes an `InferRequest`; each product's `OipModel` gives its tensors a meaning. The binary tensor extension:
-the header `Inference-Header-Content-Length` is the length of the JSON, and behind it follow the tensors with a
-`binary_data_size`, in order, little-endian. Answers have the same form where the request wants it.
+A body becomes an `InferRequest`, which the product's `OipModel` answers. The binary tensor extension: the header
+`Inference-Header-Content-Length` is the length of the JSON; the tensors with a `binary_data_size` follow it, in order,
+little-endian. Answers have this form if the request asks for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES: Final = {
     "BOOL": "|b1", "UINT8": "|u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "|i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", BYTES: "|O",
 }  # fmt: skip
-# The types of values by the kind of their dtype; of others int.
+# The Python types of values in JSON, by the kind of the dtype; int for kinds not listed.
 _KINDS: Final[Mapping[str, set[type]]] = {"b": {bool}, "f": {int, float}, "O": {str, bytes}}
 
 
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
     values: NDArray[Any]
 
     def row(self, row: int) -> Any:
-        """The array of one row; the only element of one of BYTES."""
+        """One row, an array; of a BYTES tensor its only element."""
         value = self.values[row]
         if self.datatype != BYTES:
             return value
@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
 
 
 def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
-    """A tensor from raw little-endian bytes; elements of BYTES have a length prefix."""
+    """A tensor from raw little-endian bytes; each element of BYTES follows its length in four bytes."""
     dtype = _dtype(name, datatype, shape)
     if datatype == BYTES:
         return tensor_of_values(name, datatype, shape, _texts(name, prod(shape), memoryview(data)))
@@ -67,7 +67,7 @@ def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes 
 
 
 def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
-    """A tensor from numbers or texts in C order: a list, which may be nested."""
+    """A tensor from a list of numbers or texts in C order, flat or nested."""
     dtype, flat = np.dtype(_dtype(name, datatype, shape)), values
     if not isinstance(flat, list):
         raise invalid_input(name, "its data must be a list")
@@ -76,7 +76,7 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
             break
         flat = [value for part in flat for value in part]
     if not set(map(type, flat)) <= _KINDS.get(dtype.kind, {int}):
-        raise invalid_input(name, f"holds what is no {datatype}")
+        raise invalid_input(name, f"a value is not of datatype {datatype}")
     if datatype == BYTES:
         flat = [value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value for value in flat]
     try:
@@ -89,7 +89,7 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
 
 
 def _dtype(name: str, datatype: str, shape: Sequence[int]) -> str:
-    """The type of numpy; 422 for an unknown datatype, or a shape that is none."""
+    """numpy's name of the type; 422 for an unknown datatype or an invalid shape."""
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
         raise invalid_input(name, f"shape must have at most {MAX_DIMENSIONS} whole numbers")
     if datatype not in _DTYPES:
@@ -124,7 +124,7 @@ def tensor_out(name: str, rows: Sequence[Any]) -> Tensor:
 
 
 def datatype_of(dtype: Any) -> str:
-    """The protocol's name of a type of numpy; ValueError where it has none."""
+    """The protocol's name of a numpy type; ValueError if it has none."""
     kind = np.dtype(dtype).newbyteorder("<")
     found = next((name for name, known in _DTYPES.items() if name != BYTES and np.dtype(known) == kind), None)
     if found is None:
@@ -133,7 +133,7 @@ def datatype_of(dtype: Any) -> str:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The values of a tensor, little-endian in C order; elements of BYTES with a length prefix."""
+    """The values of a tensor as raw bytes; see `tensor_of_bytes`."""
     if tensor.datatype == BYTES:
         return b"".join(len(text).to_bytes(4, "little") + text for text in tensor.values.flat)
     return np.ascontiguousarray(tensor.values, _DTYPES[tensor.datatype]).tobytes()
@@ -152,8 +152,8 @@ class OipAnswer:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A decoded request. outputs: names of the wanted ones, empty for all. id: the caller's, or "". binary: the
-    answer's tensors are raw bytes."""
+    """A decoded request. outputs: names of the outputs to send, empty for all. id: the caller's, or "". binary: the
+    tensors of the answer are to be raw bytes."""
 
     inputs: Sequence[Tensor]
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -162,8 +162,8 @@ class InferRequest:
     binary: bool = False
 
     def rows(self, inputs: Collection[str], optional: Collection[str], outputs: Collection[str], most: int) -> int:
-        """The number of rows, which is the first dimension of all inputs; 422 for one that is missing, unknown or given
-        twice, and for an unknown output."""
+        """The number of rows: the first dimension of every input. 422 for an input that is missing, unknown or given
+        twice, and for an unknown output. inputs, outputs: names that the model has. most: rows."""
         given = [tensor.name for tensor in self.inputs]
         all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(inputs)}"
         for name in given:
@@ -199,19 +199,19 @@ class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def of(cls: type[P], sent: InferRequest) -> P:
-        """Those of a request; the 422 names a wrong one."""
+        """The parameters of a request; the 422 names a wrong one."""
         with client_errors(cls):
             return msgspec.convert(sent.parameters, cls)
 
     @property
     def level(self) -> Level:
-        """The priority by its name; numbers over 2 are background."""
+        """The name of the priority. Of numbers 1 is urgent, 0 and 2 are default, larger ones background."""
         if isinstance(self.priority, str):
             return self.priority
         return _LEVELS.get(max(self.priority or 0, 0), "background")
 
     def deadline_ms(self, left_ms: float | None) -> float | None:
-        """The shorter one of its time limit and the caller's; None without any."""
+        """The shorter of `timeout` and `left_ms`, the caller's own limit; None without either."""
         limits = [limit for limit in (self.timeout / 1e3, left_ms) if limit]
         return min(limits, default=None)
 
@@ -253,28 +253,28 @@ _json = msgspec.json.Decoder(InferBody)
 
 
 def decode(body: bytes, head: int | None = None) -> InferRequest:
-    """Decode a body; 400 or 422 for a wrong one. head: bytes of JSON, if raw tensors follow it."""
+    """Decode a body; 400 or 422 if it is wrong. head: length of the JSON in bytes, if raw tensors follow it."""
     if head is not None and head > len(body):
         raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
     text = body if head is None else body[:head]
     check_json(text)
     with client_errors():
-        said = _json.decode(text)
-    binary = said.parameters.get("binary_data_output") is True
-    for output in said.outputs:
+        sent = _json.decode(text)
+    binary = sent.parameters.get("binary_data_output") is True
+    for output in sent.outputs:
         binary = output.parameters.get("binary_data", binary) is True
-    parts: list[OutputTensor] = [*said.inputs, *said.outputs]
+    parts: list[OutputTensor] = [*sent.inputs, *sent.outputs]
     for part in parts:
         for parameter in {"shared_memory_region", "classification"} & part.parameters.keys():
             raise invalid_input(part.name, f"{parameter} is not served")
     inputs, raw = [], memoryview(body)[len(text) :]
-    for tensor in said.inputs:
+    for tensor in sent.inputs:
         size = tensor.parameters.get(_SIZE)
         inputs.append(_tensor(tensor, size, raw))
         raw = raw[size or 0 :]
     if raw:
-        raise ClientError(f"{len(raw)} bytes are left behind the tensors")
-    return InferRequest(inputs, said.parameters, [output.name for output in said.outputs], said.id, binary)
+        raise ClientError(f"{len(raw)} bytes follow the last tensor")
+    return InferRequest(inputs, sent.parameters, [output.name for output in sent.outputs], sent.id, binary)
 
 
 def _tensor(tensor: InputTensor, size: Any, raw: memoryview) -> Tensor:
@@ -302,10 +302,10 @@ def encode_answer(model: str, sent: InferRequest, answer: OipAnswer) -> tuple[by
             data = tensor.values.ravel().tolist()
             output["data"] = [text.decode("utf-8", "replace") for text in data] if tensor.datatype == BYTES else data
         outputs.append(output)
-    told: dict[str, Any] = {"model_name": model, "model_version": VERSION}
-    told |= {"parameters": answer.parameters} if answer.parameters else {}
-    told |= {"id": sent.id} if sent.id else {}
-    head = encode(told | {"outputs": outputs})
+    fields: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    fields |= {"parameters": answer.parameters} if answer.parameters else {}
+    fields |= {"id": sent.id} if sent.id else {}
+    head = encode(fields | {"outputs": outputs})
     return (head + b"".join(raw), len(head)) if sent.binary else (head, None)
 
 
@@ -313,7 +313,7 @@ def encode_answer(model: str, sent: InferRequest, answer: OipAnswer) -> tuple[by
 
 
 class OipCall(HasHeaders, Protocol):
-    """A request for inference: an `HttpRequest` or a `GrpcCall`. left_ms: until its deadline, None without one."""
+    """A request for inference: an `HttpRequest` or a `GrpcCall`. left_ms: milliseconds until its deadline, or None."""
 
     client: Any
     request_id: str
@@ -327,7 +327,7 @@ Described = tuple[str, str, Sequence[int]]
 
 
 class OipModel(Protocol):
-    """One model. names: to find it by; answers have the first. inputs, outputs: -1 is any size."""
+    """One model. names: callers may use any; answers have the first. inputs, outputs: in shapes -1 is any size."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -347,7 +347,7 @@ class OipModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OipModels:
-    """The models of a server. extensions: of the protocol."""
+    """The models of a server. extensions: those of the protocol that it implements."""
 
     models: Sequence[OipModel]
     extensions: Sequence[str]
@@ -375,12 +375,12 @@ class OipModels:
 
 
 def metadata_of(model: OipModel) -> dict[str, Any]:
-    """Name, inputs and outputs."""
-    told = {
+    """The answer to ModelMetadata."""
+    ports_of = {
         which: [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in ports]
         for which, ports in (("inputs", model.inputs), ("outputs", model.outputs))
     }
-    return {"name": model.names[0], "versions": [VERSION], "platform": "reflex", **told}
+    return {"name": model.names[0], "versions": [VERSION], "platform": "reflex", **ports_of}
 
 
 CALLS: Final[Mapping[str, tuple[str, Callable[[OipModels, str, str], Mapping[str, Any]]]]] = {
@@ -390,7 +390,7 @@ CALLS: Final[Mapping[str, tuple[str, Callable[[OipModels, str, str], Mapping[str
     "ModelMetadata": (MODEL, lambda models, name, version: metadata_of(models.find(name, version))),
     "ModelReady": (f"{MODEL}/ready", lambda models, name, version: {"ready": models.find(name, version).ready}),
 }
-"""The calls of the protocol beside inference, by their names in gRPC: path, and answer for the named model."""
+"""The other calls of the protocol, by their names in gRPC: the path, and a function that makes the answer."""
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:
         before, versions, version = name.rpartition("/versions/")
         return (before, version) if versions and "/" not in version else (name, "")
 
-    def told(fields: Callable[[OipModels, str, str], Mapping[str, Any]]) -> Handler:
+    def answering(fields: Callable[[OipModels, str, str], Mapping[str, Any]]) -> Handler:
         async def run(request: HttpRequest) -> HttpResponse:
             found = fields(models, *named_in(request))
             return HttpResponse(200 if found.get("ready", True) else 503, encode(found))
@@ -445,7 +445,7 @@ def oip_routes(models: OipModels, most: int, prefix: str = "") -> list[Route]:
 
     return [
         *(
-            Route(own, told(fields), open="/health/" in path, form=FORM)
+            Route(own, answering(fields), open="/health/" in path, form=FORM)
             for path, fields in CALLS.values()
             for own in dict.fromkeys((path, path.replace(MODEL, MODEL + OF_VERSION)))
         ),
@@ -471,7 +471,7 @@ async def _read(request: HttpRequest) -> InferRequest:
 
 
 def operations(models: Sequence[str], codes: Sequence[str], body: Mapping[str, Any]) -> dict[str, Operation]:
-    """These paths in OpenAPI. models: their names. codes, body: errors and the body's schema of an inference."""
+    """The operations of these paths. models: names. codes, body: of inference, the error statuses and the schema."""
     raw = content({}, BINARY.decode())
     ready = Operation("OIP: 200 when requests are answered, else 503", unready=True)
     found = {

@@ -1,4 +1,4 @@
-"""/openapi.json of every server, from its routes and the schemas of its bodies; /docs shows it without other sites."""
+"""/openapi.json of every server, made from its routes and the schemas of its bodies; /docs, a page that shows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 JSON_TYPE: Final = JSON.decode()
 
 
-# -- JSON Schema in a few words ----------------------------------------------------------------------------------------
+# -- JSON Schema -------------------------------------------------------------------------------------------------------
 
 
 NULL: Final = {"type": "null"}
@@ -39,7 +39,7 @@ def ref(kind: type) -> dict[str, Any]:
 
 
 def schemas_of(*kinds: type) -> dict[str, dict[str, Any]]:
-    """The schemas of these structs and of those that they refer to, by name. `Whole` is an integer."""
+    """The schemas of these structs and of those that they refer to, by name. `Whole` becomes an integer."""
     _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in found.values():
         for field in schema["properties"].values():
@@ -47,7 +47,7 @@ def schemas_of(*kinds: type) -> dict[str, dict[str, Any]]:
             if {"type": "integer"} in arms and {"type": "number"} in arms:
                 arms.remove({"type": "number"})
             if "pattern" in field:
-                field["pattern"] = field["pattern"].replace(r"\Z", "$")  # only Python has the first
+                field["pattern"] = field["pattern"].replace(r"\Z", "$")  # \Z is Python's alone
     return found
 
 
@@ -77,9 +77,9 @@ PLAIN_ERROR: Final = {"Error": schemas_of(PlainError)["PlainError"]}
 
 
 class Operation(NamedTuple):
-    """A path in the document. answer: the content with 200, and with 503 if `unready`. codes: of errors, beside those
-    of every request. request: the content of its body, which is `optional` or not; example: of it. parameters, query:
-    the schemas of those in the path and in the query. error: the schema of errors."""
+    """A path in the document. answer: the content with status 200, and with 503 if `unready`. codes: its statuses of
+    errors. request: the content of the body; optional: it may be left out; example: of the body. parameters, query: the
+    schemas of the parameters in the path and in the query. error: name of the schema of errors."""
 
     summary: str
     answer: Mapping[str, Any] = OBJECT
@@ -136,25 +136,24 @@ def described(
     always: Sequence[str] = ("401", "403", "405", "408"),
     errors: Mapping[str, str] = ERRORS,
 ) -> bytes:
-    """The document of these routes. KeyError for one without a description, except for files of /dashboard and
-    websockets, which OpenAPI does not have. operations: by path. always: statuses of every request. errors: the
-    meaning of each status.
-    """
+    """The document of these routes. KeyError for a route without an operation; files of /dashboard need none, nor do
+    websockets, which OpenAPI lacks. operations: by path. always: statuses of every request. errors: the meaning of each
+    status."""
     paths: dict[str, Any] = {}
     for route in routes:
         page = route.path.startswith("/dashboard/") and "." in route.path
         if page or (route.socket is not None and route.path not in operations):
             continue
-        told = operations[route.path]
+        operation = operations[route.path]
         guarded = bool(keys.of(route))
-        codes = {*always, *told.codes} - ({"503"} if told.unready else set())
+        codes = {*always, *operation.codes} - ({"503"} if operation.unready else set())
         if route.method == "GET" and not guarded:
             codes.discard("401")
-        paths[route.path] = {route.method.lower(): _operation(told, sorted(codes), errors, guarded)}
-        if told.parameters:
+        paths[route.path] = {route.method.lower(): _operation(operation, sorted(codes), errors, guarded)}
+        if operation.parameters:
             paths[route.path]["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": schema}
-                for name, schema in told.parameters.items()
+                for name, schema in operation.parameters.items()
             ]
     components: dict[str, Any] = {"schemas": schemas}
     if keys:
@@ -166,34 +165,34 @@ def described(
     return json.dumps({"openapi": "3.1.0", "info": info, "paths": paths, "components": components}, indent=1).encode()
 
 
-def _operation(told: Operation, codes: Iterable[str], errors: Mapping[str, str], guarded: bool) -> dict[str, Any]:
-    failed = content({"$ref": f"#/components/schemas/{told.error}"})
-    done = {"200": "OK"} | ({"503": "not ready"} if told.unready else {})
-    said: dict[str, Any] = {"summary": told.summary}
-    if told.description:
-        said["description"] = told.description
-    if told.query:
-        said["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in told.query.items()]
-    if told.request is not None:
-        body = dict(told.request)
-        if told.example is not None:
-            body[JSON_TYPE] = {**body[JSON_TYPE], "example": told.example}
-        said["requestBody"] = {"required": not told.optional, "content": body}
-    said["responses"] = {code: {"description": text, "content": told.answer} for code, text in done.items()}
-    said["responses"] |= {code: {"description": errors[code], "content": failed} for code in codes}
-    return said | ({"security": [{"bearer": []}, {"key": []}]} if guarded else {})
+def _operation(one: Operation, codes: Iterable[str], errors: Mapping[str, str], guarded: bool) -> dict[str, Any]:
+    failed = content({"$ref": f"#/components/schemas/{one.error}"})
+    done = {"200": "OK"} | ({"503": "not ready"} if one.unready else {})
+    found: dict[str, Any] = {"summary": one.summary}
+    if one.description:
+        found["description"] = one.description
+    if one.query:
+        found["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()]
+    if one.request is not None:
+        body = dict(one.request)
+        if one.example is not None:
+            body[JSON_TYPE] = {**body[JSON_TYPE], "example": one.example}
+        found["requestBody"] = {"required": not one.optional, "content": body}
+    found["responses"] = {code: {"description": text, "content": one.answer} for code, text in done.items()}
+    found["responses"] |= {code: {"description": errors[code], "content": failed} for code in codes}
+    return found | ({"security": [{"bearer": []}, {"key": []}]} if guarded else {})
 
 
 _PAGE: Final = Path(__file__).parent / "dashboard" / "docs.html"
 
 
 def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
-    """/openapi.json; /docs, a page of it; and /, which lists the paths for programs, and is the page for browsers.
+    """/openapi.json; /docs, the page; and /, which is the page for browsers and lists the paths for programs.
 
-    write: the document for a request.
+    write: makes the document for a request.
     """
 
-    async def document(request: HttpRequest) -> HttpResponse:
+    async def openapi(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, write(request))
 
     async def docs(request: HttpRequest) -> HttpResponse:
@@ -202,13 +201,13 @@ def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
     async def index(request: HttpRequest) -> HttpResponse:
         if b"text/html" in request.headers.get(b"accept", b""):
             return await docs(request)
-        told = json.loads(write(request))
+        document = json.loads(write(request))
         paths = {
             f"{method.upper()} {path}": spec["summary"]
-            for path, methods in told["paths"].items()
+            for path, methods in document["paths"].items()
             for method, spec in methods.items()
             if method != "parameters"
         }
-        return HttpResponse(200, json.dumps({"server": told["info"]["title"], "paths": paths}, indent=1).encode())
+        return HttpResponse(200, json.dumps({"server": document["info"]["title"], "paths": paths}, indent=1).encode())
 
-    return [Route(path, run, open=True) for path, run in (("/", index), ("/openapi.json", document), ("/docs", docs))]
+    return [Route(path, run, open=True) for path, run in (("/", index), ("/openapi.json", openapi), ("/docs", docs))]

@@ -1,9 +1,9 @@
-"""Decodes pictures of callers, PNG and JPEG, with bounds that are checked on the header. An error is the 422 that names
-the field.
+"""Decodes callers' pictures, PNG and JPEG, once bounds are checked on the header. Errors are the 422 that names the
+field.
 
-All products read a picture alike: bit depth, grey, alpha, palettes, CMYK, orientation. Levels are scaled to 8 bits and
-never cut off: 16 bits of grey by their upper half, floats from 0 to 1. Alpha is left out. Levels beyond 16 bits and
-floats beyond 1 are refused.
+All products read a picture in the same way: bit depth, grey, alpha, palettes, CMYK, orientation. Levels are scaled to 8
+bits and never clipped: of 16 bits of grey the upper 8 are taken; floats are from 0 to 1. Alpha is dropped. Levels
+beyond 16 bits and floats beyond 1 are refused.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from reflex_runtime.web.errors import InvalidRequest
 
 Picture = NDArray[Any]  # uint8 [height, width, 3]
 
-BAND_PIXELS: Final = 1 << 20  # converted to another mode at a time
-MAX_EXIF: Final = 1 << 16  # bytes; each has up to a twelfth of a tag, and Pillow reads all of them, 60,000 in a second
+BAND_PIXELS: Final = 1 << 20  # pixels that are converted to another mode at a time
+MAX_EXIF: Final = 1 << 16  # bytes; a tag takes 12 of them, and Pillow reads all tags, 60,000 a second
 ORIENTATION: Final = 0x0112  # tag of EXIF; values beyond 1 turn or mirror
-TURNS: Final = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # by the orientation, as `PIL.Image.Transpose` counts
+TURNS: Final = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation → number in `PIL.Image.Transpose`
 SIDEWAYS: Final = {TURNS[orientation] for orientation in (5, 6, 7, 8)}
 
 MAX_IMAGE_PIXELS = 4096 * 4096
-MAX_SIDE = 16_384  # Pillow's filter takes 16 bytes for each pixel of a side, for each of the result
+MAX_SIDE = 16_384  # Pillow's resizing takes 16 bytes for each pixel of a side and each pixel of the resized side
 MAX_SCANS = 64  # of a progressive JPEG: passes over the whole picture; encoders write about ten
-SMALL_PIXELS = 1 << 19  # of a PNG, 3 ms
+SMALL_PIXELS = 1 << 19  # of a PNG that is decoded with the interpreter's lock: 3 ms
 PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 RGB_8 = b"\x08\x02\0\0\0"  # in its header, behind the size
 JPEG_START = b"\xff\xd8\xff"
-JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
-MAX_PARTS = 4096  # of a PNG, or of a JPEG's head; encoders write some hundred of 8 kB at most
-MAX_READS = 4 * MAX_PARTS + 1024  # of a file by Pillow, each some microseconds; a part may have one byte
+JPEG_SCAN = b"\xff\xda"  # begins every scan, and is never within one
+MAX_PARTS = 4096  # chunks of a PNG, or segments of a JPEG's head; encoders write some hundred of 8 kB at most
+MAX_READS = 4 * MAX_PARTS + 1024  # reads of a file by Pillow, some microseconds each; a part may have one byte
 
 
 def turn_of(image: Any) -> int | None:
-    """How to turn an open picture upright; None for not at all. An EXIF that is broken, or too long for a JPEG, turns
-    nothing."""
-    if image.format != "JPEG":  # a JPEG is drafted first
-        # Its EXIF may be at the end, and Pillow turns a TIFF by itself. Below, its errors would count as those of EXIF.
+    """How to turn an open picture upright, as `PIL.Image.Transpose`; None if it is upright, or its EXIF is broken or
+    too long."""
+    if image.format != "JPEG":  # a JPEG must not be loaded before `draft`
+        # The EXIF may be at the end, and Pillow turns a TIFF in `load`. The `try` below would swallow errors of `load`.
         image.load()
     if len(image.info.get("exif", b"")) > MAX_EXIF:
         return None
     try:
         return TURNS.get(image.getexif().get(ORIENTATION))
-    except Exception:  # of many classes
+    except Exception:  # Pillow raises many classes
         return None
 
 
 def upright(image: Any) -> NDArray[np.uint8]:
-    """An open picture as RGB, uint8 [height, width, 3], turned by its EXIF. ValueError for levels without meaning, and
-    Pillow's errors for a broken file."""
+    """An open picture as RGB, uint8 [height, width, 3], turned by EXIF. ValueError for levels out of range, Pillow's
+    errors for a broken file."""
     turn = turn_of(image)
     return whole(image if turn is None else image.transpose(turn))
 
 
 def plain(image: Any) -> Any:
-    """A picture of Pillow in 8 bits, grey or RGB. ValueError for levels without meaning."""
+    """A picture of Pillow in 8 bits, grey or RGB. ValueError for levels out of range."""
     import PIL.Image
 
-    if image.mode.startswith("I") or image.mode == "F":  # a conversion would cut off instead of scale
+    if image.mode.startswith("I") or image.mode == "F":  # Pillow's conversion would clip instead of scale
         levels, most = np.asarray(image), 1 if image.mode == "F" else 0xFFFF
         if levels.size and not (levels.min() >= 0 and levels.max() <= most):
             raise ValueError(f"levels from {levels.min()} to {levels.max()}, must be from 0 to {most}")
@@ -75,7 +75,7 @@ def plain(image: Any) -> Any:
 
 
 def bands(image: Any) -> Iterator[tuple[int, Any]]:
-    """(first row, part) for each part of a picture, grey or RGB; one part if nothing is converted."""
+    """(first row, part) for each horizontal band of a picture, grey or RGB; one band if no conversion is needed."""
     step = max(1, BAND_PIXELS // image.width)
     if image.mode in ("RGB", "L") or image.height <= step:
         yield 0, plain(image)
@@ -85,7 +85,7 @@ def bands(image: Any) -> Iterator[tuple[int, Any]]:
 
 
 def whole(image: Any) -> NDArray[np.uint8]:
-    """A picture of Pillow as RGB, at its size."""
+    """A picture of Pillow as RGB, in its own size."""
     parts = ((top, np.asarray(band if band.mode == "RGB" else band.convert("RGB"))) for top, band in bands(image))
     _, first = next(parts)
     if len(first) == image.height:
@@ -109,8 +109,9 @@ def decode_picture(
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or too large.
 
     It is turned by its EXIF. least: (height, width) that are needed: a JPEG of at least twice that is decoded at 1/2,
-    1/4 or 1/8 of its size; None keeps the size. fit: makes the array of a picture that Pillow opened; ordinary files do
-    not need Pillow. Memory holds one picture at full size in its file's mode, at most 4 bytes a pixel; two to turn it.
+    1/4 or 1/8 of its size; None keeps the size. fit: makes the array from a picture that Pillow opened; ordinary files
+    are decoded without Pillow. Memory: one picture at full size in the mode of its file, at most 4 bytes a pixel; two
+    of them to turn it.
     """
     try:
         fast, exif = None, _for_pillow(data, field)
@@ -130,15 +131,15 @@ def decode_picture(
 
 
 def pixels_of(sent: Any, field: str = "image") -> int:
-    """The work of decoding a PNG, a JPEG (by the header alone) or uint8 [h, w, 3], in pixels of a PNG.
+    """The work of decoding, in pixels of a PNG: of a PNG or JPEG by its header, or of an array uint8 [h, w, 3].
 
-    A JPEG counts a 32nd of its pixels for each scan, because it is decoded at a fraction of its size where less is
-    needed. InvalidRequest for other input, a broken file, one too large or of more than 64 scans.
+    A JPEG counts 1/32 of its pixels for each scan, because it is decoded at a fraction of its size if less is needed.
+    InvalidRequest for other input, for a broken file, and for one that is too large or has over `MAX_SCANS` scans.
     """
     if isinstance(sent, bytes | bytearray | memoryview):
         data, scans = bytes(sent), 0
         if data.startswith(JPEG_START):
-            _for_pillow(data, field)  # refuses very many parts
+            _for_pillow(data, field)  # refuses over MAX_PARTS
             scans = data.count(JPEG_SCAN)
         found = _png_size(data) or _jpeg_size(data)
         if found is None:
@@ -157,9 +158,9 @@ _BARE: Final = {b"\xff" + bytes([mark]) for mark in (0, 1, *range(0xD0, 0xDA))} 
 
 
 def _for_pillow(data: bytes, field: str) -> bool:
-    """Whether Pillow must read a PNG or JPEG: it may have EXIF, an unusual outline, or a colour profile in a PNG, which
-    kornia inflates, 300 kB to 300 MB, while nothing else runs (Pillow stops at 1 MB). InvalidRequest for very many
-    parts: 16 MB of them take Pillow a minute.
+    """Whether Pillow must read a PNG or JPEG: if it may have EXIF or an unusual structure, or is a PNG with a colour
+    profile: kornia would inflate that, 300 kB to 300 MB, while nothing else runs (Pillow stops at 1 MB). InvalidRequest
+    for over `MAX_PARTS`: 16 MB of empty parts take Pillow a minute.
     """
     if data.startswith(PNG_START):
         at = 8
@@ -186,11 +187,11 @@ def _for_pillow(data: bytes, field: str) -> bool:
 
 
 def _opened(data: bytes, field: str) -> Any:
-    """The picture with its header read and nothing decompressed."""
-    import PIL.Image  # here: a runtime whose callers send arrays does not need it
+    """The picture, opened: only its header is read."""
+    import PIL.Image  # here: servers whose callers send arrays do not need it
 
     try:
-        image = PIL.Image.open(_SeldomRead(data, field), formats=("PNG", "JPEG"))
+        image = PIL.Image.open(_BoundedReads(data, field), formats=("PNG", "JPEG"))
     except InvalidRequest:
         raise
     except Exception as error:
@@ -199,8 +200,8 @@ def _opened(data: bytes, field: str) -> Any:
     return image
 
 
-class _SeldomRead(io.BytesIO):
-    """A file that is refused after MAX_READS reads."""
+class _BoundedReads(io.BytesIO):
+    """A file in memory. InvalidRequest at the read after `MAX_READS`."""
 
     def __init__(self, data: bytes, field: str) -> None:
         super().__init__(data)
@@ -214,7 +215,7 @@ class _SeldomRead(io.BytesIO):
 
 
 def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
-    """InvalidRequest beyond the bounds. A side has one too: long rows cost more than their number of pixels."""
+    """(height, width), or InvalidRequest if too large. Sides are bounded too: long rows cost more than their pixels."""
     if not 0 < width * height <= MAX_IMAGE_PIXELS or max(width, height) > MAX_SIDE:
         most = f"at most 4096×4096 are accepted, and {MAX_SIDE} on a side"
         raise InvalidRequest(f"{field}: {width}×{height} pixels, {most}", field)
@@ -229,16 +230,17 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _png(data: bytes) -> Picture | None:
-    """A small ordinary PNG, in 2/5 of Pillow's time but with the interpreter's lock; None for other and broken ones."""
+    """The pixels of a small ordinary PNG, in 2/5 of Pillow's time, but with the interpreter's lock held; None for other
+    and broken files."""
     found = _png_size(data)
     if found is None or found[0] * found[1] > SMALL_PIXELS or max(found) > MAX_SIDE:
         return None
     import kornia_rs
 
     try:
-        with WALL:  # it is written in Rust
+        with WALL:  # a panic of Rust is no Exception
             return kornia_rs.io.decode_image_png_u8(data, found, "rgb")  # type: ignore[no-any-return]
-    except Exception:  # kornia has no class of its own
+    except Exception:  # kornia has no class for its errors
         return None
 
 
@@ -256,7 +258,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg(data: bytes, field: str, least: tuple[int, int] | None) -> Picture | None:
-    """An ordinary JPEG with Pillow's pixels, in little more than half of its time; None for other files."""
+    """The pixels of an ordinary JPEG, as Pillow would give them in nearly twice the time; None for other files."""
     found = _jpeg_size(data)
     if found is None:
         return None
@@ -276,7 +278,7 @@ def _jpeg(data: bytes, field: str, least: tuple[int, int] | None) -> Picture | N
 # -- base64 ------------------------------------------------------------------------------------------------------------
 
 
-PIECE: Final = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
+PIECE: Final = 1 << 20  # characters that are decoded at a time; the interpreter's lock is held meanwhile
 
 
 def picture_bytes(text: str, field: str) -> bytes:
@@ -292,15 +294,15 @@ def picture_bytes(text: str, field: str) -> bytes:
 
 
 def decoded_base64(text: str) -> bytes:
-    """The bytes of a text in base64, in both alphabets of RFC 4648, with or without lines of MIME; else ValueError.
-    Decoded in pieces, so that other threads run in between."""
+    """The bytes of a base64 text, in either alphabet of RFC 4648, also in lines as in MIME; ValueError for other text.
+    It is decoded in pieces, so that other threads can run in between."""
     try:
         return _decoded(text)
     except ValueError:
         plain = text.replace("\r", "").replace("\n", "").replace("-", "+").replace("_", "/")
         if plain == text:
             raise
-        return _decoded(plain + "=" * (-len(plain) % 4))  # URLs mostly leave it out
+        return _decoded(plain + "=" * (-len(plain) % 4))  # in URLs the padding is mostly left out
 
 
 def _decoded(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Replicas: worker processes that accept from one port, each on a device, with files and other ports of its own."""
+"""Replicas: worker processes that accept from one port. Each has a device, and its own files and other ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of thei
 
 
 def devices_of(config: DeviceConfig, places: Places) -> list[str]:
-    """The device of each replica, "" for that of --provider; one where there are no replicas. ConfigError if the
+    """The device of each replica, "" for the one of --provider; a single server is one replica. ConfigError if the
     options contradict each other."""
     if not config.devices:
         devices = [""] * config.replicas
@@ -37,8 +37,8 @@ def devices_of(config: DeviceConfig, places: Places) -> list[str]:
                 field="devices",
             )
         if "provider" in places:
-            told = places["provider"]
-            raise ConfigError(f"{where} {told}: --devices says it already; leave one out", field="devices")
+            other = places["provider"]
+            raise ConfigError(f"{where} {other}: both choose the device; leave one out", field="devices")
     if len(devices) > 1 and not config.supervise:
         raise ConfigError("--no-supervise: several replicas need the supervisor to start them", field="supervise")
     for number in range(len(devices)):
@@ -47,8 +47,8 @@ def devices_of(config: DeviceConfig, places: Places) -> list[str]:
 
 
 def _listeners_of(config: DeviceConfig, number: int) -> dict[str, str]:
-    """The addresses of a replica for wires other than HTTP, which have ports of their own: consecutive ones, or any
-    free one for port 0."""
+    """The addresses of a replica for wires with their own ports: consecutive ports; port 0 is any free one and is left
+    out."""
     found = {}
     for name in _LISTENERS:
         host, _, port = getattr(config, name, "").rpartition(":")

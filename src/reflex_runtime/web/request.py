@@ -1,11 +1,11 @@
-"""One HTTP request or websocket, as the coroutine that answers it sees it, over ASGI; and the bodies of all requests.
+"""One HTTP request or websocket over ASGI, for the coroutine that answers it; and the memory of all bodies.
 
-A handler is one coroutine: it reads the body, awaits what makes the answer, and returns a response, or sends parts.
-When the caller leaves, the coroutine is cancelled where it waits.
+A handler is one coroutine: it reads the body, awaits the computation, and returns a response or sends it in parts. When
+the caller leaves, the coroutine is cancelled where it waits.
 
 The bytes of a body count until its request is answered, so that half bodies and queued pictures cannot fill the memory.
-Large bodies are decoded in one thread beside the loop: a decoder holds the interpreter's lock, and two would stop the
-loop twice as long.
+Large bodies are decoded on one thread: a decoder holds the interpreter's lock, and two would block the loop for twice
+as long.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ GOING_AWAY, UNSUPPORTED, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1008, 1011, 1
 
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
-LARGE: Final = 1024 * 1024  # bytes; larger bodies are decoded beside the loop: msgspec reads a megabyte in 1 ms
-STALLED: Final = 1.0  # seconds without a byte after which a body may be given up for others
+LARGE: Final = 1024 * 1024  # bytes; larger bodies are decoded on a thread: msgspec reads a megabyte in 1 ms
+STALLED: Final = 1.0  # seconds without a byte after which a request may be ended to free the memory of its body
 
 Handler = Callable[["HttpRequest"], Awaitable["HttpResponse | None"]]
 Session = Callable[["WebSocket"], Awaitable[None]]
@@ -62,11 +62,11 @@ Session = Callable[["WebSocket"], Awaitable[None]]
 class Route:
     """The handler of one path.
 
-    path: as metrics show it. run: returns the answer, or None if it has sent one. method: GET (HEAD too) or POST.
-    open: needs no key. operators: needs the operators' key, where there is one. changes: changes state, so that without
-    its key only programs on this machine may call it. most: bytes of a body. socket: serves each websocket on the path,
-    which always needs the key. form: of its errors, where it is not the application's. own_pages: without a key, pages
-    of other sites may not even GET it. refused: called with the error of a request that is refused before `run`.
+    path: as metrics show it. run: returns the answer, or None after it has sent one. method: GET (HEAD too) or POST.
+    open: needs no key. operators: needs the operators' key, if the server has one. changes: changes state, so that
+    without a key only programs on this machine may call it. most: bytes of a body. socket: serves each websocket on the
+    path; a websocket always needs the key. form: of errors, if it differs from the application's. own_pages: without a
+    key, pages of other sites may not even GET it. refused: called with the error of a request refused before `run`.
     """
 
     path: str
@@ -83,7 +83,7 @@ class Route:
 
 
 def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:
-    """Finds the route of a path among those with names in braces. A version has no slash, a model's name may."""
+    """A function that finds the route of a path, among those with names in braces. Only {version} matches no slash."""
     named = [route for route in routes if "{" in route.path]
     named.sort(key=lambda route: (route.path.endswith("}"), -len(route.path)))  # "/x/{id}/infer" before "/x/{id}"
     texts = [route.path.replace("{version}", "[^/]+") for route in named]
@@ -110,10 +110,10 @@ class HttpRequest:
     """One HTTP request.
 
     headers: names in lower case; of a name sent twice, the last. client: (address, port).
-    number: our own id of the request; request_id: goes out as X-Request-Id. started: when its head was complete;
-    received: when its body was, 0.0 until then; heard: when its last byte came (`time.monotonic`). preparing: received
-    and not queued yet. route: None until it is known. begun: the head of the answer was sent; ended: all of it.
-    held: bytes of its body that `Bodies` counts. cross: headers of the answer for a page of another site.
+    number: the server's own id of the request; request_id: sent back as X-Request-Id. Times are of `time.monotonic`:
+    started: its head was complete; received: its body was complete, 0.0 until then; heard: its last byte arrived.
+    preparing: received and not queued yet. route: None until it is known. begun: the head of the answer was sent;
+    ended: all of it. held: bytes of its body that `Bodies` counts. cross: headers that allow a page of another site.
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class HttpRequest:
         "heard", "held", "method", "number", "path", "preparing", "query_string", "received", "request_id",
         "route", "scope", "started", "task",
     )  # fmt: skip
-    left_ms: float | None = None  # how long its caller waits; HTTP has no header for it
+    left_ms: float | None = None  # milliseconds that the caller waits; HTTP has no header for it
 
     def __init__(self, app: Application, scope: Scope, receive: Receive, send: Send) -> None:
         self.app, self.scope, self._receive, self._send = app, scope, receive, send
@@ -144,7 +144,7 @@ class HttpRequest:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
-        """All of the body; 413 beyond the bound of the route, 503 where the server holds too many bytes of bodies."""
+        """The whole body. Raises the 413 beyond the bound of the route, the 503 beyond the bytes of all bodies."""
         assert self.route is not None
         most = self.route.most
         check_body(self.headers, most)
@@ -169,7 +169,7 @@ class HttpRequest:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def watch(self) -> None:
-        """Notice from now on when the caller leaves, unless the server does (extension CANCELS)."""
+        """Cancel the coroutine from now on when the caller leaves, unless the server does so (extension CANCELS)."""
         if self._watch is None and CANCELS not in (self.scope.get("extensions") or ()):
             self._watch = asyncio.get_running_loop().create_task(self._leaving())
 
@@ -181,7 +181,7 @@ class HttpRequest:
 
     @property
     def query(self) -> dict[str, str]:
-        """The fields of the query, each name once. Raises the 422 for one that cannot be read."""
+        """The fields of the query string; of a name sent twice, the last. Raises the 422 if it cannot be read."""
         if not self.query_string:
             return {}
         with suppress(ValueError):
@@ -191,7 +191,7 @@ class HttpRequest:
         raise invalid("query", "query: must be NAME=VALUE, joined by &, in ASCII and at most 64 of them")
 
     def refuse_query(self) -> None:
-        """Raise the 422 for a query, on a path without one."""
+        """Raise the 422 if the request has a query; for paths that read none."""
         if self.query_string:
             raise invalid("query", "query: no field is read from it; put fields into the body")
 
@@ -203,14 +203,14 @@ class HttpRequest:
 
     @property
     def wants_msgpack(self) -> bool:
-        """Whether the caller accepts msgpack; without Accept, as its body."""
+        """Whether to answer in msgpack: Accept names it, or, if that is absent or */*, the body is msgpack."""
         accepted = self.headers.get(b"accept", b"*/*").lower()
         return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
     async def answer(self, response: HttpResponse) -> None:
-        """Send a whole answer; `App` sends those that handlers return."""
+        """Send a whole answer. `App` calls it with what a handler returns."""
         kind, size = (b"content-type", response.content_type), (b"content-length", b"%d" % len(response.body))
         headers = self._head(response.status, [kind, size, *response.headers])
         self.ended = True
@@ -222,7 +222,7 @@ class HttpRequest:
     async def begin(
         self, status: int, headers: Headers, error_tail: Callable[[ReflexError], bytes] | None = None
     ) -> None:
-        """Send the head of an answer in parts. error_tail: makes the last part after a failure."""
+        """Send the head of an answer in parts. error_tail: makes the last part if the handler fails."""
         self._error_tail = error_tail
         self.watch()
         self.app.bodies.release(self)
@@ -265,7 +265,7 @@ class HttpRequest:
 
 
 class SocketMessage:
-    """One message of a websocket. id: made by the server, unique. received: when all of it was (`time.monotonic`)."""
+    """One message of a websocket. id: made by the server, unique. received: when it was taken (`time.monotonic`)."""
 
     __slots__ = ("data", "held", "id", "received", "started")
 
@@ -275,8 +275,8 @@ class SocketMessage:
 
 
 class WebSocket(HttpRequest):
-    """One websocket: `async for message in socket`, each answered before the next is taken. Until then it counts as a
-    request and its bytes as held. A peer that leaves cancels the coroutine."""
+    """One websocket: `async for message in socket`; each message is answered before the next one is taken, and counts
+    as a request until then. When the peer leaves, the coroutine is cancelled."""
 
     __slots__ = ("_inbox", "_message", "accepted", "open")
 
@@ -296,7 +296,7 @@ class WebSocket(HttpRequest):
         return self.app.may_change(self)
 
     async def accept(self) -> None:
-        """Open the websocket. From now on its messages count as requests, and it does not."""
+        """Open the websocket. From now on its messages count as requests, and the websocket itself does not."""
         self.open = self.accepted = True
         self.app.leave()
         await self._send({"type": "websocket.accept", "headers": []})
@@ -335,7 +335,7 @@ class WebSocket(HttpRequest):
             kind = "text" if isinstance(data, str) else "bytes"
             try:
                 await self._send({"type": "websocket.send", kind: data})
-            except OSError:  # the server noticed first
+            except OSError:  # the ASGI server has noticed that the peer left
                 self.open = False
                 raise CallerLeft("the caller left") from None
 
@@ -357,7 +357,7 @@ class WebSocket(HttpRequest):
         await self._send({"type": f"{DENIAL}.body", "body": response.body})
 
     def done(self) -> None:
-        """Release the last message, which is answered."""
+        """Release the last message: it was answered."""
         message, self._message = self._message, None
         if message is not None:
             message.data = b""
@@ -378,10 +378,10 @@ def check_body(headers: dict[bytes, bytes], most: int) -> None:
     """Raise for headers of a compressed body, or of one over `most` bytes."""
     encoding = headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding not in (b"identity", b""):
-        told = encoding[:100].decode("ascii", "backslashreplace")
-        raise UnsupportedEncoding(f"Content-Encoding: {told}: compressed bodies are not read")
-    declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared) > most:
+        name = encoding[:100].decode("ascii", "backslashreplace")
+        raise UnsupportedEncoding(f"Content-Encoding: {name}: compressed bodies are not read")
+    declared = headers.get(b"content-length", b"0").lstrip(b"0")
+    if declared.isdigit() and len(declared) < 20 and int(declared) > most:  # parsers refuse longer ones
         raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
 
 
@@ -404,7 +404,7 @@ def header_text(text: str) -> bytes:
 
 
 class Seldom:
-    """Limits repeated log lines: `first` is True if the last minute had no event."""
+    """Limits repeated log lines: `first` is True unless it was called within the last minute."""
 
     QUIET = 60.0
 
@@ -418,8 +418,8 @@ class Seldom:
 
 
 class Reading:
-    """A semaphore for messages of unknown size: at most so many are read at a time. While others wait, one that is read
-    has STALLED seconds more."""
+    """A semaphore for messages of unknown size: at most `most` are read at a time. While others wait, each one that is
+    read has STALLED seconds left."""
 
     def __init__(self, most: int) -> None:
         self._free = asyncio.Semaphore(most)
@@ -428,7 +428,7 @@ class Reading:
 
     @asynccontextmanager
     async def one(self, until: float) -> AsyncIterator[None]:
-        """Read one in this block, until this time of the loop; then TimeoutError."""
+        """A block in which one message is read. TimeoutError at `until`, by the loop's clock."""
         async with asyncio.timeout_at(until) as limit:
             self._waiting += 1
             if self._free.locked():
@@ -460,8 +460,8 @@ class Holder(Protocol):
 
 
 class Bodies:
-    """Counts the bytes of bodies in one server. held: bytes now; most: of them, but a single request may have more.
-    cut_stalled: called with the time when there are too many; ends a body that stalls."""
+    """Counts the bytes of all bodies in one server. held: bytes now. most: bytes at most, but a single request may have
+    more. cut_stalled: called with the time when there are too many; ends a request whose body stalls."""
 
     def __init__(self, most: int, cut_stalled: Callable[[float], None]) -> None:
         self.most, self.held = most, 0
@@ -488,7 +488,7 @@ class Bodies:
         owner.held = 0
 
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """The result of `decode`, computed beside the loop."""
+        """The result of `decode`, computed on the decoding thread."""
         return asyncio.get_running_loop().run_in_executor(self._decoder, _bare, decode, *arguments)
 
     def close(self) -> None:
@@ -497,7 +497,7 @@ class Bodies:
 
 
 def _bare(decode: Callable[..., T], *arguments: Any) -> T:
-    """Call `decode`. Its exception must not keep the body alive: a future, its error and the error's frames are a
+    """Call `decode`. Its exception must not keep the body in memory: a future, its error and the frames of that are a
     reference cycle until the next collection."""
     try:
         return decode(*arguments)

@@ -1,4 +1,4 @@
-"""The life of a server on uvicorn: accept, start, serve until a signal, drain, end. A drain refuses new requests,
+"""Start and end of a server on uvicorn: accept, load, serve until a signal, drain. A drain refuses new requests,
 finishes those received, and only then closes connections."""
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ log = logging.getLogger("reflex.server")
 
 DRAINING: Final = "draining"
 EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
-READING_GRACE: Final = 1.0  # seconds that a caller has after the signal to send the rest of its request
+READING_GRACE: Final = 1.0  # seconds after the signal for callers to send the rest of their requests
 ARRIVED: Final = 0.5  # seconds at most to accept and read what has reached this machine
-UNREAD: Final = 2.0  # seconds at the end for callers to read their answers
-TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
-_TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
+UNREAD: Final = 2.0  # seconds at the end for callers to read their last answers
+LOG_EVERY: Final = 5.0  # seconds between two log lines while it starts
+_TURNS: Final = 8  # turns of the loop with nothing new: accept, read, start the task, and some to spare
 
 
 class Host:
-    """The product of a server, policies or a model, and its life on any ASGI server, whose lifespan calls `begin` and
-    `end`.
+    """The product of a server (policies, a model, functions), from loading to the drain. ASGI's lifespan calls `begin`
+    and `end`.
 
-    what: its name in messages. state: of /health: initializing → loading (→ warming) → ready; `warmup_failed`;
-    `draining`. error: why it could not be started. unusable: its directory or a setting is wrong, and a restart cannot
-    help. on_drain: called when a drain begins. writes_files: whether SIGHUP and SIGUSR1 call `turn_files`.
-    app, drain_s: its application and its time for a drain, see `attach`. stopping: set to end the server. on_lost: ends
-    another server than ours. lost: the device is gone for good. clean: no thread is left that loads or runs.
+    what: its name in messages. state: as in /health: initializing → loading (→ warming) → ready; `warmup_failed`;
+    `draining`. error: why it could not be started. unusable: its directory or a setting is wrong: a restart does not
+    help. on_drain: called when a drain begins. writes_files: whether SIGHUP and SIGUSR1 call `turn_files`. app,
+    drain_s: the application and the seconds for a drain, see `attach`. stopping: set to end the server. on_lost: ends
+    an ASGI server other than `ReflexServer`. lost: the device is lost. clean: no thread is left that loads or runs.
     """
 
     what: ClassVar[str] = "the model"
@@ -71,7 +71,7 @@ class Host:
         return False
 
     def attach(self, app: App, drain_s: float) -> None:
-        """Give it its application, whose lifespan is its life from now on."""
+        """Set the application, whose lifespan calls `begin` and `end`. drain_s: seconds for a drain."""
         self.app, self.drain_s = app, drain_s
         app.life = self
 
@@ -84,14 +84,14 @@ class Host:
         """Release what a failed `load` began."""
 
     async def start(self) -> None:
-        """Load, and serve. A failure ends in the state `warmup_failed`, with its error. Cancelling does not end the
-        thread that loads: the reading of a model file cannot be interrupted."""
+        """Load, and set the state: `ready`, or `warmup_failed` and `error`. Cancelling does not end the thread that
+        loads: the reading of a model file cannot be interrupted."""
         self._state, self.clean = "loading", False
         try:
             await self.load()
         except Exception as error:
             self._state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # its message is enough, so no stack is logged
+            self.unusable = isinstance(error, ConfigError)  # the message is enough: no stack is logged
             self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
             if not self.unusable:
                 log.exception("%s could not be started", self.what)
@@ -124,16 +124,16 @@ class Host:
         """Begin the end of the server: no new requests come."""
         if self._state != "warmup_failed":
             self._state = DRAINING
-        for tell in self.on_drain:
-            tell()
+        for begins in self.on_drain:
+            begins()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Finish requests until `until`, by the loop's clock, and end the rest. Returns whether no thread is left.
-        answered: returns when every request has its answer."""
+        answered: to be awaited: returns when every request has its answer."""
         return self.clean
 
     def turn_files(self) -> None:
-        """Continue its recordings in new files, and keep the old ones."""
+        """Continue recordings in new files. The old ones stay."""
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -143,13 +143,13 @@ class Host:
         self._starting = asyncio.ensure_future(self.start())
 
     async def begun(self) -> bool:
-        """Wait until it is ready or has failed, with log lines. False if the server must stop before."""
+        """Wait until it is ready or has failed, with log lines meanwhile. False if the server must stop earlier."""
         assert self._starting is not None
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         stopping = asyncio.ensure_future(self.stopping.wait())
         waits: set[asyncio.Future[Any]] = {self._starting, stopping}
         while not (self._starting.done() or stopping.done()):
-            await asyncio.wait(waits, timeout=TOLD_EVERY, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=LOG_EVERY, return_when=asyncio.FIRST_COMPLETED)
             if not (self._starting.done() or stopping.done()):
                 log.info("%s (%.0f s)", self.state, loop.time() - began)
         stopping.cancel()
@@ -197,7 +197,7 @@ async def _read_what_arrived(app: App) -> None:
 
 
 class ReflexServer(uvicorn.Server):
-    """uvicorn with our life of a server: no polling, an event for the end, and a drain before connections close."""
+    """uvicorn without polling: an event ends it, and a drain comes before connections close."""
 
     def __init__(self, config: uvicorn.Config, host: Host, parent: Parent | None = None) -> None:
         super().__init__(config)
@@ -245,7 +245,7 @@ class ReflexServer(uvicorn.Server):
                     idle.cancel()
 
     def _date(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Renew the date in the head of every answer once a second."""
+        """Renew the header Date of all answers once a second."""
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         loop.call_later(1.0, self._date, loop)
 
@@ -263,7 +263,7 @@ class ReflexServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
 
-Make = Callable[[Parent | None], tuple[App, Host]]  # of the supervisor, if there is one
+Make = Callable[[Parent | None], tuple[App, Host]]  # the argument is the link to the supervisor, if there is one
 
 
 async def serve(
@@ -296,7 +296,7 @@ async def serve(
 
 
 def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
-    """The settings in uvicorn's form; sets the limits of the application."""
+    """The settings in uvicorn's form. Sets the limits of the application too."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it logs every websocket and bad request
     app.limits = ConnectionLimits(
         max(1, most_connections(settings.max_connections) - app.apart),
@@ -338,7 +338,7 @@ def handle_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, turn: C
 
 
 async def _within(wait: Callable[[], Awaitable[object]], until: float) -> None:
-    """Wait, until then at most."""
+    """Wait, at most until this time of the loop's clock."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             await wait()

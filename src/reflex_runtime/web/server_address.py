@@ -1,4 +1,4 @@
-"""GET from a running server, by its address as people write it, with errors that name the remedy."""
+"""GET from a running server, by an address that a person wrote. Errors name the remedy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.observe.live import LiveSnapshot
 from reflex_runtime.web.fields import printable
 
-STREAM: Final = "/dashboard/stream"  # a snapshot a line
-PATIENCE = 10.0  # seconds for the answer
-MOST = 64 * 2**20  # bytes of it
+PATIENCE: Final = 10.0  # seconds to wait for an answer
+MOST: Final = 64 * 2**20  # bytes of an answer that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class ServerAddress:
 
     @classmethod
     def of(cls, url: str, schemes: Sequence[str] = ("http", "https")) -> ServerAddress:
-        """ConfigError for other text than an address. schemes: the first is the default."""
+        """ConfigError if the text is no address. schemes: the allowed ones; the first is the default."""
         parts = urlsplit(url if "//" in url else "//" + url, scheme=schemes[0])
         try:
             port = parts.port if parts.port is not None else 443 if parts.scheme in ("https", "wss", "grpcs") else 80
@@ -53,7 +52,7 @@ class ServerAddress:
         return cls(url, parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
     def read(self, path: str, key: str = "") -> dict[str, Any]:
-        """The JSON object there; empty for another answer. ReflexError if nothing answers."""
+        """The JSON object at a path; empty if the answer is none. ReflexError if nothing answers."""
         with self.answer(path, key) as response:
             body = response.read(MOST)
         try:
@@ -70,13 +69,13 @@ class ServerAddress:
             connection.request("GET", self.path + path, headers={"Authorization": f"Bearer {key}"} if key else {})
             yield connection.getresponse()
         except ConnectionRefusedError:
-            say = "nothing listens there; start one with reflex serve, or give its URL"
-            raise ReflexError(f"{self.url}: {say}") from None
+            hint = "nothing listens there; start a server with reflex serve, or give another URL"
+            raise ReflexError(f"{self.url}: {hint}") from None
         except TimeoutError:
             raise ReflexError(f"{self.url}: did not answer within {PATIENCE:g} s") from None
         except socket.gaierror as error:
-            say = f"no such host: {error.strerror}; a URL is like http://127.0.0.1:8000"
-            raise ReflexError(f"{self.url}: {say}") from None
+            hint = f"no such host: {error.strerror}; a URL is like http://127.0.0.1:8000"
+            raise ReflexError(f"{self.url}: {hint}") from None
         except (OSError, http.client.HTTPException) as error:
             raise ReflexError(f"{self.url}: cannot be reached: {error or type(error).__name__}") from None
         finally:
@@ -100,10 +99,10 @@ _SNAPSHOT: Final = msgspec.json.Decoder(LiveSnapshot)
 
 
 def snapshot_of(line: bytes, url: str) -> LiveSnapshot:
-    """The snapshot in a line. ReflexError for an incomplete one, or one of another version."""
+    """The snapshot in a line. ReflexError if it is incomplete, or from another version of reflex."""
     try:
         return _SNAPSHOT.decode(line)
     except msgspec.DecodeError as error:
         if not line.endswith(b"\n"):
             raise ReflexError(f"{url}: ended in the middle of a snapshot") from None
-        raise ReflexError(f"{url}: is of another version of reflex: its snapshot has {error}") from None
+        raise ReflexError(f"{url}: runs another version of reflex: its snapshot cannot be read: {error}") from None

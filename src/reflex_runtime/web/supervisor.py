@@ -1,9 +1,9 @@
-"""The supervisor, a small parent process: it owns the listening sockets, and restarts workers that end unasked.
+"""The supervisor, a small parent process: it owns the listening sockets, and restarts workers that end unexpectedly.
 
-A worker is a fork that accepts from the sockets that all share. In shared memory it writes when its event loop last
-turned, when it was ready, and that it ends on purpose. One that ends otherwise, or whose loop stands still, is replaced
-with back-off; meanwhile callers wait in the sockets' backlog, or other workers take them. The supervisor has no thread
-and no event loop, which would disturb the fork: it waits for blocked signals.
+A worker is a fork that accepts from the shared sockets. It writes into shared memory when its event loop last turned,
+when it was ready, and whether it ends on purpose. A worker that ends otherwise, or whose loop hangs, is replaced with
+back-off; meanwhile callers wait in the backlog of the sockets, or other workers accept them. The supervisor has no
+threads and no event loop, which would disturb the fork: it blocks its signals and waits for them.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from reflex_runtime.settings.declare import one_line
 
 log = logging.getLogger("reflex.supervisor")
 
-BACKLOG: Final = 4096  # connections that wait to be accepted
+BACKLOG: Final = 4096  # connections that may wait to be accepted
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 TURNS: Final = (signal.SIGHUP, signal.SIGUSR1)  # files continue in new ones
 PASSED_ON: Final = (*ENDS, *TURNS)  # to all workers
 AWAITED: Final = (*PASSED_ON, signal.SIGCHLD, signal.SIGALRM)
-MOST: Final = 8  # lives in a row shorter than STEADY, after which a lone worker is given up
+MOST: Final = 8  # ends in a row, each less than STEADY after the start; then an only worker is not restarted
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
-BEAT: Final = 0.5  # seconds
-LEAST_WATCH: Final = 4 * BEAT  # the least time without a beat of a hung loop
+BEAT: Final = 0.5  # seconds between two beats of a worker's loop
+LEAST_WATCH: Final = 4 * BEAT  # seconds without a beat after which a loop may count as hung, at least
 LAST_WORDS: Final = 2.0  # seconds for a hung worker to write its stacks, unless the kernel has stopped it
-LONG: Final = 3600.0  # seconds between two looks where no beats are watched
+LONG: Final = 3600.0  # seconds between two looks, if no beats are watched
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
 
 
 class Shared(ctypes.Structure):
-    """Written by a worker for its supervisor. beat: when its loop last turned; ready: when it was ready; both 0 until
-    then. on_purpose: it ends by itself."""
+    """Written by a worker, read by its supervisor. beat: when the loop last turned; ready: when the worker was ready;
+    both 0 until then. on_purpose: the worker ended by itself, with another status than EXIT_LOST."""
 
     _fields_ = (("beat", ctypes.c_double), ("ready", ctypes.c_double), ("on_purpose", ctypes.c_bool))
     beat: float
@@ -60,8 +60,8 @@ class Shared(ctypes.Structure):
 
 
 class Parent:
-    """A worker's link to its supervisor. number: of the worker, from 0. restarts: of the worker; last_exit: the end of
-    its last process, in words. own_urls: the pages of each of several workers, in their order."""
+    """A worker's link to its supervisor. number: of the worker, from 0. restarts: how often it was started again;
+    last_exit: how its last process ended, in words. own_urls: the addresses of the pages of several workers."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -88,16 +88,16 @@ class _Worker(Parent):
         self.pid, self.start_at = 0, 0.0
 
     def hung_at(self, after: float) -> float:
-        """When it counts as hung, after its last beat."""
+        """When it counts as hung: `after` seconds after its last beat. inf while it is not watched."""
         watched = after and self.pid and self.shared.beat and not self.shared.on_purpose
         return self.shared.beat + after if watched else inf
 
 
 def supervise(serve: Callable[[Parent], int], workers: int, hung_after: float) -> int:
-    """Run `serve` in forks, and again after each unasked end. Returns the exit status.
+    """Run `serve` in forks, and again after each unexpected end. Returns the exit status.
 
-    hung_after: seconds without a beat after which a worker is killed, two at least; 0 is never. A worker that ends on
-    purpose ends everything with its status, and so does one that is lost while none was ever ready.
+    hung_after: seconds without a beat after which a worker is killed, two at least; 0 is never. If a worker ends on
+    purpose, or unexpectedly before any was ready, all end.
     """
     return _Supervisor(serve, workers, hung_after).run()
 
@@ -106,9 +106,9 @@ class _Supervisor:
     def __init__(self, serve: Callable[[Parent], int], workers: int, hung_after: float) -> None:
         self._serve, self._hung_after = serve, hung_after and max(hung_after, LEAST_WATCH)
         self._workers = [_Worker(number) for number in range(workers)]
-        self._once_ready = False  # any worker was
-        self._ending: int | None = None  # the signal that ends everything
-        self._status = 0  # of everything, once a worker has ended it
+        self._once_ready = False  # whether any worker ever was
+        self._ending: int | None = None  # the signal that ends all workers, once it was sent
+        self._status = 0  # exit status
 
     def run(self) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -150,7 +150,7 @@ class _Supervisor:
         signal.setitimer(signal.ITIMER_REAL, max(limit, 1e-6))
         came = signal.sigwait(AWAITED)  # Python's sigtimedwait returns garbage after a pause (Ctrl-Z) beyond its time
         after = time.monotonic()
-        if after - now > limit + 1.0:  # this process stood still, so old beats prove nothing
+        if after - now > limit + 1.0:  # this process was stopped, and perhaps the workers too: old beats prove nothing
             for worker in self._workers:
                 worker.shared.beat = after if worker.shared.beat else 0.0
         if came in PASSED_ON:
@@ -168,7 +168,7 @@ class _Supervisor:
 
     def _reap(self, worker: _Worker) -> None:
         """Handle the end of a worker."""
-        with contextlib.suppress(OSError):  # its own processes; the group id is not reused until it is reaped
+        with contextlib.suppress(OSError):  # its child processes; the group id is not reused until it is reaped
             os.killpg(worker.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
         worker.pid = 0
@@ -208,7 +208,7 @@ class _Supervisor:
 
 
 def _become_server(above: int) -> None:
-    """In the fork: set signals as in a process of its own, which ends when its supervisor is gone."""
+    """In the fork: reset the signals, and end when the supervisor is gone."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # the supervisor passes on a Ctrl-C in a terminal
     closes = {signal.SIGHUP} if os.isatty(0) else set()  # of its terminal; nohup redirects standard input
@@ -222,10 +222,10 @@ def _become_server(above: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent, which has this id, is gone."""
+    """Let the kernel kill this process when its parent is gone. parent: the parent's process id."""
     with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before that took effect
+    if os.getppid() != parent:  # the parent ended before this took effect
         os._exit(1)
 
 
@@ -251,8 +251,8 @@ def _signal(pid: int, number: int) -> None:
 
 
 def bind(host: str, port: int, uds: str = "") -> socket.socket:
-    """A listening socket, so that no other can be bound to its address; ConfigError when it cannot be bound. uds: path
-    of a Unix socket, instead."""
+    """A listening socket, so that no other can be bound to its address; ConfigError if it cannot be bound. uds: path of
+    a Unix socket to bind instead."""
     if uds:
         return _bind_unix(uds)
     sock = None

@@ -1,10 +1,9 @@
 """The live view of a server: `/dashboard` and its stream of snapshots, `/feeds` of cameras, and the journal of the next
 seconds.
 
-A stream is a GET without end, one JSON document a line. All watchers get the same snapshots, a few times a second; a
-slow reader misses some instead of holding memory, and sees it by their numbers. The files of the pages hold no data and
-need no key; the streams do. The page sends it in a header: `EventSource` could send it only in the address, which logs
-would show.
+A stream is a GET without end, one JSON document a line. All watchers get the same snapshots, four a second. For a slow
+reader none are kept: gaps in their numbers show what it missed. The files of the pages hold no data and need no key;
+the streams need one. The page sends it in a header: `EventSource` would put it into the URL, and so into logs.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import msgspec
 from reflex_runtime.core.batch import Event
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.observe.journal_writer import JournalWriter, LineTarget
+from reflex_runtime.observe.live import STREAM
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.web.errors import PLAIN, Headers, TooManyRequests
@@ -34,7 +34,6 @@ log = logging.getLogger("reflex.server")
 EVERY: Final = 0.25  # seconds between two snapshots
 MOST: Final = 16  # watchers
 HEADERS: Final[Headers] = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
-STREAM: Final = "/dashboard/stream"
 
 
 class Fold(Protocol):
@@ -47,8 +46,8 @@ class Fold(Protocol):
 class Watchers:
     """The watchers of one server, on its loop.
 
-    fold: makes the `Fold` of the time, for the first watcher. add, remove: the fold as a sink of the server's events,
-    until the last watcher leaves. server: fields of a snapshot on the server itself; it may deliver events first.
+    fold: makes a `Fold` that begins at the given time, for the first watcher. add, remove: make the fold a sink of the
+    server's events, until the last watcher leaves. server: the server's own fields of a snapshot; may deliver events.
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class Watchers:
         return self._count
 
     async def watch(self, request: HttpRequest) -> None:
-        """Answer with snapshots until the caller leaves. Raises TooManyRequests beyond 16, Closed in a drain."""
+        """Answer with snapshots until the caller leaves. Raises TooManyRequests beyond `MOST`, Closed in a drain."""
         request.app.check_open()  # a page that connects again would keep the drain waiting
         if self._count >= MOST:
-            raise TooManyRequests(f"{MOST} watch already, which is the most", retry_after=10.0)
+            raise TooManyRequests(f"{MOST} watchers are connected, the most that may be", retry_after=10.0)
         self._enter()
         try:
             await request.begin(200, HEADERS, _failed)
@@ -130,10 +129,11 @@ def _failed(error: ReflexError) -> bytes:
     """The last line of an answer that fails."""
     return PLAIN(error, "", False).body + b"\n"
 
+
 # -- the journal -------------------------------------------------------------------------------------------------------
 
 JOURNAL: Final = "/diagnostics/journal"
-BEAT: Final = 1.0  # seconds between two blank lines, which show the caller that the server lives
+BLANK_LINE_S: Final = 1.0  # between two blank lines, by which the caller notices that the server runs
 READERS: Final = 4  # at a time; each has a writer thread
 LAST: Final = 0.5  # seconds in a drain for a caller to read the rest
 
@@ -157,7 +157,7 @@ class JournalStreams:
         request.app.check_open()
         seconds = _seconds(request)
         if self._readers >= READERS:
-            raise TooManyRequests(f"{READERS} journals are being sent already, which is the most", retry_after=10.0)
+            raise TooManyRequests(f"{READERS} journals are being sent, the most that may be", retry_after=10.0)
         pipe = _Pipe(request)
         writer = self._begin(pipe)
         self._readers += 1
@@ -177,13 +177,13 @@ class JournalStreams:
         await pipe.end()
 
     async def _beat(self, request: HttpRequest, seconds: float) -> None:
-        """Wait so long, or until a drain begins."""
+        """Send blank lines for so long, or until a drain begins."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds) as limit:
                 self._limits.add(limit)
                 try:
                     while not request.app.closing:
-                        await asyncio.sleep(BEAT)
+                        await asyncio.sleep(BLANK_LINE_S)
                         await request.write(b"\n")
                 finally:
                     self._limits.discard(limit)
@@ -191,7 +191,7 @@ class JournalStreams:
     def close(self) -> None:
         """End every journal: the server drains."""
         for limit in self._limits:
-            if not limit.expired():  # in this turn of the loop; such a one cannot be changed
+            if not limit.expired():  # an expired one cannot be rescheduled
                 limit.reschedule(asyncio.get_running_loop().time())
 
 
@@ -200,7 +200,7 @@ class _Pipe:
 
     def __init__(self, request: HttpRequest) -> None:
         self.path, self.size = Path(JOURNAL), 0
-        self.left = False  # nothing can be sent
+        self.left = False  # the caller has left, or was cut off
         self._request, self._loop = request, asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
 
@@ -230,14 +230,14 @@ class _Pipe:
             await self._request.write(lines)
 
     def cut(self) -> None:
-        """Drop what the caller does not read."""
+        """Cut the caller off: drop what it has not read."""
         self.left = True
         if self._sending is not None and not self._sending.done():
             self._sending.cancel()
 
 
 class JournalQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """The query of a journal. seconds: its length."""
+    """The query of GET /diagnostics/journal. seconds: the length of the journal."""
 
     seconds: Annotated[float, msgspec.Meta(ge=1.0, le=600.0)] = 30.0
 

@@ -1,9 +1,10 @@
-"""ZeroMQ clients on a listener of their own: messages in, one answer to each, on the event loop.
+"""A listener for ZeroMQ: one answer to each message, on the event loop.
 
 libzmq reads and writes in a thread of its own; `zmq.asyncio` waits for it on the loop.
 
 - REQ, DEALER: an answer repeats the frames in front of the message.
-- A message over `most` bytes gets an error; one over twice that closes its connection.
+- A message over `most` bytes gets an error; a frame over twice that closes its connection. libzmq bounds no number of
+  frames in an incomplete message: listen on loopback only.
 - The bytes of messages count among the request bodies until they are answered.
 - At shutdown the messages that were taken are answered, and later ones are refused.
 """
@@ -22,14 +23,14 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded
 
-MAX_WAITING: Final = 4096  # messages that are being answered
+MAX_WAITING: Final = 4096  # messages that are being answered, at most
 PER_CLIENT: Final = 4  # messages of one connection that libzmq reads ahead
-UNREAD_MS: Final = 1000  # at the end, for clients to read their answers
+UNREAD_MS: Final = 1000  # at the end, for clients to read their last answers
 
 
 class ZmqMessage:
-    """One message. peer: the routing ids on its way, also of brokers; a restart does not change them. id: made by the
-    server, unique. started, received: when it was taken (`time.monotonic`). held: bytes of it that `Bodies` counts."""
+    """One message. peer: the routing ids on its way, also of brokers; a restart keeps them. id: made by the server,
+    unique. started, received: when it was read (`time.monotonic`). held: its bytes that `Bodies` counts."""
 
     __slots__ = ("data", "envelope", "held", "id", "peer", "received", "started")
 
@@ -41,8 +42,8 @@ class ZmqMessage:
 
 
 class ZmqListener:
-    """A bound ROUTER socket. setting: of the address. most: bytes of a message. answer: makes the answer to a message,
-    also for errors; failed: makes that to a refused message."""
+    """A bound ROUTER socket. setting: the option that gave the address. most: bytes of a message. answer: makes the
+    answer to a message, errors included; failed: makes the answer to a message that is refused."""
 
     def __init__(
         self,
@@ -76,11 +77,11 @@ class ZmqListener:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def begin(self) -> None:
-        """Take messages from now on, those that wait included."""
+        """Read messages from now on, also those that came earlier."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def close(self) -> None:
-        """Refuse waiting messages, wait a little until all answers are sent, and end."""
+        """Refuse the messages that wait, give the others `UNREAD_MS` to be answered, and close the socket."""
         if self._reading is None:
             self.begin()
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # noqa: ASYNC110 (`_read` takes one each turn)
@@ -99,7 +100,7 @@ class ZmqListener:
             task = asyncio.get_running_loop().create_task(self._answer(message, len(body)))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
-            await asyncio.sleep(0)  # the task begins; a message that waits is read without a turn of the loop
+            await asyncio.sleep(0)  # so that the task begins: reading a waiting message takes no turn of the loop
 
     async def _answer(self, message: ZmqMessage, frames: int) -> None:
         try:
@@ -118,7 +119,7 @@ class ZmqListener:
     def _check(self, message: ZmqMessage, frames: int) -> None:
         self._app.check_open()
         if frames != 1:
-            raise ClientError(f"a message has one frame, and this one {frames}")
+            raise ClientError(f"the message has {frames} frames, it must have one")
         if len(message.data) > self._most:
             raise BodyTooLarge(f"the message has {len(message.data)} bytes, at most {self._most} may come")
         if len(self._answering) > MAX_WAITING:

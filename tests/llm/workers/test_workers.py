@@ -445,7 +445,7 @@ def test_g13_reflex_top_once_asks_the_running_server(capsys: pytest.CaptureFixtu
         assert re.search(r"^toy: 0 running", shown, re.MULTILINE)
         assert all(re.search(rf"^worker-{number} +ready ", shown, re.MULTILINE) for number in (0, 1))
     assert main(["top", "--once", url]) == 2
-    assert "nothing listens there; start one with reflex serve" in capsys.readouterr().err
+    assert "nothing listens there; start a server with reflex serve" in capsys.readouterr().err
 
 
 def test_g14_a_model_that_cannot_be_loaded_ends_the_start() -> None:

@@ -186,7 +186,7 @@ def test_x4_texts_of_cameras_and_models_break_no_row_of_top() -> None:
 
 
 def test_x4_top_says_what_it_cannot_read() -> None:
-    with pytest.raises(ReflexError, match=r"here: is of another version of reflex: .*`at`"):
+    with pytest.raises(ReflexError, match=r"here: runs another version of reflex: .*`at`"):
         snapshot_of(b'{"number": 1}\n', "here")
     with pytest.raises(ReflexError, match="here: ended in the middle"):
         snapshot_of(b'{"number": 1', "here")

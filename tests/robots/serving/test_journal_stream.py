@@ -127,7 +127,7 @@ def test_x4_a_server_that_drains_ends_the_journal_with_its_footer(tiny: Path, tm
 def test_x4_a_drain_does_not_wait_for_one_that_has_stopped_reading(
     tiny: Path, stops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchers, "BEAT", 0.0 if stops == "before the drain" else 600.0)
+    monkeypatch.setattr(watchers, "BLANK_LINE_S", 0.0 if stops == "before the drain" else 600.0)
     monkeypatch.setattr(watchers, "LAST", 0.0)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:

@@ -334,10 +334,10 @@ def test_w49_a_message_that_grows_when_it_is_parsed_is_refused_before() -> None:
         b"\x3a" + b"\x81\x80\x80\x80\x80\x80\x80\x80\x80\x02" + b"a" + many,  # a length of 2^64 + 1
     ):  # fmt: skip
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(ClientError, match=r"has over 4096 fields|breaks off, or is of another"):
+        with pytest.raises(ClientError, match=r"has over 4096 fields|incomplete, or of another"):
             decode(plain + bomb)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10
-    with pytest.raises(ClientError, match="breaks off"):
+    with pytest.raises(ClientError, match="it is incomplete"):
         decode(raw[:-1])
     with pytest.raises(ClientError, match="has 1 elements"):
         decode(raw)

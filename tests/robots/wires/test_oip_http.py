@@ -334,7 +334,7 @@ def test_w26_a_binary_body_is_read_as_views_of_it() -> None:
     ("body", "head", "why"),
     [
         (*binary(raw(), data=GOOD[1:]), "state: binary_data_size is 8, and 7 bytes are left"),
-        (*binary(raw(), data=GOOD + b"x"), "1 bytes are left behind the tensors"),
+        (*binary(raw(), data=GOOD + b"x"), "1 bytes follow the last tensor"),
         (*binary(raw(-8), data=GOOD), "must be a whole number"),
         (*binary(raw(8.0), data=GOOD), "must be a whole number"),
         (*binary(raw(2**80), data=GOOD), "bytes are left"),
