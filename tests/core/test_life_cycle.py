@@ -578,6 +578,9 @@ def test_an_unknown_group_is_a_configuration_error() -> None:
         ({"weight": 0.0}, r"Request: weight=0\.0, wants=1\.0: both must be finite and > 0"),
         ({"wants": inf}, r"Request: weight=1\.0, wants=inf: both"),
         ({"time_limit": nan}, r"Request\.time_limit=nan: must be >= 0 seconds or None"),
+        ({"time_limit": "a"}, r"Request\.time_limit='a': must be a number"),
+        ({"weight": None}, r"Request\.weight=None: must be a number"),
+        ({"max_gap": [1]}, r"Request\.max_gap=\[1\]: must be a number"),
     ],
 )
 def test_a_request_that_cannot_be_scheduled_is_a_configuration_error(wrong: dict[str, Any], said: str) -> None:

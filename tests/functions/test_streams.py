@@ -163,5 +163,5 @@ def test_an_error_of_ours_has_no_prefix() -> None:
     processor = Streams(lambda items: iter([[1, 2]]))
     tickets = [Ticket(Request(1, group="f"), 0, 0.0)]
     (wrong,) = processor.run(Batch(1, "f", "", "", Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(tickets, 1.0)))
-    assert "returned 2 results for 1 items" in str(wrong)
+    assert "returned 2 results for 1 item;" in str(wrong)
     assert "ProcessorError" not in str(wrong)

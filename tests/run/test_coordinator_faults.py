@@ -274,7 +274,7 @@ def test_f8_process_that_is_not_repeatable_is_called_once() -> None:
         (lambda entries: echo(entries)[:-1], "returned 3 results for 4"),
         (lambda entries: [*echo(entries), "more"], "returned 5 results for 4"),
         (lambda entries: [], "returned 0 results for 4"),
-        (lambda entries: None, "Detector.process returned a NoneType; it must return a list"),
+        (lambda entries: None, "Detector.process returned None; it must return a list"),
         (lambda entries: {"a": 1, "b": 2, "c": 3, "d": 4}, "Detector.process returned a dict; it must return a list"),
         (lambda entries: "four", "Detector.process returned a str; it must return a list"),
     ],

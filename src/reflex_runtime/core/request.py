@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from math import inf
+from numbers import Real
 from typing import Any, Final, NamedTuple, TypeVar, dataclass_transform
 
 from reflex_runtime.core.errors import ConfigError
@@ -103,15 +104,20 @@ class Request:
 
     def __post_init__(self) -> None:
         # Chained so that NaN fails too; one expression because this runs for every request.
-        if not (0.0 < self.weight < inf and 0.0 < self.wants < inf and self.priority.__class__ is Priority):
-            if not isinstance(self.priority, Priority):
-                names = ", ".join(f"Priority.{priority.name}" for priority in Priority)
-                raise ConfigError(f"Request.priority={self.priority!r}: must be one of {names}")
-            raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
-        if self.time_limit is not None and not self.time_limit >= 0.0:
-            raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
-        if self.max_gap is not None and not self.max_gap > 0.0:
-            raise ConfigError(f"Request.max_gap={self.max_gap!r}: must be > 0 seconds or None")
+        try:
+            if not (0.0 < self.weight < inf and 0.0 < self.wants < inf and self.priority.__class__ is Priority):
+                if not isinstance(self.priority, Priority):
+                    names = ", ".join(f"Priority.{priority.name}" for priority in Priority)
+                    raise ConfigError(f"Request.priority={self.priority!r}: must be one of {names}")
+                raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
+            if self.time_limit is not None and not self.time_limit >= 0.0:
+                raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
+            if self.max_gap is not None and not self.max_gap > 0.0:
+                raise ConfigError(f"Request.max_gap={self.max_gap!r}: must be > 0 seconds or None")
+        except TypeError as error:
+            kinds = {"weight": Real, "wants": Real, "time_limit": Real | None, "max_gap": Real | None}
+            wrong = next(name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind))
+            raise ConfigError(f"Request.{wrong}={getattr(self, wrong)!r}: must be a number") from error
 
 
 class AdmittedBatch(NamedTuple):

@@ -32,10 +32,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from math import inf
 from numbers import Real
 from random import random
-from typing import Any, Final, Generic, Self, TypeVar, overload
+from typing import Any, Final, Generic, Self, TypeVar, get_overloads, overload
 
 from reflex_runtime.core.batch import Batch, Outcome
 from reflex_runtime.core.errors import (
@@ -57,6 +58,7 @@ from reflex_runtime.run.process import tell_of_forks
 from reflex_runtime.run.processor import (
     ASYNC_WALL,
     FunctionProcessor,
+    Wall,
     check_function,
     checked_results,
     failure_of,
@@ -94,6 +96,10 @@ class Handle:
         handle = object.__new__(type(self))
         handle.__dict__.update(self.__dict__, _owner=owner)
         return handle
+
+    def __reduce__(self) -> Any:
+        """Pickled by its name, as a function is, so that a pool of processes may map it."""
+        return name_of(self) if self._owner is None else (getattr, (self._owner, self._name))
 
     def owner_deleted(self) -> None:
         """The owner was deleted, and with it all callers. The garbage collector calls it: it takes no lock."""
@@ -341,12 +347,20 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         self._driver.release()
 
 
+class _OnItsThread(FunctionProcessor[Any, Any]):
+    """A SystemExit of the function is the item's failure: it would end only the thread."""
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        with Wall():
+            return super().run(batch)
+
+
 class _Driver(ThreadDriver):
     """The driver of one batched function. Its threads start with the first item."""
 
     def __init__(self, function: Callable[[list[Any]], Any], rules: _Batched, name: str, sinks: Iterable[Sink] = ()):
         self._made_of = function, rules, name
-        processor = FunctionProcessor(function, rules.repeatable)
+        processor = _OnItsThread(function, rules.repeatable)
         super().__init__(rules.group, processor, rules.watchdog or inf, time.monotonic, name, sinks)
         self.inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         tell_of_forks(self)
@@ -554,4 +568,5 @@ class _Batched:
         return BatchedMethod(function, make)
 
 
+_Batched.__call__.__signature__ = signature(get_overloads(_Batched.__call__)[-1])  # type: ignore[attr-defined]
 batched: Final = _Batched()

@@ -84,7 +84,7 @@ class Wall:
         if error is None or isinstance(error, self._passes):
             return
         traceback.clear_frames(trace)  # they hold the items of the call
-        raise Panic(f"{type(error).__name__}: {error}") from error
+        raise Panic(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -180,7 +180,7 @@ def wrapped(error: BaseException) -> ProcessorError:
     """An exception of the model as an error for callers. Its `__cause__` is what the model raised."""
     if isinstance(error, Panic) and error.__cause__ is not None:
         error = error.__cause__
-    wrapped = ProcessorError(f"{type(error).__name__}: {error}")
+    wrapped = ProcessorError(f"{type(error).__name__}: {error}".removesuffix(": "))
     wrapped.__cause__ = error
     wrapped.place = place_of(error)
     return wrapped
@@ -258,13 +258,13 @@ def checked_results(
 ) -> Sequence[Any]:
     """The function's results. Raises `wrong` for a dict, a text, None, an iterator, a table (of pandas: its elements
     are columns), and for another number than `count`. With a plain ProcessorError the call is repeated in parts."""
-    ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
+    ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__") and getattr(results, "ndim", 1) != 0
     if not ordered or isinstance(results, (Mapping, str, bytes)) or hasattr(results, "columns"):
         if inspect.iscoroutine(results):
             results.close()
         found = kind_of(results)
     elif count not in (None, len(results)):
-        found = f"{len(results)} results for {count} items"
+        found = f"{len(results)} results for {count} item{'s' * (count != 1)}"
     else:
         return results  # type: ignore[no-any-return]
     raise wrong(f"{name_of(function)} returned {found}; it must return a list with one result for each item, in order")
@@ -273,7 +273,7 @@ def checked_results(
 def kind_of(value: object) -> str:
     """The type of a value, with the article."""
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+    return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def is_async(function: Any) -> bool:
