@@ -57,6 +57,12 @@ def spectrum(items: list[NDArray[np.complex64]]) -> list[str]:
 def strange_result(items: list[int]) -> list[object]:
     return items
 
+def by_name(*, items: list[int]) -> list[int]:
+    return items
+
+def empty():
+    return []
+
 class Empty:
     pass
 
@@ -105,7 +111,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["python:some:single"], "has type str; must be list[ITEM]"),
         (["python:some:nothing"], "must take one argument"),
         (["python:some:unknown"], "NameError"),
-        (["python:some:strange"], "no type that can be sent"),
+        (["python:some:strange"], "reflex serve: python:some:strange: its items: dtype is no type that can be sent"),
+        (["python:some:by_name"], "must take one argument"),
+        (["python:some:empty"], "expected a StagedModel or a WholeModel; a function to serve takes a list"),
+        (["python:some:embed", "--provider", "gpu"], "--provider=gpu: must be cpu or cuda"),
+        (["a b=python:some:embed"], "the name 'a b' must be"),
         (["python:some:spectrum"], "its items: arrays of complex64 cannot be sent"),
         (["python:some:Example"], "python:some:Example: its items: the example does not fit: "),
         (["python:some:embed", "python:some:embed"], "two functions are called 'embed'"),

@@ -79,6 +79,27 @@ def test_h10_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[s
     assert "--ssl-keyfile needs --ssl-certfile" in capsys.readouterr().err
 
 
+def test_h10_a_private_key_without_a_certificate_has_no_effect() -> None:
+    with Functions("double", env={"REFLEX_SSL_KEYFILE": "key.pem"}) as server:
+        assert server.wait_log("REFLEX_SSL_KEYFILE has no effect: it needs --ssl-certfile")
+        assert server.predict("double", 1).json == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[serve]\nmax-queue = 5\nmax_queue = 6", "[serve] max_queue: is given twice, with - and with _; keep one"),
+        ("[serve]\nmax-que = 5", "[serve] max-que: no such setting; did you mean max_queue?"),
+    ],
+)
+def test_h10_a_key_of_the_file_that_cannot_be_meant(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reflex.toml").write_text(text)
+    assert main(["serve", "python:nowhere:f", "--config", str(tmp_path / "reflex.toml")]) == 2
+    assert capsys.readouterr().err == f"reflex serve: {tmp_path / 'reflex.toml'}: {said}\n"
+
+
 def test_h10_max_concurrent_of_functions_is_429() -> None:
     with Functions("double", options=("--max-concurrent", "1"), held=True) as server, plugged(server) as plug:
         answer = server.predict("double", 1)

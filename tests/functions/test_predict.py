@@ -11,22 +11,25 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
 import PIL.Image
 import pytest
+from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
+from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.functions.source import _signature
-from reflex_runtime.functions.values import ArrayType, Values
+from reflex_runtime.functions.values import ArrayType, Values, encode
 from reflex_runtime.run.process import telemetry_off
+from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.oip import tensor_out
 from serving.harness import Answer
 
 from .door import Functions
-from .served import CARELESS, KINDS, RAISED, TYPES
+from .served import CARELESS, KINDS, RAISED, TYPES, Person
 
 telemetry_off()
 MSGPACK, NPY = "application/msgpack", "application/x-npy"
@@ -182,13 +185,54 @@ def test_what_is_no_array_is_refused(server: Functions, item: Any) -> None:
 def test_numbers_that_a_type_does_not_hold_are_refused(server: Functions) -> None:
     for item in ([-1], [256], [1.5], [True, 2.5]):
         assert refused(server.predict("whole", item), 422, "body")
-    assert "must be float32, holds other numbers" in refused(server.predict("arrays", [0.5, 1e39]), 422, "body")
+    assert "must be float32, holds 1e+39" in refused(server.predict("arrays", [0.5, 1e39]), 422, "body")
     assert refused(server.send("arrays", npy(np.array([-1e300])), "application/x-npy"), 422, "body")
     assert right(server.send("arrays", npy(np.array([np.inf])), "application/x-npy")) is not None
     answer = server.send("arrays", b"[1, 2]", "application/octet-stream")
     assert "JSON needs Content-Type: application/json" in refused(answer, 422, "body")
     assert refused(server.send("arrays", npy(np.array([object()])), "application/x-npy"), 422, "body")
     assert refused(server.send("arrays", npy(np.array(["text"])), "application/x-npy"), 422, "body")
+
+
+def test_integers_that_floats_would_round_are_refused() -> None:
+    values = Values(NDArray[np.int64], "f")
+    assert values.decode(b"[9007199254740993]", b"application/json").tolist() == [2**53 + 1]
+    assert values.decode(b"[9007199254740991, 1.0]", b"application/json").tolist() == [2**53 - 1, 1]
+    for body in (b"[9007199254740993, 1.0]", b"[[9007199254740993], [1.0]]", b"[-9007199254740993, 1.0]"):
+        with pytest.raises(InvalidRequest, match=r"from 2\*\*53 on are not exact beside floats: send integers only"):
+            values.decode(body, b"application/json")
+
+
+@pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="it is a float64 here")
+def test_long_doubles_are_written_as_floats() -> None:
+    """Their memory has bytes that nobody set."""
+    array = np.ones(2, np.longdouble)
+    for value, wanted in ((array, [1.0, 1.0]), (array[0], 1.0)):
+        assert json.loads(encode(value, False, "f")[0]) == wanted
+        assert msgpack.unpackb(encode(value, True, "f")[0]) == wanted
+    with pytest.raises(ProcessorError, match="f returned a clongdouble, which has no form in JSON"):
+        encode(np.clongdouble(1), False, "f")
+
+
+class Pair(NamedTuple):
+    person: Person
+    count: int = 1
+
+
+@pytest.mark.parametrize(
+    ("hint", "item", "field", "says"),
+    [
+        (Pair, [{"name": "a", "agee": 1}], "body", "unknown field [0].agee"),
+        (list[Person], [{"name": "a"}, {"name": "a", "agee": 1}], "body", "unknown field [1].agee; did you mean age?"),
+        (dict[str, Person], {"b": {"name": "a", "agee": 1}}, "b", "unknown field b.agee; did you mean age?"),
+        (dict[int, Person], {"1": {"name": "a", "agee": 1}}, "1", "unknown field 1.agee; did you mean age?"),
+        (Person, {"name": 1, "agee": 1}, "name", "name: expected `str`, got `int`"),
+    ],
+)
+def test_an_unknown_field_is_found_wherever_it_is(hint: Any, item: Any, field: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Values(hint, "f").decode(json.dumps(item).encode(), b"application/json")
+    assert (caught.value.message, caught.value.details["field"]) == (says, field)
 
 
 def test_structs_dataclasses_and_dicts_are_read_from_json_msgpack_and_forms(server: Functions) -> None:

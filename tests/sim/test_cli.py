@@ -42,6 +42,8 @@ def test_every_kind_of_thinking_is_understood(think: str, capsys: pytest.Capture
         (("--arrivals", "closed", "--think", "soon"), "--think=soon: must be MS, exp:MS"),
         (("--arrivals", "closed", "--think", "exp:1,2"), "--think=exp:1,2"),
         (("--arrivals", "closed", "--think", "exp:0"), "--think=exp:0"),
+        (("--arrivals", "closed", "--think", "around:1"), r"with MS in \[0, 3600000\]$"),
+        (("--arrivals", "closed", "--think", "arond:1,2"), "did you mean around?"),
     ],
 )
 def test_b2_wrong_values_name_flag_value_and_range(argv: tuple[str, ...], message: str) -> None:

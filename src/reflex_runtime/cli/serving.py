@@ -86,7 +86,8 @@ def _kind_in_python(source: str) -> str:
         return UNKNOWN
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            names = [argument.arg for argument in node.args.args]
+            of = node.args
+            names = [one.arg for one in (*of.posonlyargs, *of.args, of.vararg, *of.kwonlyargs) if one is not None]
             return "" if not names or names[0] == "device" else "functions"
         if isinstance(node, ast.ClassDef) and node.name == name:
             return "functions"

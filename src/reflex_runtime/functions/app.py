@@ -76,7 +76,7 @@ def application(server: FunctionServer) -> App:
     def missing(path: str) -> str:
         name = path.removeprefix(f"{PREDICT}/") if path.startswith(f"{PREDICT}/") else ""
         there = ", ".join(f"{PREDICT}/{one}" for one in of)
-        return f"{path[:200]}: not found{did_you_mean(name, of)}; there are {there}"
+        return f"{path[:200]}: not found{did_you_mean(name, of)}; served: {there}"
 
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PLAIN, named_in(routes), missing=missing)

@@ -60,6 +60,8 @@ def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[Serv
     for text in sources:
         name, equals, source = text.partition("=")
         if not (equals and _NAME.fullmatch(name)):
+            if equals and not Path(text).exists():
+                raise ConfigError(f"{text}: the name {name!r} must be 1 to 64 letters, digits, dots, - and _")
             name, source = "", text
         served = read_python(source, name, config) if source.startswith(PYTHON) else read_onnx(source, name, config)
         if served.name in found:
@@ -68,7 +70,7 @@ def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[Serv
         found[served.name] = served
     for name in weights:
         raise ConfigError(
-            f"--weight={name}=…: no such function{did_you_mean(name, found)}; there are {', '.join(found)}"
+            f"--weight={name}=…: no such function{did_you_mean(name, found)}; served: {', '.join(found)}"
         )
     return list(found.values())
 
@@ -90,6 +92,8 @@ def _weight(text: str) -> tuple[str, float]:
 def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFunction:
     """A function of a list, plain, `async` or `@batched`, or a class with `predict` and perhaps `setup`."""
     found = imported(source.removeprefix(PYTHON), source, "python:package.module:function")
+    if config.provider not in PROVIDERS and not config.provider.endswith("Provider"):
+        raise ConfigError(f"--provider={config.provider}: must be cpu or cuda, or a provider of ONNX Runtime")
     named = source.rpartition(":")[2]
     name = name or named.rpartition(".")[2]
     owner, setup = None, None

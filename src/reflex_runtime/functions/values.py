@@ -15,7 +15,7 @@ import numpy as np
 import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.functions.members import Members
+from reflex_runtime.functions.members import check_members, closed_in, told
 from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
@@ -66,14 +66,16 @@ class Values:
         try:
             self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
             self._msgpack = msgspec.msgpack.Decoder(hint, dec_hook=self._read)
-            self._members = Members(hint)
+            self._closed = closed_in(hint)
             (self.schema,), parts = msgspec.json.schema_components(
                 (hint,), schema_hook=self._schema_of, ref_template=self._refers + "{name}"
             )
             for part in parts.values():
-                if part.get("title") in self._members.closed:
+                if part.get("title") in self._closed:
                     part["additionalProperties"] = False
             self.parts = {prefix + name: part for name, part in parts.items()} | self._own_parts
+        except ConfigError:
+            raise
         except (TypeError, NameError, ValueError) as error:
             raise ConfigError(f"{where}: {_named(hint)} cannot be a schema: {in_one_line(error)}") from error
 
@@ -85,7 +87,7 @@ class Values:
         if kind.startswith(FORM):
             form = _form(body, content_type)
             value = self.convert(form)
-            self._members.check_names(form)
+            check_members(form, value, self.hint)
             return value
         raw = self._is_raw(kind, body)
         if not body and not (raw and self.hint in (str, bytes)):
@@ -98,26 +100,29 @@ class Values:
             except UnicodeDecodeError:
                 raise invalid("body", "body: is not UTF-8") from None
         if b"msgpack" in kind:
-            return self._decoded(self._msgpack, msgspec.msgpack.decode, body, "msgpack")
+            return self._decoded(self._msgpack, msgspec.msgpack.decode, body, "msgpack", builtin_types=(bytes,))
         if kind in (b"", JSON, _CURL) or kind.endswith(b"+json"):
             check_json(body)
-            return self._decoded(self._json, msgspec.json.decode, body, "JSON")
+            return self._decoded(self._json, msgspec.json.decode, body, "JSON", str_keys=True)
         known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
 
-    def _decoded(self, decoder: Any, decode: Callable[..., Any], body: bytes, form: str) -> Any:
+    def _decoded(self, decoder: Any, decode: Callable[..., Any], body: bytes, form: str, **sent: Any) -> Any:
+        """sent: how keys and bytes are sent in this form."""
         with client_errors(form=form):
             try:
-                value = decoder.decode(body)
+                if not self._closed:
+                    return decoder.decode(body)
+                found = decode(body)
+                value = msgspec.convert(found, self.hint, dec_hook=self._read, **sent)
             except msgspec.ValidationError as error:
                 raise self._refusal(error) from None
-            if self._members.closed:
-                self._members.check(body, decode)
+            check_members(found, value, self.hint)
             return value
 
     def _refusal(self, error: msgspec.ValidationError) -> InvalidRequest:
         found = invalid_field(error)
-        return invalid(str(found.details["field"]), found.message + printable(self._members.told(error)))
+        return invalid(str(found.details["field"]), found.message + printable(told(error, self.hint)))
 
     def _raw_types(self) -> tuple[bytes, ...]:
         if self.array(self.hint) is not None:
@@ -221,8 +226,10 @@ def _plain(value: Any) -> Any:
     """The form of a value in JSON: lists for arrays, base64 for pictures."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
-    if hasattr(value, "tolist"):  # arrays, their numbers, tensors
-        return value.tolist()
+    if hasattr(value, "tolist") and type(made := value.tolist()) is not type(value):  # arrays, their numbers, tensors
+        return made
+    if isinstance(value, np.longdouble):
+        return float(value)
     if is_picture(type(value)):
         return pybase64.b64encode(_png(value)).decode()
     raise NotImplementedError(f"{kind_of(value)}, which has no form in JSON")
@@ -230,7 +237,7 @@ def _plain(value: Any) -> Any:
 
 def _packed(value: Any) -> Any:
     """The form of a value in msgpack: bytes for arrays and pictures."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
     return _png(value) if is_picture(type(value)) else _plain(value)
 
@@ -276,15 +283,17 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
             value = np.asarray(value)
         except ValueError:
             raise ValueError("rows of different lengths are no array") from None
+        if value.dtype == float and np.dtype(tensor.dtype).kind in "iu" and (np.abs(value) >= 2.0**53).any():
+            raise ValueError("integers from 2**53 on are not exact beside floats: send integers only")
     if value.dtype.kind not in "biuf":
-        raise ValueError("must be numbers, in lists of one length on each level")
+        raise ValueError("must be numbers of at most 64 bits, in lists of one length on each level")
     if tensor.dtype is not None and value.dtype != tensor.dtype:
         wanted = np.dtype(tensor.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             made = value.astype(wanted)
         same = np.isfinite(value) == np.isfinite(made) if wanted.kind == "f" else value == made
         if not same.all():
-            raise ValueError(f"must be {wanted.name}, holds other numbers")
+            raise ValueError(f"must be {wanted.name}, holds {value[~same].flat[0]}")
         value = made
     if tensor.dims is not None and not fits(tensor.dims, value.shape):
         raise ValueError(f"has shape {list(value.shape)}, must be {shown(tensor.dims)}")

@@ -60,6 +60,8 @@ def read(
 
     for key, value in (_table(file, section, beside) if file is not None else {}).items():
         name = key.replace("-", "_")
+        if name in values:
+            raise ConfigError(f"{file}: [{section}] {key}: is given twice, with - and with _; keep one")
         if name not in names:
             hint = _elsewhere(name) or did_you_mean(name, names)
             raise ConfigError(f"{file}: [{section}] {key}: no such setting{hint}")
@@ -96,6 +98,8 @@ def own_settings(
             if setting in hints:
                 raise ConfigError(f"{where} {key}: is a setting of the whole server; it belongs into [serve]")
             raise ConfigError(f"{where} {key}: no such setting{did_you_mean(setting, own | set(may))}")
+        if setting in places:
+            raise ConfigError(f"{where} {key}: is given twice, with - and with _; keep one")
         places[setting] = f"{where} {key}"
         found = convert(value, hints[setting], places[setting])
         values["own" if setting in own else "settings"][setting] = found

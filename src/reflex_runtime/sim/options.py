@@ -117,7 +117,7 @@ def _callers(think: str, count: int) -> list[Callers]:
         made: Think | tuple[Think, Think] = make(*values)
     except (KeyError, ValueError):
         forms = "MS, exp:MS, around:MS,MS, mix:MS,MS or half:MS,MS with MS in [0, 3600000]"
-        near = did_you_mean(kind, kinds) if colon else ""
+        near = did_you_mean(kind, kinds) if kind not in kinds else ""
         raise ConfigError(f"--think={one_line(think)}: must be {forms}{near}") from None
     if not isinstance(made, tuple):
         return [Callers(count, made)]

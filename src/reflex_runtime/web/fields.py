@@ -102,9 +102,9 @@ def suggestion(text: str, kind: Any) -> str:
 
 def types_at(text: str, kind: Any) -> list[Any]:
     """The types that are allowed at the place of the error."""
-    path, kinds = _PATH.search(text), list(_arms(kind))
-    for name in re.findall(r"(\w+)[^.]*", path[1]) if path else ():
-        kinds = [arm for one in kinds for arm in _arms(fields_of(one).get(name))]
+    path, kinds = _PATH.search(text), list(arms_of(kind))
+    for name in re.findall(r"(?:^|\.)(\w+)", path[1]) if path else ():  # a name that no type has is a key of a dict
+        kinds = [arm for one in kinds if name in fields_of(one) for arm in arms_of(fields_of(one)[name])] or kinds
     return kinds
 
 
@@ -116,13 +116,13 @@ def fields_of(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind) if is_dataclass(kind) or is_typeddict(kind) else {}
 
 
-def _arms(hint: Any) -> Iterator[Any]:
+def arms_of(hint: Any) -> Iterator[Any]:
     """The types that a union, list or dict is made of; any other type itself."""
     if get_origin(hint) is Literal or not get_args(hint):
         yield hint
     else:
         for arm in get_args(hint):
-            yield from _arms(arm)
+            yield from arms_of(arm)
 
 
 def _choices(kind: Any) -> Iterable[Any]:

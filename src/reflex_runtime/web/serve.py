@@ -308,7 +308,8 @@ def uvicorn_config(app: App, settings: ServerConfig) -> uvicorn.Config:
         app, http=HttpConnection, ws=SocketConnection, lifespan="on", interface="asgi3",
         log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False,
         ws_max_size=settings.max_body_bytes, ws_ping_timeout=None, ws_per_message_deflate=False,
-        ssl_certfile=settings.ssl_certfile or None, ssl_keyfile=settings.ssl_keyfile or None,
+        ssl_certfile=settings.ssl_certfile or None,
+        ssl_keyfile=(settings.ssl_certfile and settings.ssl_keyfile) or None,
     )  # fmt: skip
 
 

@@ -165,7 +165,8 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
         takes_device = True
     model = made(partial(factory, device) if takes_device else factory, source, "the factory")
     if not isinstance(model, StagedModel | WholeModel):
-        raise ConfigError(f"{source}: made {kind_of(model)}, expected a StagedModel or a WholeModel")
+        wanted = "expected a StagedModel or a WholeModel; a function to serve takes a list"
+        raise ConfigError(f"{source}: made {kind_of(model)}, {wanted}")
     if not isinstance(getattr(model, "spec", None), PolicySpec):
         raise ConfigError(f"{source}: the model has no spec; call super().__init__(spec) with a PolicySpec")
     if tuple(model.captured_sizes) != tuple(device.captured_sizes):
