@@ -86,8 +86,7 @@ def _kind_in_python(source: str) -> str:
         return UNKNOWN
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            of = node.args
-            names = [one.arg for one in (*of.posonlyargs, *of.args, of.vararg, *of.kwonlyargs) if one is not None]
+            names = [one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)]
             return "" if not names or names[0] == "device" else "functions"
         if isinstance(node, ast.ClassDef) and node.name == name:
             return "functions"

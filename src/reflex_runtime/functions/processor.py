@@ -21,13 +21,11 @@ from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.run.onnx_session import CPU, BatchAxisError, OnnxSession
-from reflex_runtime.run.processor import BaseProcessor, Wall, checked_results, name_of, payloads_of, wrapped
+from reflex_runtime.run.processor import THREAD_WALL, BaseProcessor, checked_results, name_of, payloads_of, wrapped
 
 log = logging.getLogger("reflex.server")
 
 MOST_BEHIND: Final = 1024  # unread parts of an item while the others of its generator go on
-WALL: Final = Wall()
-"""Whatever a function raises is the item's failure: a SystemExit too, which would end the server."""
 
 
 class FunctionCalls(BaseProcessor):
@@ -87,7 +85,7 @@ class ItemCalls(FunctionCalls):
 
     def _call(self, items: list[Any]) -> Sequence[Any]:
         count = len(items)  # now: the list is the function's, which may change it
-        with WALL:
+        with THREAD_WALL:
             return self.checked(self.finished(self.function(items)), count)
 
 
@@ -170,7 +168,7 @@ class Streams(FunctionCalls):
         """Call the function with new items, up to their first part. If that fails, each begins alone."""
         cohorts = [_Cohort(tickets)]
         try:
-            with WALL:
+            with THREAD_WALL:
                 made = self.function([ticket.request.payload for ticket in tickets])
                 if self.each:
                     made = self.checked(self.finished(made), len(tickets))
@@ -211,7 +209,7 @@ class Streams(FunctionCalls):
             return ProcessorError(f"its reader is over {MOST_BEHIND} parts behind those of the items it began with")
         if not (cohort.parts[ticket] or cohort.ended or cohort.error):
             try:
-                with WALL:
+                with THREAD_WALL:
                     self._advance(cohort)
             except Exception as error:
                 cohort.error = error
@@ -236,7 +234,7 @@ class Streams(FunctionCalls):
         if close is None:
             return
         try:
-            with WALL:
+            with THREAD_WALL:
                 self.finished(close())
         except Exception as error:
             log.warning("%s: a generator could not be closed: %s", name_of(self.function), error)

@@ -58,7 +58,6 @@ from reflex_runtime.run.process import tell_of_forks
 from reflex_runtime.run.processor import (
     ASYNC_WALL,
     FunctionProcessor,
-    Wall,
     check_function,
     checked_results,
     failure_of,
@@ -347,20 +346,12 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         self._driver.release()
 
 
-class _OnItsThread(FunctionProcessor[Any, Any]):
-    """A SystemExit of the function is the item's failure: it would end only the thread."""
-
-    def run(self, batch: Batch) -> Sequence[Any]:
-        with Wall():
-            return super().run(batch)
-
-
 class _Driver(ThreadDriver):
     """The driver of one batched function. Its threads start with the first item."""
 
     def __init__(self, function: Callable[[list[Any]], Any], rules: _Batched, name: str, sinks: Iterable[Sink] = ()):
         self._made_of = function, rules, name
-        processor = _OnItsThread(function, rules.repeatable)
+        processor = FunctionProcessor(function, rules.repeatable)
         super().__init__(rules.group, processor, rules.watchdog or inf, time.monotonic, name, sinks)
         self.inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         tell_of_forks(self)

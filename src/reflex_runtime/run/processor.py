@@ -91,6 +91,8 @@ WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit)
 """Around a plain function. It cannot be cancelled, so a CancelledError is its own fault."""
 ASYNC_WALL: Final = Wall(KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Around an `await`."""
+THREAD_WALL: Final = Wall()
+"""Around a user's function on a thread: a SystemExit is the item's failure, and would end only the thread."""
 
 
 # -- a processor and its batches ---------------------------------------------------------------------------------------
@@ -245,7 +247,8 @@ class FunctionProcessor(BaseProcessor, Generic[P, V]):
         self.repeatable, self.any_thread = repeatable, any_thread
 
     def run(self, batch: Batch) -> Sequence[V]:
-        return checked_results(self._function, self._function(payloads_of(batch)), count=len(batch.grants))
+        with WALL if self.any_thread else THREAD_WALL:
+            return checked_results(self._function, self._function(payloads_of(batch)), count=len(batch.grants))
 
 
 def payloads_of(batch: Batch) -> list[Any]:
