@@ -95,4 +95,4 @@ def test_e1_actions_of_another_shape_or_kind_are_an_error_that_names_both(change
 def test_e1_a_step_of_another_shape_is_an_error_that_names_both(change: Any, found: str) -> None:
     with pytest.raises(ProcessorError) as caught:
         answers(DecomposedPolicy(Steps(change)))
-    assert str(caught.value) == f"m.py: a step of the model answered {found}, not [2, 4, 8] as its x"
+    assert str(caught.value) == f"m.py: a step of the model answered {found}, not the [2, 4, 8] of its x"

@@ -10,8 +10,9 @@ import pytest
 from onnx import helper
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.robots import Export, load_policy, served_by
+from reflex_runtime.robots.policy.base import run_through
 from reflex_runtime.robots.policy.decomposed import DecomposedPolicy
 from reflex_runtime.robots.policy.episodes import Rtc
 from reflex_runtime.robots.policy.spec import DeviceOptions
@@ -90,6 +91,20 @@ def test_e2_a_chunk_that_nobody_got_is_not_continued(root: Path) -> None:
     assert gone.outcome is not None
     third = bench.answer(asked(policy, 1, request_id="third", executed=0, seed=8))
     assert third.actions == pytest.approx(first.actions, abs=1e-6)
+
+
+def test_e2_a_chunk_whose_last_step_hung_is_not_continued(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = _policy(root, rtc=Rtc("ONES", 4))
+    ticket, step = Ticket(asked(policy, 1), 1, 0.0), policy.model.step
+
+    def hung(packed: Any, x: Any, k: Any, n: int) -> Any:
+        if k[0] == n - 1:
+            ticket.state = TicketState.SETTLED  # its caller got an error meanwhile
+        return step(packed, x, k, n)
+
+    monkeypatch.setattr(policy.model, "step", hung)
+    run_through(policy, [ticket], policy.stages, group=policy.slot, shape=policy.shape)
+    assert len(policy.tails) == 0
 
 
 def test_e2_anchored_rows_are_the_same_alone_and_in_company(root: Path) -> None:

@@ -68,7 +68,7 @@ def test_e3_hold_without_a_last_good_action_is_an_error(episode: str) -> None:
     guard = ActionGuard(ARM, on_bad_action="hold")
     guard.check(chunk([0.25, 0.5]), "e")
     guard.check(chunk([0.25, 0.5]), "")
-    with pytest.raises(NonFiniteResult, match="no good action of the episode to hold"):
+    with pytest.raises(NonFiniteResult, match="the episode has no good action to hold"):
         guard.check(chunk([NAN, 0.0]), episode)
 
 

@@ -48,10 +48,10 @@ class PolicyModel:
     """The base of both kinds. `prepare` runs on worker threads, everything else on the device thread.
 
     provider: the device it runs on. batched: a call with n rows is one call, not n. captured_sizes: batch sizes it pads
-    to (CUDA graphs). half: it computes in 16 bits. warming: the policy warms up: time for work that is done once for a
-    shape. any_thread: its calls may run on any thread, one at a time.
+    to (CUDA graphs). half: it computes in 16 bits. warming: True during the warm-up, when work that is done once for a
+    shape delays no request. any_thread: its calls may run on any thread, one at a time.
     notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it. A
-        model with captured sizes adds `captured`: whether the call ran at one.
+        model with captured sizes adds `captured`: whether the call ran at one of them.
     """
 
     provider: str = CPU
@@ -66,8 +66,8 @@ class PolicyModel:
         self.notes: dict[str, Any] = {}
 
     def prepare(self, observation: Observation) -> Any:
-        """The model's own slow work on one request, kept as `observation.ready`. InvalidRequest names a field that the
-        model cannot read."""
+        """The model's own slow work on one request; its result is kept as `observation.ready`. InvalidRequest names a
+        field that the model cannot read."""
         return None
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
@@ -98,7 +98,7 @@ class PolicyModel:
 
 
 class StagedModel(PolicyModel):
-    """A prefix and denoise steps. A call that raises must have changed nothing: it may be repeated.
+    """A prefix and denoise steps. A call that raises must not have changed anything, because it may be repeated.
 
     pads_prefix: whether `prefix` pads to the captured sizes too; `step` does.
     """
@@ -114,7 +114,7 @@ class StagedModel(PolicyModel):
         raise NotImplementedError
 
     def step(self, packed: Any, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
-        """x after one more of n steps. Row i has made k[i] of them.
+        """x after one more of n steps. Row i has done k[i] of them.
 
         x: [rows, chunk_size, x_dim], noise at k = 0, the actions (in the model's units) at k = n. Read only.
         """
@@ -134,14 +134,14 @@ class PolicySource(PolicySpec):
     """A policy's description before its model is loaded, and how to load it."""
 
     def check(self) -> None:
-        """ConfigError for faults of the files that show before the model is loaded."""
+        """ConfigError for faults of the files that can be found before the model is loaded."""
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         """Load the model onto the device; a StagedModel if `staged`. Slow. ConfigError if it cannot be loaded."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Free what reading it has loaded: this process will not open it."""
+        """Free what was loaded to read it: this process will not open it."""
 
 
 def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -167,7 +167,7 @@ class WarmUp:
     finished: Sequence[Ticket]
 
     def teach(self, model: CostModel) -> None:
-        """Let a cost model learn from it, as if the scheduler had run these batches."""
+        """Give the measurements to a cost model, as if the scheduler had run these batches."""
         for batch, elapsed in self.batches:
             model.observe(batch, elapsed)
         model.settled(self.finished)
@@ -186,9 +186,9 @@ class Policy(BaseProcessor):
     """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
 
     slot: the scheduler group of its requests; caches are never shared between slots.
-    rows: of every call of the model, filled up with copies of the last row: libraries choose kernels by the size of a
-    call, and these decide the last bits of a result. 0: a call has no copies.
-    stages: of a request. padded_stages: those whose batches are padded to `captured_sizes`. caches: prefixes.
+    rows: the least rows of a call of the model; missing ones are copies of the last row. Libraries choose kernels by
+    the size of a call, and kernels differ in the last bits of a result. 0: a call has no copies.
+    stages: of a request. padded_stages: those whose batches are padded to `captured_sizes`. caches: keeps prefixes.
     """
 
     stages: ClassVar[tuple[str, ...]]
@@ -211,7 +211,7 @@ class Policy(BaseProcessor):
         self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
         steps = f"{spec.num_denoising_steps} steps"
         kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
-        # Classes of costs within a shape: whether a prefix must be computed, and the number of steps.
+        # Requests of a shape differ in cost by whether a prefix must be computed, and by the number of steps.
         self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
 
     # -- worker thread -------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Policy(BaseProcessor):
         """
         spec, fields = self.spec, self.fields
         sent = fields.found(images or {}) if spec.images else {}
-        if spec.takes_text and instruction is None:  # an empty one is a text
+        if spec.takes_text and instruction is None:  # an empty instruction is allowed
             raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
         robot_state, normalised = fields.state(state)
         tokens, mask, cut = fields.tokens(instruction or "", normalised)
@@ -276,8 +276,8 @@ class Policy(BaseProcessor):
         return self._request(observation, observation.request_id, observation.cache, **terms)
 
     def reservation(self, payload: Any, request_id: str, episode_id: str, **terms: Unpack[Terms]) -> Request:
-        """The request to admit before its pictures are decoded: at the lowest cost that it may have, so that it is not
-        refused for a deadline that it can meet. `Scheduler.prepared` gets that of `request`."""
+        """The request to admit before its pictures are decoded, with the lowest cost that it may have: it must not be
+        refused for a deadline that it can meet. `Scheduler.prepared` then gets the result of `request`."""
         return self._request(payload, request_id, "hit" if self.caches and episode_id else "off", **terms)
 
     def _request(self, payload: Any, id: str, cache: CacheUse, **terms: Unpack[Terms]) -> Request:
@@ -295,11 +295,11 @@ class Policy(BaseProcessor):
         )
 
     def _enter(self, observation: Observation) -> Observation:
-        """The payload of a request: with what its episode has kept."""
+        """The payload of a request: the observation with what its episode has kept."""
         return observation
 
     def _entry(self, cached: bool) -> tuple[str, float]:
-        """(first stage, wanted units) of a request. cached: its prefix is."""
+        """(first stage, wanted units) of a request. cached: whether its prefix is in the cache."""
         return "", 1.0
 
     def run(self, batch: Batch) -> Sequence[Any]:
@@ -319,8 +319,8 @@ class Policy(BaseProcessor):
     ) -> WarmUp:
         """Run real batches of each size, captured sizes too: one unmeasured, then `repeats` measured.
 
-        A cost model needs two sizes and three repeats to know every stage. It learns the fastest repeat of a size, as
-        often as there are repeats, so one-off work (compiling, allocating) does not count.
+        A cost model needs two sizes and three repeats to know every stage. Every repeat of a size counts with the time
+        of the fastest, so that one-off work (compiling, allocating) does not count.
         Call it on the device thread, before the first batch. A batch that fails raises its error.
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
@@ -328,7 +328,7 @@ class Policy(BaseProcessor):
         sizes = sorted({min(size, self.rows or size) for size in (*sizes, *self.captured_sizes)})
         batches: list[TimedBatch] = []
         finished: list[Ticket] = []
-        # Sizes are innermost: a run of equal sizes would look like drift to the cost model at the next.
+        # Sizes are the inner loop: after a run of one size the cost model would take the next size for drift.
         order = [(measured, size) for measured in [False] + [True] * repeats for size in sizes]
         self.model.warming = True
         try:
@@ -361,7 +361,7 @@ class Policy(BaseProcessor):
 
     def answers(self, requests: Sequence[Request], starts: Sequence[int] = ()) -> list[ActionChunk]:
         """The answers without a scheduler, by `run_through`; the first error is raised. starts: the round in which each
-        request enters: rows then are at different steps."""
+        request enters, so that rows are at different steps."""
         tickets = [Ticket(request, i, 0.0) for i, request in enumerate(requests)]
         run_through(self, tickets, self.stages, starts, group=self.slot, shape=self.shape)
         return [ticket.outcome.value for ticket in tickets if isinstance(ticket.outcome, Done)]
@@ -372,25 +372,26 @@ class Policy(BaseProcessor):
         self.model.start()
 
     def forget(self, episode: str | None = None) -> None:
-        """Forget what an episode, or all, carry from one request to the next: it was moved, or starts again."""
+        """Forget what an episode, or every one, keeps for its next request: it has ended, or was moved."""
         if self.history is not None:
             self.history.forget(episode)
 
-    def _remember(self, ticket: Ticket) -> None:
-        """Keep the observation of a computed chunk for the next ones of its episode."""
+    def _remember(self, ticket: Ticket) -> bool:
+        """Keep the observation of a computed chunk for its episode. False, and nothing is kept, if no robot gets it."""
         observation: Observation = ticket.request.payload
-        if self.history is None or observation.moment is None:
-            return
-        if not ticket.cancel_requested and ticket.state is not TicketState.SETTLED:  # no robot gets its chunk
+        if ticket.cancel_requested or ticket.state is TicketState.SETTLED:
+            return False
+        if self.history is not None and observation.moment is not None:
             self.history.remember(observation.episode_id, observation.moment)
+        return True
 
     def _filled(self, rows: Sequence[T]) -> Sequence[T]:
         """The rows of a call: at least `self.rows`."""
         return [*rows, *[rows[-1]] * (self.rows - len(rows))] if self.rows > len(rows) else rows
 
     def _actions(self, rows: Sequence[Observation], x: NDArray[Any]) -> NDArray[np.float32]:
-        """The model's actions in the robot's units; ProcessorError unless they have the shape that the policy declares:
-        a robot would execute the actions of another row, or of other joints."""
+        """The model's actions in the robot's units. ProcessorError unless they have the shape that the policy declares:
+        otherwise a robot could execute the actions of another row, or of other joints."""
         spec = self.spec
         wanted, found = (len(rows), spec.chunk_size, spec.action_dim), x
         numbers = isinstance(x, np.ndarray) and x.dtype.kind in "fiu" and x.ndim == 3
@@ -433,7 +434,7 @@ class Policy(BaseProcessor):
 
 
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
-    """The batches with the shortest time of their stage and size; their tickets share that time."""
+    """The batches, each with the shortest time of its stage and size, which its tickets share."""
     least: dict[tuple[str, int], float] = {}
     for batch, elapsed in batches:
         kind = (batch.stage, len(batch))
@@ -471,9 +472,8 @@ class MonolithicPolicy(Policy):
         x = self.model.chunk(rows, None if noise is None else stacked(self._filled(noise)))
         actions = self._actions(rows, x)[: len(seen)]
         steps = self.spec.num_denoising_steps
-        if self.history is not None:
-            for ticket in batch.grants:
-                self._remember(ticket)
+        for ticket in batch.grants:
+            self._remember(ticket)
         return [Done(ActionChunk(row, steps, o.cache)) for o, row in zip(seen, actions, strict=True)]
 
 
@@ -497,7 +497,7 @@ def run_through(
     shape: Hashable = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[TimedBatch]:
-    """Run tickets to their end, in batches of all that are at the same stage. `ticket.outcome` is its `Done`.
+    """Run tickets to their end; those at the same stage are one batch. `ticket.outcome` is then its `Done`.
 
     stages: the processor's, in order. starts: the round in which each ticket enters, 0 by default; a round is one batch
     per stage, so a ticket that enters in round k is k steps behind one of round 0.

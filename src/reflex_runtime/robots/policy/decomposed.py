@@ -24,13 +24,13 @@ from reflex_runtime.robots.policy.observation import ActionChunk, Observation
 
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
-STEADY = 0.01  # relative change of velocity below which further steps are spared
-LEAST_STEPS = 2  # before any are spared
+STEADY = 0.01  # relative change of velocity below which the remaining steps are spared
+LEAST_STEPS = 2  # before any step is spared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flow:
-    """A resident between two steps: x after `step` of them, in the model's units."""
+    """A request between two steps: x after `step` of them, in the model's units."""
 
     prefix: Prefix
     x: NDArray[np.float32]
@@ -43,11 +43,11 @@ class _Flow:
 class DecomposedPolicy(Policy):
     """Runs a staged model.
 
-    A request whose prefix is cached enters at stage "denoise" and wants the steps; any other enters at "prefix" and
-    wants one unit more. Requests without an episode are not cached.
+    A request whose prefix is cached enters at stage "denoise" and wants one unit for each step; any other enters at
+    "prefix" and wants one unit more. Prefixes of requests without an episode are not cached.
 
     cache_bytes, max_age_chunks: of the `PrefixCache`, 0 bytes for none. rtc: chunks continue the episode's last one.
-    adaptive: a row with a steady velocity finishes in one step.
+    adaptive: a row whose velocity is steady does its remaining steps as one.
     """
 
     stages = (PREFIX, DENOISE)
@@ -89,7 +89,7 @@ class DecomposedPolicy(Policy):
             seen.append(observation.tokens)
         if self.spec.prefix_takes_state and observation.state is not None:
             seen.append(observation.state)
-        if self.spec.optional_images:  # a black picture is not a missing one
+        if self.spec.optional_images:  # a black picture differs from a missing one
             seen.append(observation.row("image_masks"))
         key = PrefixKey(self.slot, observation.episode_id, digest(text), digest(*seen))
         return replace(observation, prefix_key=key)
@@ -107,13 +107,13 @@ class DecomposedPolicy(Policy):
         return (DENOISE, steps) if cached else (PREFIX, steps + 1.0)
 
     def _anchor(self, observation: Observation, tails: ChunkTails) -> Anchor | None:
-        """The anchor of its chunk. Where actions are changes of the state, the old ones are moved to start from the new
-        state: the robot's targets stay the same."""
+        """The anchor of the next chunk. If actions are changes of the state, the old ones are shifted to start from the
+        new state, so that the robot's targets stay the same."""
         o = observation
         anchor = tails.anchor(o.episode_id, o.executed, o.delay, o.received)
-        if anchor is None or anchor.state is None or observation.robot_state is None:
+        if anchor is None or anchor.state is None or o.robot_state is None:
             return anchor
-        shift = self.model.shift(observation.robot_state - anchor.state)
+        shift = self.model.shift(o.robot_state - anchor.state)
         if shift is None:
             return anchor
         target = anchor.target.copy()
@@ -129,11 +129,11 @@ class DecomposedPolicy(Policy):
 
     def start(self) -> None:
         super().start()
-        self._packed = ((), None)  # it belongs to the buffers of the last thread
+        self._packed = ((), None)  # it may refer to buffers of the last thread
 
     def run(self, batch: Batch) -> Sequence[Any]:
         self.drop(batch.left)
-        # A ticket whose first batch hung is settled, but never in `left`, because it was not resident.
+        # A ticket whose first batch hung is settled, but is never in `left`, because it was not resident.
         self.drop([ticket for ticket in list(self._flows) if ticket.state is TicketState.SETTLED])
         self.model.notes = batch.notes
         return self._run_prefix(batch) if batch.stage == PREFIX else self._run_step(batch)
@@ -175,7 +175,7 @@ class DecomposedPolicy(Policy):
                 self._flows[ticket] = moved[ticket]
                 results.append(More(wants=float(self.spec.num_denoising_steps - moved[ticket].step)))
             else:
-                results.append(ProcessorError("its prefix is gone"))
+                results.append(ProcessorError("the request's prefix was dropped; send the request again"))
         if chunks:
             self._packed = ((), None)
             self._note(batch.notes, list(chunks.values()))
@@ -193,12 +193,12 @@ class DecomposedPolicy(Policy):
         k, x = np.array([flow.step for flow in rows], np.int64), stacked([flow.x for flow in rows])
         moved = self.model.step(self._packed[1], x, k, self.spec.num_denoising_steps)
         if not isinstance(moved, np.ndarray) or moved.shape != x.shape or moved.dtype.kind not in "fiu":
-            other = f"{described(moved)}, not {list(x.shape)} as its x"
-            raise ProcessorError(f"{self.spec.source}: a step of the model answered {other}")
+            shapes = f"{described(moved)}, not the {list(x.shape)} of its x"
+            raise ProcessorError(f"{self.spec.source}: a step of the model answered {shapes}")
         return list(moved)[: len(flows)]
 
     def _flow(self, ticket: Ticket) -> _Flow | None:
-        """The state of a ticket between steps; one with a cached prefix starts here."""
+        """The state of a ticket between steps: the first one if its prefix was cached; None if it was dropped."""
         known = self._flows.get(ticket)
         observation: Observation = ticket.request.payload
         if known is None and observation.prefix is not None:
@@ -237,10 +237,9 @@ class DecomposedPolicy(Policy):
         return chunks
 
     def _arrive(self, ticket: Ticket, flow: _Flow) -> None:
-        """Keep only what the episode's next chunk continues."""
+        """Drop the state of a finished ticket; keep what the episode's next chunk continues."""
         self._flows.pop(ticket, None)
-        self._remember(ticket)
-        if self.tails is not None and not ticket.cancel_requested:  # a cancelled chunk is not executed
+        if self._remember(ticket) and self.tails is not None:
             episode = ticket.request.payload.episode_id
             state = ticket.request.payload.robot_state
             self.tails.remember(episode, np.array(flow.x), self._clock() - ticket.arrived, state)

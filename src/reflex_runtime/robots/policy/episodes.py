@@ -1,11 +1,11 @@
 """State of an episode between its requests: its last chunk and its prefixes.
 
 Real-time chunking: the new chunk is anchored, at every denoise step, to the part of the episode's last chunk that the
-robot has not executed yet. Its first actions, which run while the new chunk is computed, are frozen; the weight then
-falls along a schedule up to the horizon (after Black et al., "Real-Time Execution of Action Chunking Flow Policies",
-2025; anchored here by in-painting along the flow, because an exported graph has no gradient for guidance).
+robot has not executed yet. The first actions of that part, which the robot executes while the new chunk is computed,
+are frozen; the weight then falls along a schedule up to the horizon (after Black et al., "Real-Time Execution of Action
+Chunking Flow Policies", 2025; here by in-painting along the flow, as an exported graph has no gradient for guidance).
 
-An episode belongs to one policy in one slot: for another robot or version the rest of a chunk would be a jump.
+An episode belongs to one policy in one slot: on another robot or version the rest of its chunk would be a jump.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 K = TypeVar("K")
 V = TypeVar("V")
-EPISODES: Final = 4096  # kept of one slot
+EPISODES: Final = 4096  # that are kept for one slot
 
 
 class Lru(OrderedDict[K, V]):
-    """A table that forgets the least recently used entry beyond `most`. forgotten: called with its value."""
+    """A table of at most `most` entries. Beyond them the least recently set or `use`d value goes, to `forgotten`."""
 
     def __init__(self, most: int, forgotten: Callable[[V], object] = lambda value: None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Lru(OrderedDict[K, V]):
             self._forgotten(self.popitem(last=False)[1])
 
     def use(self, key: K, make: Callable[[], V]) -> V:
-        """The value of a key, made if missing."""
+        """The value of a key, made if missing; it is then the most recently used."""
         value = self.get(key)
         if value is None:
             value = make()
@@ -57,8 +57,8 @@ Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
 class Rtc:
     """How chunks are joined.
 
-    horizon: actions of the new chunk that the old one may change, >= 1. schedule: how its weight falls from the frozen
-    ones to the horizon: ZEROS at once, ONES not at all, LINEAR, EXP (faster at first).
+    horizon: actions of the new chunk that the old one may change, >= 1. schedule: how the weight of the old chunk falls
+    after the frozen actions: ZEROS at once, ONES not before the horizon, LINEAR, EXP (faster at first).
     """
 
     schedule: Schedule = "LINEAR"
@@ -67,8 +67,8 @@ class Rtc:
     def weights(self, frozen: int, overlap: int, chunk_size: int) -> NDArray[np.float32]:
         """Weight of the old chunk at each place of the new one, float32 [chunk_size, 1], never rising.
 
-        frozen: places executed before the new chunk arrives. overlap: places the old chunk still covers; beyond both
-        it and the horizon the weight is 0.
+        frozen: actions executed before the new chunk arrives. overlap: actions left of the old chunk; beyond them or
+        the horizon the weight is 0.
         """
         end = min(self.horizon, overlap, chunk_size)
         start = min(frozen, end)
@@ -90,7 +90,7 @@ class Anchor:
     """Old actions that pull a new chunk towards them. In the model's units; arrays are read only.
 
     target: float32 [chunk_size, x_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
-    state: the state that the old actions are changes of, in the robot's units; None if they are no changes.
+    state: the robot's state at the old observation, in its units; None if the policy reads none.
     report: for the answer, JSON-safe.
     """
 
@@ -100,7 +100,7 @@ class Anchor:
     state: NDArray[np.float32] | None = None
 
     def pull(self, x: NDArray[np.float32], noise: NDArray[np.float32], time: float) -> NDArray[np.float32]:
-        """x at flow time `time` (0 noise, 1 action), its anchored places on the straight path from noise to target."""
+        """x at flow time `time` (0 noise, 1 action), drawn by the weights to the straight path from noise to target."""
         path = np.float32(1.0 - time) * noise + np.float32(time) * self.target
         return self.weights * path + (np.float32(1.0) - self.weights) * x  # exact where the weight is 0 or 1
 
@@ -114,8 +114,8 @@ class _Tail:
 
 
 class ChunkTails:
-    """The last chunk of each episode of one slot; the longest unused is forgotten. Read on the loop, written on the
-    device.
+    """The last chunk of each episode of one slot, for at most `episodes`. Read on the event loop, written on the device
+    thread.
 
     control_hz: actions that the robot executes a second. If None, only a request with `executed` continues a chunk, and
     actions are frozen only by its `delay`.
@@ -135,9 +135,9 @@ class ChunkTails:
     def remember(
         self, episode: str, actions: NDArray[np.float32], latency: float, state: NDArray[np.float32] | None = None
     ) -> None:
-        """Keep the episode's newest chunk. actions: float32 [chunk_size, x_dim]; a non-finite one is not kept.
+        """Keep the episode's newest chunk, if it is finite. actions: float32 [chunk_size, x_dim].
 
-        latency: seconds from its arrival to its end, the estimate for the next one. state: as in `Anchor`.
+        latency: seconds from its request's arrival to its end, the estimate for the next one. state: as in `Anchor`.
         """
         if not episode or not np.isfinite(actions).all():
             return
@@ -155,10 +155,10 @@ class ChunkTails:
     ) -> Anchor | None:
         """The anchor for the episode's next chunk; None if it has no last chunk, or all of it was executed.
 
-        executed: actions of the last chunk that were executed before this observation; by default those of the time
-        from the last answer until it was received (now, if None), for a robot that never stands still. delay: actions
-        that are executed until the new chunk arrives; by default those of the time that the last chunk took. Both
-        defaults need a control rate.
+        executed: actions of the last chunk that were executed before this observation; by default as many as fit
+        between the last answer and `received` (None: now), for a robot that never stands still. delay: actions that are
+        executed until the new chunk arrives; by default as many as fit into the time that the last chunk took. Without
+        a control rate there is no anchor by default, and the default delay is 0.
         """
         with self._lock:
             tail = self._tails.get(episode)
@@ -193,15 +193,15 @@ class ChunkTails:
 # -- the prefix --------------------------------------------------------------------------------------------------------
 #
 # A cache keyed only by episode would use the old picture's prefix for a new picture, and the policy would fail more
-# often. So the key contains a digest of the prefix's whole input. Reuse across pictures is an explicit, bounded and
+# often. So the key contains a digest of all inputs of the prefix. Reuse across pictures is an explicit, bounded and
 # reported option (`max_age_chunks`).
 
-ENTRY_OVERHEAD: Final = 1024  # bytes counted per entry beside its prefix, which bounds the number of tiny entries
+ENTRY_OVERHEAD: Final = 1024  # bytes that an entry counts besides its prefix, to bound the number of tiny entries
 
 
 class PrefixKey(NamedTuple):
-    """instruction, content: digests of the text and of all other inputs of the prefix. Slot and episode keep versions
-    and robots apart."""
+    """instruction, content: digests of the text and of all other inputs of the prefix. With slot and episode, versions
+    and robots share no entry."""
 
     slot: str
     episode: str
@@ -235,7 +235,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Least recently used, bounded in bytes. Looked up on the event loop, filled on the device thread.
+    """Keeps the most recently used prefixes, bounded in bytes. Read on the event loop, filled on the device thread.
 
     max_bytes: of prefixes, plus 1 KiB an entry; a larger entry is not kept.
     max_age_chunks: chunks for which an entry may serve *other* pictures of the same episode and instruction
@@ -251,7 +251,7 @@ class PrefixCache:
         self.hits = self.stale_hits = self.misses = self.evictions = 0
 
     def lookup(self, key: PrefixKey) -> tuple[Literal["hit", "hit_stale", "miss"], Prefix | None]:
-        """The cache's result and the entry. Every look-up counts, that of a refused request too."""
+        """The cache's result, and the prefix found. Every look-up is counted, also that of a refused request."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:

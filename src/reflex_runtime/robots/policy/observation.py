@@ -1,4 +1,4 @@
-"""The input of a policy (`Observation`), made of a request's fields by `ObservationFields`, and its output
+"""The input of a policy (`Observation`), which `ObservationFields` makes from a request's fields; and its output
 (`ActionChunk`)."""
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.pictures import MAX_IMAGE_PIXELS, bands, decode_picture, pixels_of, whole
 
 Image = NDArray[Any]  # uint8, or float32 (`FLOAT_LEVELS`)
-Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
+Sent = bytes | NDArray[Any]  # an image as the caller sent it: PNG or JPEG bytes, or an array
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
 
 
 class Doubt(NamedTuple):
-    """A field of a request that has not the effect that its caller may expect. kind: for the counter."""
+    """A field of a request that lacks an effect that its caller may expect. kind: for the counter."""
 
     kind: Literal["instruction_ignored", "instruction_unknown", "instruction_cut"]
     message: str
@@ -41,13 +41,13 @@ class Doubt(NamedTuple):
 class Observation:
     """The input of a policy, ready for its model: decoded and resized.
 
-    Of a policy that sees n observations together, images, `present` and state have an axis [n] in front, oldest first.
+    For a policy that sees n observations together, images, `present` and state have an axis [n] in front, oldest first.
 
-    images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself. One that
-        was not sent is black. present: whether it was sent, by name; a tuple of n where there is history.
+    images: by the policy's names, uint8 [height, width, 3] (float32 with `FLOAT_LEVELS`), at its sizes unless the model
+        fits them itself. One that was not sent is black. present: whether it was sent, by name; n of them with history.
     tokens: int64 [max_tokens], None if the policy reads no text, or its model makes the tokens. token_mask: bool
         [max_tokens], False for padding.
-    state: float32 [state_dim], normalised. robot_state: the newest, in the robot's units, transformed.
+    state: float32 [state_dim], normalised. robot_state: the newest state after its transforms, not normalised.
     seed: of the noise, in [0, 2⁶⁴).
     episode_id: "" if the caller named none; nothing is then kept between its requests.
     cache, prefix: set by `Policy.request`: the cache's result, and the prefix found, which stays in memory until the
@@ -55,7 +55,7 @@ class Observation:
     ready: the result of the model's own `prepare`.
     moment: the observation without the axis [n], kept for the next ones of its episode; past: the request ids of the
         earlier ones in it, oldest first.
-    doubts: warnings for the answer.
+    doubts: warnings for the answer. instruction: "" if there is none.
     executed, delay, received: as in `ChunkTails.anchor`. anchor: set by `Policy.request`.
     """
 
@@ -83,13 +83,13 @@ class Observation:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes in a history."""
+        """Bytes that it counts in a history."""
         size = sum(image.nbytes for image in self.images.values())
         return size + (0 if self.state is None else self.state.nbytes) + MOMENT_OVERHEAD
 
     def row(self, role: str) -> NDArray[Any]:
-        """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_masks": those of all
-        images along a last axis, in their order."""
+        """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_masks": whether each
+        image was sent, along a last axis, in their order."""
         if role in self.images:
             return self.images[role]
         if role == "image_masks":
@@ -102,10 +102,10 @@ class Observation:
 class ActionChunk:
     """The output of a policy.
 
-    actions: float32 [chunk_size, action_dim] in the robot's units, the first to be executed first.
+    actions: float32 [chunk_size, action_dim] in the robot's units, in the order of execution.
     denoising_steps: number of Euler steps. cache: of the prefix ("off" without a cache).
-    guard: the changes of the action guard: `clamped`, values outside their range; `joints`, their names or else
-        indices, in order; `held`, the chunk was not finite and is the episode's last good action, repeated.
+    guard: what the action guard changed: `clamped`, the number of values that were outside their range or not finite;
+        `joints`, their names or else indices; `held`, whether the chunk is the episode's last good action, repeated.
     rtc: how it continues the episode's last chunk (`Anchor.report`), or None if it does not.
     """
 
@@ -129,10 +129,10 @@ def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]
 def decode_image(
     data: bytes, field: str = "image", size: tuple[int, int] | None = None, resize: Resize = "stretch"
 ) -> Image:
-    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest for a broken, too large or other file.
+    """A PNG or JPEG as [height, width, 3]; InvalidRequest for a file that is broken, too large or neither.
 
     size: (height, width); None keeps its own. resize: see `resize_image`. A JPEG that is at least twice as large is
-    decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled.
+    decoded at 1/2, 1/4 or 1/8 of its size first, except with `FLOAT_LEVELS`.
     """
     if size is None:
         return decode_picture(data, field)
@@ -158,9 +158,9 @@ def warm_decoders() -> None:
 def resize_image(image: Image, height: int, width: int, resize: Resize = "stretch") -> Image:
     """Bilinear; unchanged when it already has the size.
 
-    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-smolvla-float":
-    in the bottom right corner, each pixel between the four nearest of the original, without averaging, in float32 where
-    it was fitted, as SmolVLA of LeRobot does.
+    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-smolvla-float",
+    as SmolVLA of LeRobot does: in the bottom right corner, in float32, each pixel interpolated between the four nearest
+    of the original, without averaging over more.
     """
     if image.shape[:2] == (height, width):
         return image
@@ -173,7 +173,7 @@ def resize_image(image: Image, height: int, width: int, resize: Resize = "stretc
 
 
 def _fitted(image: Any, height: int, width: int, resize: Resize) -> Image:
-    """The same for an image of Pillow, in any mode; its pixels are not sampled."""
+    """The same for an image of Pillow in any mode, but not for `FLOAT_LEVELS`."""
     inner = _inner(image.width, image.height, height, width, resize)
     pixels = whole(image) if image.size == inner else np.asarray(_resized(image, *inner))
     return _padded(pixels, height, width, resize)
@@ -188,7 +188,7 @@ def _inner(wide: int, high: int, height: int, width: int, resize: Resize) -> tup
 
 
 def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
-    """The pixels in a black frame; grey ones in three channels."""
+    """The pixels in a black frame; grey ones are repeated in three channels."""
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[..., None], 3, axis=2)
     down, right = height - pixels.shape[0], width - pixels.shape[1]
@@ -201,8 +201,8 @@ def _padded(pixels: Image, height: int, width: int, resize: Resize) -> Image:
 
 
 def _resized(image: Any, width: int, height: int) -> Any:
-    """Bilinear. A picture that must be converted is narrowed band by band, then shortened; the rounding in between may
-    change levels by one."""
+    """Bilinear. A picture that must be converted is narrowed band by band, and then made lower; the rounding in between
+    may change levels by one."""
     import PIL.Image
 
     bilinear, narrow = PIL.Image.Resampling.BILINEAR, None
@@ -216,7 +216,7 @@ def _resized(image: Any, width: int, height: int) -> Any:
 
 
 def _sampled(image: Any, width: int, height: int) -> NDArray[np.float32]:
-    """Each pixel between the four nearest of the original, as PyTorch's `interpolate` gives it."""
+    """Each pixel interpolated between the four nearest of the original, as by PyTorch's `interpolate`."""
     (y, y_next, y_share), (x, x_next, x_share) = _nearest(len(image), height), _nearest(image.shape[1], width)
     above, below = image[y], image[y_next]
     sides: list[NDArray[np.float32]] = []
@@ -227,7 +227,7 @@ def _sampled(image: Any, width: int, height: int) -> NDArray[np.float32]:
 
 
 def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
-    """For each wanted place along an axis: the places before and behind it, and the share of the second."""
+    """For each of `wanted` places along an axis: the pixels before and after it, and the share of the second."""
     at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(size / wanted) - 0.5, 0.0)
     before = np.minimum(at.astype(np.intp), size - 1)
     return before, np.minimum(before + 1, size - 1), (at - before).astype(np.float32)
@@ -237,15 +237,15 @@ def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp]
 
 
 HISTORY_BYTES: Final = 256 << 20
-MOMENT_OVERHEAD: Final = 1024  # bytes counted per observation beside its arrays
+MOMENT_OVERHEAD: Final = 1024  # bytes that an observation counts besides its arrays
 
 
 class ObservationHistory:
     """The newest observations of each episode of one slot. Read on threads that prepare, written on the device thread.
 
     An observation is kept once its chunk has been computed: a request that was refused, shed, cancelled or failed
-    leaves nothing, and a repeated one sees the same past. They are in the order in which the server received them,
-    not in that of decoding or answers.
+    leaves nothing, and a repeated request sees the same past. Observations are in the order in which the server
+    received them, not in that of decoding or answers.
 
     steps: observations that the policy sees together, >= 2. Beyond `max_bytes` or `episodes` the least recently used
     episode is forgotten, and continues as a new one.
@@ -259,7 +259,7 @@ class ObservationHistory:
         self.evictions = 0
 
     def before(self, episode: str, moment: Observation) -> tuple[Observation, ...]:
-        """At most steps − 1 moments that were received before this one, oldest first; none of the request itself."""
+        """At most steps − 1 moments that were received before this one, oldest first, without that of the request."""
         with self._lock:
             kept = self._moments.get(episode, ())
             if kept:
@@ -268,14 +268,14 @@ class ObservationHistory:
         return tuple(past[1 - self.steps :])
 
     def remember(self, episode: str, moment: Observation) -> None:
-        """Keep a moment at its place; it replaces that of the same request."""
+        """Keep a moment, in the order of `received`; it replaces that of the same request."""
         if not episode:
             return
         with self._lock:
             kept = [one for one in self._moments.get(episode, ()) if one.request_id != moment.request_id]
             kept = sorted([*kept, moment], key=_received)
             self._remove(episode)
-            # One more than a request looks back to: a repeated request must see the same past.
+            # One more than a request sees before its own: a repeated request must see the same past.
             self._moments[episode] = tuple(kept[-self.steps :])
             self._bytes += sum(one.nbytes for one in self._moments[episode])
             while self._bytes > self.max_bytes or len(self._moments) > self._most:
@@ -283,7 +283,7 @@ class ObservationHistory:
                 self.evictions += 1
 
     def forget(self, episode: str | None = None) -> None:
-        """Forget an episode, or all: it was moved, or starts again."""
+        """Forget an episode, or every one."""
         with self._lock:
             for one in list(self._moments) if episode is None else (episode,):
                 self._remove(one)
@@ -305,9 +305,9 @@ class ObservationHistory:
 
 
 def together(moments: tuple[Observation, ...], steps: int) -> dict[str, Any]:
-    """The fields of an `Observation` that have an axis of `steps`: the moments, oldest first, the first one repeated.
+    """The fields of an `Observation` that have an axis of `steps`: the moments, oldest first, which is repeated.
 
-    InvalidRequest where a camera's pictures have another size than earlier in the episode.
+    InvalidRequest if a camera's pictures have another size than earlier in the episode.
     """
     moments = (moments[0],) * (steps - len(moments)) + moments
     newest = moments[-1]
@@ -335,10 +335,10 @@ MAX_WORD = 40  # characters of each
 
 
 class ObservationFields:
-    """Reads the fields of requests to a policy: checks, decodes pictures, normalises the state, makes tokens. Slow, for
-    worker threads. InvalidRequest names a missing or wrong field that the policy needs.
+    """Reads the fields of requests to a policy: checks them, decodes pictures, normalises the state, and makes tokens.
+    Slow: for worker threads. InvalidRequest names a missing or wrong field that the policy needs.
 
-    names: those that requests may use for its images.
+    names: under which requests may send its images.
     """
 
     def __init__(self, spec: PolicySpec) -> None:
@@ -353,8 +353,8 @@ class ObservationFields:
         return pixels
 
     def pictures(self, sent: Mapping[str, tuple[Sent, str]]) -> tuple[dict[str, Image], dict[str, bool]]:
-        """The picture of every camera, decoded and resized, black for a missing one; and whether it was sent. sent: as
-        `found` returns it."""
+        """The picture of every camera, decoded and resized, black for a missing one; and whether it was sent. sent: the
+        result of `found`."""
         spec, made = self.spec, {}
         for name, size in spec.images.items():
             black = (*size, np.float32 if spec.resize == FLOAT_LEVELS else np.uint8)
@@ -362,7 +362,7 @@ class ObservationFields:
         return made, {name: name in sent for name in made}
 
     def found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
-        """The image sent for each camera and the field name for errors; without missing ones that are optional."""
+        """The image sent for each camera, with the field's name for errors; optional images may be missing."""
         found = {}
         for name in self.spec.images:
             sent, field = self._sent_for(name, images)
@@ -403,9 +403,9 @@ class ObservationFields:
         if not self.spec.takes_text:
             found.append(Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"))
         if tokenizer is not None and (unknown := tokenizer.unknown(instruction)):
-            told = ", ".join(repr(word[:MAX_WORD]) for word in unknown[:MAX_WORDS])
+            words = ", ".join(repr(word[:MAX_WORD]) for word in unknown[:MAX_WORDS])
             more = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
-            message = f"instruction: words that the policy does not know: {told}{more}"
+            message = f"instruction: words that the policy does not know: {words}{more}"
             found.append(Doubt("instruction_unknown", message))
         if cut:
             read = f"the policy reads {self.spec.max_tokens} tokens, and {cut} more were cut off its end"
@@ -415,7 +415,7 @@ class ObservationFields:
     def tokens(
         self, instruction: str, state: NDArray[np.float32] | None
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None, int]:
-        """As `InstructionTokenizer.row`; (None, None, 0) where the policy reads no text, or its model makes tokens."""
+        """See `InstructionTokenizer.row`; (None, None, 0) if the policy reads no text, or its model makes tokens."""
         tokenizer, prompt = self.spec.tokenizer, self.spec.prompt
         if tokenizer is None or not self.spec.takes_text:
             return None, None, 0
@@ -424,7 +424,7 @@ class ObservationFields:
     def state(
         self, state: Sequence[float] | NDArray[Any] | None
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-        """The state after its transforms, and normalised; both None where the policy takes none."""
+        """The state after its transforms, and normalised as well; both None if the policy takes none."""
         if state is None:
             if self.spec.takes_state:
                 raise InvalidRequest("state: missing, and this policy needs it", "state")
@@ -440,7 +440,7 @@ class ObservationFields:
         changed: NDArray[np.float32] = sent
         values = changed
         if norm is not None or transforms or sent.dtype != np.float32:
-            with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
+            with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused below
                 changed = transformed(sent.astype(np.float32, copy=False), transforms)
                 values = changed if norm is None else norm.normalise(changed)
         if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy

@@ -1,7 +1,7 @@
-"""The processor around a policy: injected faults, and outside them the guard of its actions.
+"""The processor around a policy: the guard of its actions, and injected faults, which the guard sees.
 
-The guard is the last check of actions before they are sent: within the robot's ranges, and finite. Non-finite actions
-are an error, or a hold of the episode's last good action. Never zeros: in absolute joint control zero is a motion
+The guard is the last check before actions are sent: they must be finite and within the robot's ranges. Non-finite
+actions are an error, or the episode's last good action is held. Never zeros: in absolute joint control zero is a motion
 command.
 
 Injected faults, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` and `--inject-latency-ms`.
@@ -52,7 +52,7 @@ class ActionGuard:
     on_bad_action: "error" fails the request. "hold" answers with the episode's last good action in every step of the
         chunk, and marks the answer; it is an error without an episode or a good action of it. In a relative action
         space a repeated action continues the motion, so "error" is safer there.
-    max_episodes: number of episodes whose last action is kept; the longest unused is forgotten.
+    max_episodes: number of episodes whose last action is kept; the least recently used is forgotten.
     """
 
     def __init__(self, embodiment: Embodiment, on_bad_action: OnBadAction = "error", max_episodes: int = 4096) -> None:
@@ -80,7 +80,7 @@ class ActionGuard:
         if self._ranges is None:
             return bool(np.isfinite(actions).all())
         low, high = self._ranges[:, 0], self._ranges[:, 1]
-        return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
+        return bool(((actions >= low) & (actions <= high)).all())  # comparisons with NaN are False
 
     def keep(self, actions: NDArray[np.float32], episode_id: str) -> None:
         """Keep the episode's last good action, if it may be needed."""
@@ -90,7 +90,7 @@ class ActionGuard:
     def _hold(self, chunk: ActionChunk, episode_id: str, bad: NDArray[np.bool_]) -> ActionChunk:
         report, last = self._report(bad, held=True), self._last.get(episode_id)
         if last is None:
-            held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"
+            held = "" if self.on_bad_action == "error" else "; the episode has no good action to hold"
             raise NonFiniteResult(f"the policy's actions are not finite (joints {', '.join(report['joints'])}){held}")
         self._last.move_to_end(episode_id)
         return replace(chunk, actions=np.broadcast_to(last, chunk.actions.shape).copy(), guard=report)
@@ -109,7 +109,7 @@ _DEFAULT_SECONDS: Final = {"hang": 60.0, "slow": 0.5}
 
 
 class InjectedDeath(SystemExit):
-    """Ends the device thread: no processor error, nothing catches it on the way."""
+    """Ends the device thread: it is no Exception, so that nothing catches it as an error of the processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,11 @@ def parse_fault(text: str) -> Fault:
 
 
 class GuardedProcessor:
-    """A processor with faults before the guard, which therefore sees an injected NaN. A chunk that must not be sent
-    fails alone. The batch's notes count the chunks that were `clamped`, `held` or `refused`.
+    """A processor with injected faults and then the guard, which therefore sees an injected NaN. A chunk that must not
+    be sent fails alone. The batch's notes count the chunks that were `clamped`, `held` or `refused`.
 
     guard: None for none. faults: of this slot; they may change between two batches. latency: seconds added to every
-    batch (`--inject-latency-ms`). seed: of the draw. sleep: waits for `slow` and latency. release: ends every present
-    and future hang.
+    batch (`--inject-latency-ms`). seed: of the marks. sleep: waits for `slow` and latency. release: ends every hang.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class GuardedProcessor:
 
     @property
     def any_thread(self) -> bool:
-        """Not with faults, which hang and end their thread."""
+        """Whether any thread may run it: not with faults, which may hang or end the thread."""
         return not self.faults and may_run_anywhere(self._inner)
 
     def start(self) -> None:
@@ -208,7 +207,7 @@ class GuardedProcessor:
         return [checked.get(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
 
     def _before(self, fault: Fault, batch: Batch) -> None:
-        """Faults of the whole call, before it has changed anything."""
+        """Inject the faults of the whole call, before it has changed anything."""
         if fault.kind == "raise":
             for ticket in batch.grants:
                 if self._marked(fault, ticket.id):
@@ -220,11 +219,11 @@ class GuardedProcessor:
                 self._sleep(fault.seconds)
             else:
                 self.release.wait(fault.seconds)
-                # Now the callers have their error, and another thread may run the device: the batch must not run.
+                # By now the callers have an error, and another thread may run the device: the batch must not run.
                 raise ProcessorHung(f"injected fault {fault}: batch {batch.id} hung")
 
     def _marked(self, fault: Fault, key: str) -> bool:
-        """Whether the draw of a request or batch, uniform in [0, 1) by SHA-256, is below the rate."""
+        """Whether the hash of a request or batch, uniform in [0, 1) by SHA-256, is below the rate."""
         text = f"{self._seed}:{fault.slot}:{fault.kind}:{key}".encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fault.rate * 2.0**64
 
@@ -232,8 +231,8 @@ class GuardedProcessor:
 def served_by(
     policy: Policy, guard: ActionGuard | None = None, faults: Iterable[Fault] = (), latency: float = 0.0
 ) -> GuardedProcessor:
-    """The processor to serve a policy. guard: by default of its embodiment, with errors for bad actions. faults: only
-    those of its slot are used."""
+    """The processor that serves a policy. guard: by default that of its embodiment, with errors for bad actions.
+    faults: only those of its slot are used."""
     mine = [fault for fault in faults if fault.slot == policy.slot]
     return GuardedProcessor(policy, guard or ActionGuard(policy.spec.embodiment), mine, latency)
 
@@ -246,7 +245,7 @@ def _checked(guard: ActionGuard, ticket: Ticket, chunk: ActionChunk, notes: dict
         note = "held" if report["held"] else "clamped" if report["clamped"] else ""
     except NonFiniteResult as error:
         checked, note = error, "refused"
-    if note:  # a sum: a bisected batch is several calls
+    if note:  # added up, because a batch that is repeated in parts has several calls
         notes[note] = notes.get(note, 0) + 1
     return checked
 

@@ -1,4 +1,4 @@
-"""The description of a policy, whatever its files are: everything that the server needs beside the model itself."""
+"""The description of a policy, whatever its files are: all that the server must know besides the model itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reflex_runtime.run.onnx_session import CPU
 
 Resize = Literal["stretch", "pad", "pad-smolvla-float"]
 FLOAT_LEVELS: Final = "pad-smolvla-float"
-"""The `resize` that makes float32 pictures: levels of 255 that are not rounded."""
+"""The `resize` that makes float32 pictures, whose levels 0 … 255 are not rounded."""
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -59,11 +59,11 @@ class Embodiment:
 
 @dataclass(frozen=True, slots=True)
 class WireMap:
-    """The names of a policy's inputs in the observations of one wire; others have the policy's names.
+    """The names of a policy's inputs in the observations of one wire. Inputs without one have the policy's names.
 
-    images: by camera. state: the names of the parts of the state, in order. prompt: of the instruction. metadata:
-    announced by the wire beside its own. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
-    used; 0 is all. state_sizes, actions: of wires with groups, the size of each part of the state and of the actions.
+    images: by camera. state: the names of the parts of the state, in order. prompt: the name of the instruction.
+    metadata: announced by the wire besides its own. dialect: for openpi. execute: for vla-eval, how many actions of a
+    chunk are used; 0 is all. state_sizes, actions: for wires with groups, the sizes of the parts of state and actions.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -79,8 +79,8 @@ class WireMap:
 class Wire(NamedTuple):
     """A protocol of requests, and its modules in `robots/wires`.
 
-    routes: the module with `routes(handler)`. listener: the one with `listener(app, handler)`, for a port of its own
-    whose address is the setting `setting`; clients: for the log. described: `wires` of an export may have it.
+    routes: the module with `routes(handler)`. listener: the module with `listener(app, handler)`, for a port of its own
+    whose address is in the setting `setting`. clients: their name in the log. described: `wires` of an export may.
     """
 
     routes: str = ""
@@ -119,9 +119,9 @@ _RANGES = (
 class PolicySpec:
     """The inputs and outputs of a policy, and its model's properties.
 
-    source: as in errors and /health: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
+    source: in errors and /health: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
     staged: prefix and denoise steps are calls of their own ("decomposed" on the wire, else "monolithic").
-    config: as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in where empty.
+    config: JSON-safe, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in where empty.
 
     images: (height, width) by name, uint8 [height, width, 3] unless `resize` is `FLOAT_LEVELS`. resize: how pictures of
         another size are fitted; "none" leaves that to the model. other_names: by image, another name in requests.
@@ -130,10 +130,10 @@ class PolicySpec:
     observation_steps: observations of an episode that the model sees together, the newest last (`ObservationHistory`).
         Images and state have an axis of that length in front if it is above 1.
     state_transforms: applied to the state before `state_norm`. action_transforms: applied to the denormalised actions.
-    takes_text: an instruction is needed. default_prompt: of requests that have none. tokenizer, max_tokens: how it
-        becomes tokens; None if the model does that. prompt: the tokenized text; None for the instruction as it is.
-    takes_noise: the request's noise decides the answer. x_dim: width of what is denoised, 0 is action_dim. horizon: its
-        rows, 0 is chunk_size; only whole models have others.
+    takes_text: an instruction is needed. default_prompt: for requests that have none. tokenizer, max_tokens: how it
+        becomes tokens; None if the model does that. prompt: the text to tokenize; None for the instruction unchanged.
+    takes_noise: the answer depends on the request's noise. x_dim, horizon: width and rows of what is denoised; 0 is
+        action_dim and chunk_size. Only whole models may have another horizon.
     prefix_takes_state: a new state needs a new prefix.
     """
 
@@ -191,7 +191,7 @@ class PolicySpec:
         if self.x_dim < self.action_dim:
             self.wrong("x_dim", f"at least action_dim, {self.action_dim}")
         if self.staged and self.horizon != self.chunk_size:
-            self.wrong("horizon", "none in a decomposed policy: x has chunk_size rows")
+            self.wrong("horizon", "none in a decomposed policy, whose x has chunk_size rows")
         self._check_sizes()
         if self.prompt is not None and self.tokenizer is None:
             self.wrong("prompt", "none without a tokenizer: the model makes its own text")
@@ -205,7 +205,7 @@ class PolicySpec:
             self.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
 
     def _check_sizes(self) -> None:
-        """NumPy would stretch one number over all joints."""
+        """Check the sizes of arrays and names: NumPy would use one number for all joints."""
         robot, dim = self.embodiment, self.action_dim
         for name, count in (("state_norm", self.state_dim), ("action_norm", dim)):
             norm: Norm | None = getattr(self, name)
@@ -221,14 +221,14 @@ class PolicySpec:
             self.wrong("max_tokens", "at least 1, because there is a tokenizer")
 
     def wrong(self, name: str, expected: str, found: object = None) -> NoReturn:
-        """Raise the ConfigError for a field. found: the value, by default the field's."""
+        """Raise the ConfigError for a field. found: the wrong value, by default the field's."""
         value = getattr(self, name) if found is None else found
         shown = shorten(json.dumps(value, ensure_ascii=False, default=str))
         raise ConfigError(f"{self.place}{name}: found {shown}, expected {expected}")
 
     @property
     def place(self) -> str:
-        """Of the fields, for errors."""
+        """What stands before a field's name in errors."""
         return "PolicySpec."
 
     @property
@@ -239,5 +239,5 @@ class PolicySpec:
 
     @property
     def inference_mode(self) -> str:
-        """The kind as wires and exports name it: "decomposed" for staged models, else "monolithic"."""
+        """The kind by its name in wires and exports: "decomposed" for staged models, else "monolithic"."""
         return "decomposed" if self.staged else "monolithic"

@@ -25,15 +25,15 @@ _CLEAN: Final[Mapping[Cleaning, Callable[[str], str]]] = {
     "end_newline": lambda text: text.removesuffix("\n") + "\n",
 }
 PROMPT, STATE_BINS = "{prompt}", "{state_bins}"
-_EDGES: Final = np.linspace(-1.0, 1.0, 257)[:-1]  # of 256 bins; a smaller number is in bin -1
+_EDGES: Final = np.linspace(-1.0, 1.0, 257)[:-1]  # of 256 bins; a number below -1 is in bin -1
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """A text with `{prompt}`, and perhaps `{state_bins}`: the normalised state, each number as its bin of 256 in
+    """A text with `{prompt}`, and perhaps `{state_bins}`: for each number of the normalised state its bin of 256 in
     [-1, 1], with spaces between.
 
-    clean: of the instruction, in this order: "strip" white space, "lower" case, "underscores" and "newlines" become
+    clean: changes of the instruction, in this order: "strip" white space, "lower" case, "underscores" or "newlines" to
     spaces, "end_newline" adds a newline unless it ends with one.
     """
 
@@ -45,7 +45,7 @@ class PromptTemplate:
         return STATE_BINS in self.template
 
     def render(self, instruction: str, state: Floats | None) -> str:
-        """The text to tokenize. state: float32 [state_dim], normalised, None for none."""
+        """The text to tokenize. state: float32 [state_dim], normalised; needed if the template reads it."""
         before, _, after = self.template.partition(PROMPT)
         if self.reads_state:
             assert state is not None
@@ -69,7 +69,7 @@ class InstructionTokenizer:
         raise NotImplementedError
 
     def unknown(self, text: str) -> list[str]:
-        """Its words that have a part without a token; no punctuation alone."""
+        """The words of the text of which a part has no token, except mere punctuation."""
         raise NotImplementedError
 
     def row(self, text: str, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], int]:
@@ -102,7 +102,7 @@ class WordTokenizer(InstructionTokenizer):
 
 
 class PackagedTokenizer(InstructionTokenizer):
-    """A `tokenizer.json`, through the `tokenizers` package, with the special tokens the file asks for."""
+    """A `tokenizer.json`, through the `tokenizers` package, with the special tokens that the file adds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.padding = (tokenizer.padding or {}).get("pad_id", 0)

@@ -21,7 +21,7 @@ class Norm:
     """normalised = (value − offset) / scale + origin, element by element; float32 [dim], scale > 0.
 
     Every affine normalisation is one. Around a mean: mean, std and 0. A range mapped to [-1, 1]: its low end, half of
-    its width and -1. (A middle in place of the low end would lose what a narrow range far from 0 is.)
+    its width and -1. (With its middle as the offset, float32 would round a narrow range far from 0 away.)
     """
 
     offset: Floats
@@ -53,7 +53,7 @@ class Norm:
 
 
 class Transform(Protocol):
-    """A change of states or of actions: float32 [..., dim]. state: that of actions, broadcasts to [..., state_dim]."""
+    """A change of states or of actions: float32 [..., dim]. state: for actions, broadcasts to [..., state_dim]."""
 
     def __call__(self, values: Floats, state: Floats | None) -> Floats: ...
 
@@ -71,7 +71,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddState:
-    """Changes become targets: the state is added where the mask is 1, and not where it is 0. mask: float32 [≤ dim]."""
+    """Turns changes into targets: adds the state where the mask is not 0. mask: float32 [≤ dim]."""
 
     mask: Floats
 
@@ -97,7 +97,7 @@ class Binarised:
         for dim in self.dims:
             high = values[..., dim] > np.float32(self.threshold)
             chosen[..., dim] = np.where(high, np.float32(self.above), np.float32(self.below))
-            # Values that are not finite stay for the action guard.
+            # Values that are not finite are kept, for the action guard to find.
             chosen[..., dim] = np.where(np.isfinite(values[..., dim]), chosen[..., dim], values[..., dim])
         return chosen
 
@@ -129,9 +129,8 @@ def transformed(values: Floats, by: Sequence[Transform], state: Floats | None = 
 
 
 def shift_of(norm: Norm | None, transforms: Sequence[Transform], moved: Floats, dim: int) -> Floats | None:
-    """The change of actions in the model's units, float32 [dim], that keeps the robot's targets when the state that is
-    added to them moves by `moved`, in the robot's units; None where no state is added. 0 where a transform scales by
-    0."""
+    """The change of actions in the model's units, float32 [dim], that keeps the robot's targets when the added state
+    changes by `moved`, in the robot's units; 0 where a transform scales by 0. None if no state is added."""
     slope = np.ones(dim, np.float32) if norm is None else norm.scale
     shift = np.zeros(dim, np.float32)
     adds = False
