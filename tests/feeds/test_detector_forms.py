@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[Callable[[Size], Arrays], Mapping[str, str], str]] = {
     "RF-DETR, classes of another training": (
         queries("dets", "labels", [4] * 6, [-4] * 6),
         {"names": NAMES},
-        "'labels' has 6 classes, with or without one for nothing: its metadata has 3 names",
+        "'labels' has 6 classes, one of which may mean no object: its metadata has 3 names",
     ),
     "RF-DETR keypoints": (
         lambda size: {**queries("dets", "labels", (-9, -9, 4), (-9, -9, -9))(size), "keypoints": np.ones((1, 2, 34))},

@@ -142,8 +142,8 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
     ("text", "says"),
     [
         ("feed = 3", "feed: must be tables, each beginning with [[feed]]"),
-        ("[[feed]]\nsource = 'x'", "feed 1: name: must be there, and be text"),
-        ("[[feed]]\nname = 'a'", "feed 1: source: must be there"),
+        ("[[feed]]\nsource = 'x'", "feed 1: name: must be given, as a text"),
+        ("[[feed]]\nname = 'a'", "feed 1: source: must be given"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\ncolour = 1", "feed 1: colour: no such setting of a feed"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nrestarts = inf", "feed 1: restarts=inf: must be a whole number"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nmax_age_ms = 0", "feed 1: max-age-ms=0: must be in [1"),

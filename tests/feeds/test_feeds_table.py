@@ -117,7 +117,7 @@ def test_f14_without_a_terminal_a_feed_is_a_line_and_many_are_one() -> None:
         (health.BatchSubmissionRejected(0, "door", 3, "onnx"), logging.WARNING,
          "door: 3 frames refused, the queue of onnx was full"),
         (health.BatchInFlightExceeded(0, "door", 1, "onnx"), logging.WARNING,
-         "door: 1 frame refused, onnx had not answered the one before"),
+         "door: 1 frame refused, onnx had not answered the earlier ones"),
         (health.BatchTimeout(0, "door", 2, "onnx"), logging.WARNING, "door: 2 frames not answered by onnx in time"),
         (health.BatchError(0, "onnx", 1, error="bad\nframe"), logging.ERROR, "onnx: 1 batch failed: bad frame"),
         (health.BatchError(0, "onnx", 4, error="bad"), logging.ERROR, "onnx: 4 batches failed: bad"),

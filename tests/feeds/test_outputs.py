@@ -463,17 +463,23 @@ def test_f14_a_connection_is_kept_after_a_short_answer(
     assert (output.snapshot().sent, len(receiver.bodies), len(receiver.clients)) == (250, 3, connections)
 
 
-def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time() -> None:
+@pytest.mark.parametrize("kept", [0, 1])
+def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time(kept: int) -> None:
+    """kept: requests that are answered before on the connection."""
     hangs = threading.Event()
-    with Receiver(lambda _: (200, {}) if hangs.wait(PATIENCE) else (500, {})) as receiver:
+    with Receiver(lambda n: (200, {}) if n < kept or hangs.wait(PATIENCE) else (500, {})) as receiver:
         output = Webhook(receiver.url)
-        output.take(result(0))
         output.start()
-        receiver.wait(1)
-        output.take(result(1))
+        for number in range(kept + 1):
+            with output.news:
+                assert output.news.wait_for(lambda n=number: output._sent_count == n, PATIENCE)
+            output.take(result(number))
+            receiver.wait(number + 1)
+        output.take(result(kept + 1))
         output.signal(0.1)
         assert output.join(), "the request was cut off"
         hangs.set()
+        assert len(receiver.bodies) == kept + 1, "and not sent again"
     assert output.snapshot().drops["unsent"] == 2
     assert balanced(output)
 

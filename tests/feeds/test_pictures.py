@@ -120,7 +120,7 @@ def test_i18_a_stream_has_at_most_ten_pictures_a_second_each_made_once(
         assert len(made) - before <= 6  # not four for each of the two
     for _ in range(1000):
         cameras.show()
-    until(lambda: not cameras.pictures._lookers)
+    until(lambda: not cameras.pictures._viewers)
     seen = len(made)
     cameras.show()
     assert len(made) == seen
@@ -141,11 +141,11 @@ def test_i18_several_feeds_come_in_one_answer_and_each_picture_names_its_feed(
         assert {size for _, size in cameras.pictures._made} == {MIDDLE}  # each is made once for both
     with cameras.play(), cameras.page.asked("/feeds.mjpeg?feed=wall&feed=door") as rest:  # one was removed meanwhile
         assert named(rest) == "door"
-    until(lambda: not cameras.pictures._lookers)
+    until(lambda: not cameras.pictures._viewers)
     told = [cameras.page.ask(f"/feeds.mjpeg?{query}") for query in ("feed=wall", "feed=door&feed=a&feed=b")]
     assert [(code, json.loads(body)["message"]) for code, _, body in told] == [
         (404, "there is no feed wall"),
-        (422, "feed: 3 are asked for, at most 2 may be"),
+        (422, "feed: 3 are named, at most 2 may be"),
     ]
 
 
@@ -168,7 +168,7 @@ def test_i18_there_are_only_so_many_streams(cameras: Cameras, monkeypatch: pytes
     monkeypatch.setattr(pictures, "STREAMS", 1)
     with cameras.page.asked("/feeds/door.mjpeg"):
         code, _, body = cameras.page.ask("/feeds/a%20b.mjpeg")
-        assert (code, json.loads(body)["message"]) == (429, "1 watch feeds already, which is the most")
+        assert (code, json.loads(body)["message"]) == (429, "1 callers watch feeds already, which is the most")
 
 
 def test_i18_one_that_does_not_read_is_cut_off_and_others_go_on(
@@ -280,7 +280,7 @@ def test_i18_the_last_viewer_leaves_no_frame_behind() -> None:
             return there
 
     watched = FeedPictures(lambda: {"door"})
-    watched._lookers = Leaving(door=1)
+    watched._viewers = Leaving(door=1)
     watched.take(Result(frame(1), "door", BOX, 0.01))
     assert not watched._newest
     watched.close()

@@ -19,7 +19,7 @@ from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines
-from reflex_runtime.feeds.plan import batching_asked, plan_of
+from reflex_runtime.feeds.plan import batching_of, plan_of
 from reflex_runtime.feeds.runtime.health import (
     BatchSubmissionRejected,
     FeedConnected,
@@ -154,7 +154,7 @@ def test_frames_of_a_file_in_flight_are_counted_when_its_thread_dies(where: str)
 def test_f4_files_together_ask_for_no_more_than_the_queue_holds(feeds: int, ahead: int) -> None:
     runtime, sinks = Runtime(), [Collector() for _ in range(feeds)]
     plan = plan_of([f"f{i}=shapes:realtime=0" for i in range(feeds)], None, {})
-    point = runtime.coordinator(Detector(), batching_asked(plan))
+    point = runtime.coordinator(Detector(), batching_of(plan))
     for i, sink in enumerate(sinks):
         runtime.feed(f"f{i}", Camera(*range(60), END, live=False), Pipeline(batch=point), [sink])
     with runtime:
@@ -163,7 +163,7 @@ def test_f4_files_together_ask_for_no_more_than_the_queue_holds(feeds: int, ahea
     assert [sink.sequences for sink in sinks] == [list(range(60))] * feeds
     assert (metrics.rejected, metrics.dropped, metrics.in_flight_exceeded) == (0, 0, 0)
     assert point.most_ahead == ahead
-    later = batching_asked(dataclasses.replace(plan, file=Path("feeds.toml")))  # which may name 256
+    later = batching_of(dataclasses.replace(plan, file=Path("feeds.toml")))  # which may name 256
     assert later.capacity >= 256 * later.max_in_flight_per_feed
 
 

@@ -47,7 +47,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the configuration, then run the feeds. Returns the exit status."""
     from reflex_runtime.feeds.outputs import check_files, outputs_of
-    from reflex_runtime.feeds.plan import plan_of, processor_asked
+    from reflex_runtime.feeds.plan import plan_of, processor_of_plan
 
     read = partial(plan_of, args.feeds, args.config, vars(args))
     plan = read()
@@ -64,4 +64,4 @@ def run(args: argparse.Namespace) -> int:
 
     with redirect_stdout(sys.stderr if config.results == "-" else output):  # prints of a processor are not results
         again = None if args.config is None else read
-        return FeedsSession(plan, processor_asked(plan), output, outputs, again).run()
+        return FeedsSession(plan, processor_of_plan(plan), output, outputs, again).run()

@@ -48,16 +48,16 @@ from reflex_runtime.web.serve import Host, ReflexServer, uvicorn_config
 from reflex_runtime.web.supervisor import bind, url_of
 from reflex_runtime.web.watchers import Watchers, dashboard_routes, grid_route
 
-MOST: Final = 256  # feeds in the dashboard's snapshot, the first by name
-ERROR: Final = 200  # characters of an error
-FAILING: Final = 3  # batches in a row without an answer: the coordinator fails
+MOST: Final = 256  # feeds in the dashboard's snapshot: the first ones by name
+ERROR: Final = 200  # characters of an error there
+FAILING: Final = 3  # failed batches in a row after which the coordinator counts as failing
 WELL: Final = frozenset({"running", "ended", "stopped"})  # states of a feed that need no attention
 
 
 class FeedPages:
     """The pages of one coordinator and its feeds.
 
-    registry: its series are /metrics. keys: of the server. find: the route of a path that is not in `routes`.
+    registry: /metrics has its series. keys: of the server. find: gives the route of a path that is not in `routes`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def health_of(snapshot: RuntimeSnapshot, lost: object) -> dict[str, Any]:
 
 
 class FeedSeries:
-    """A Prometheus collector: a scrape takes one snapshot of a runtime, so all its series are of one moment.
+    """A Prometheus collector. A scrape takes one snapshot of a runtime, so that its series belong together.
 
     snapshot: `Runtime.snapshot`, called on the thread of the scrape. registry: it registers itself there.
     """
@@ -152,7 +152,7 @@ def _series(now: RuntimeSnapshot) -> Iterator[Metric]:
 
 
 class _FeedsLive(Live):
-    """The dashboard's figures. Events come on the coordinator's threads: a snapshot is taken between two of them."""
+    """The dashboard's figures. Events come on the coordinator's threads; a snapshot is taken while none is handled."""
 
     def __init__(self, coordinator: BatchCoordinator, now: float) -> None:
         super().__init__(now)
@@ -188,8 +188,8 @@ def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
 
 def _feed(feed: FeedSnapshot) -> dict[str, Any]:
     """The figures of one feed. p50, p95: seconds from a frame's capture to its answer, of the last 512."""
-    as_they_are = ("state", "resolution", "fps", "age", "frames", "restarts")
-    return {name: getattr(feed, name) for name in as_they_are} | {
+    same_names = ("state", "resolution", "fps", "age", "frames", "restarts")
+    return {name: getattr(feed, name) for name in same_names} | {
         "p50": feed.latency.p50,
         "p95": feed.latency.p95,
         "answered": feed.processed,
@@ -200,15 +200,15 @@ def _feed(feed: FeedSnapshot) -> dict[str, Any]:
 
 # -- /openapi.json and /docs -------------------------------------------------------------------------------------------
 
-_SEVERAL: Final = "multipart/x-mixed-replace"
+_MULTIPART: Final = "multipart/x-mixed-replace"
 _NAME: Final = {"name": {"type": "string"}}
 _OPERATIONS: Final = PAGES | {
     "/feeds": Operation("The page of all feeds", HTML),
     "/feeds/{name}.jpg": Operation("The next frame, small", content({}, "image/jpeg"), ("404",), parameters=_NAME),
-    "/feeds/{name}.mjpeg": Operation("Frames until you leave", content({}, _SEVERAL), ("404", "429"), parameters=_NAME),
-    "/feeds.mjpeg": Operation(
-        "The same of several feeds: ?feed=A&feed=B", content({}, _SEVERAL), ("404", "422", "429")
+    "/feeds/{name}.mjpeg": Operation(
+        "Frames until you disconnect", content({}, _MULTIPART), ("404", "429"), parameters=_NAME
     ),
+    "/feeds.mjpeg": Operation("Those of several feeds: ?feed=A&feed=B", content({}, _MULTIPART), ("404", "422", "429")),
     "/status": Operation("Every figure"),
     "/health": Operation("Whether every feed is well: 503 if not", unready=True),
     "/metrics": Operation("Prometheus series", TEXT),
@@ -220,13 +220,13 @@ log = logging.getLogger("reflex.feeds.status")
 
 @contextmanager
 def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iterator[str]:
-    """Inside, the address that it yields answers with these pages, which are made and called on its thread.
+    """Inside, these pages are served at the yielded address. They are made and called on a thread of the server.
 
     Raises ConfigError if the address cannot be bound.
     """
     listening = bind(settings.host, settings.port)
     listening.set_inheritable(False)
-    ready: Future[Callable[[], Any]] = Future()  # what stops it
+    ready: Future[Callable[[], Any]] = Future()  # once it listens: the function that stops it
 
     def run() -> None:
         try:
@@ -234,7 +234,7 @@ def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iter
                 runner.run(_serve(settings, pages, listening, ready))
         except BaseException as error:
             if ready.done():
-                log.exception("the status pages are gone")
+                log.exception("the server of the status pages failed")
             else:
                 ready.set_exception(error)
 
@@ -245,7 +245,7 @@ def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iter
         try:
             yield url_of(listening)
         finally:
-            with suppress(RuntimeError):  # the loop has ended by itself
+            with suppress(RuntimeError):  # the server's loop is closed already
                 stop()
     finally:
         thread.join()

@@ -1,11 +1,11 @@
 """The newest pictures of feeds as JPEG, with their results drawn on them, made only while somebody watches.
 
-    GET /feeds/NAME.jpg             a small picture, at most one in two seconds of each feed
+    GET /feeds/NAME.jpg             a small picture; each feed makes at most one in two seconds
     GET /feeds/NAME.mjpeg           large pictures until the caller leaves, at most ten a second
-    GET /feeds.mjpeg?feed=A&feed=B  the same of several feeds in one answer, smaller; without names, of all feeds
+    GET /feeds.mjpeg?feed=A&feed=B  smaller ones of several feeds in one answer; without names, of the first 64 feeds
 
-Each picture is made once for all callers. One thread makes them and rests three times as long as it works, so that they
-take at most a quarter of a core. A caller that does not read misses pictures, and is cut off after ten seconds.
+Each picture is made once for all callers. One thread makes them. It rests three times as long as it works, so it takes
+at most a quarter of a core. A caller that does not read misses pictures, and is cut off after ten seconds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, Seldom
 
 log = logging.getLogger("reflex.feeds")
 
-STREAMS: Final = 16  # most callers of streams
+STREAMS: Final = 16  # most streams at a time
 TOGETHER: Final = 64  # most feeds in one answer
-RESTS: Final = 3.0  # rest after a picture, in times of its CPU time
-SOON: Final = 0.02  # seconds between two looks for the next frame of /feeds/NAME.jpg
+RESTS: Final = 3.0  # the rest after a picture, as a multiple of its CPU time
+SOON: Final = 0.02  # seconds between two checks for the next frame of /feeds/NAME.jpg
 PATIENCE: Final = 3.0  # seconds that /feeds/NAME.jpg waits for a frame; then the answer is 204
-UNREAD: Final = 10.0  # seconds without reading after which a stream is cut off
-NEXT: Final = b"--frame\r\n"  # after each picture, so that a browser shows it at once
+UNREAD: Final = 10.0  # seconds that a caller of a stream may leave a picture unread
+NEXT: Final = b"--frame\r\n"  # follows each picture at once: a browser shows a picture when this arrives
 HEADERS: Final[Headers] = [
     (b"cache-control", b"no-store"),
     (b"cross-origin-resource-policy", b"same-origin"),  # pages of other sites may not show it
@@ -52,7 +52,7 @@ HEADERS: Final[Headers] = [
 
 @dataclass(frozen=True, slots=True)
 class PictureSize:
-    """longest: most pixels of the longer side. every: seconds between two pictures. drawn: fields of a result."""
+    """longest: most pixels of the longer side. every: seconds between two pictures. drawn: fields, with `_PLACES`."""
 
     longest: int
     every: float
@@ -68,7 +68,7 @@ LARGE: Final = PictureSize(960, 0.1, 80)
 
 @dataclass(frozen=True, slots=True)
 class MadePicture:
-    """number: of its result. due: when the next picture may be made. task: its JPEG, None if it cannot be made."""
+    """number: of its result. due: loop time of the next one. task: gives the JPEG, or None if it cannot be made."""
 
     number: int
     due: float
@@ -83,7 +83,7 @@ class FeedPictures:
 
     def __init__(self, known: Callable[[], Collection[str]]) -> None:
         self._known = known
-        self._lookers: Counter[str] = Counter()  # number of callers by feed
+        self._viewers: Counter[str] = Counter()  # callers by feed
         self._newest: dict[str, tuple[int, Result]] = {}  # the newest result of each watched feed, with a number
         self._numbers = count()
         self._made: dict[tuple[str, PictureSize], MadePicture] = {}
@@ -94,14 +94,14 @@ class FeedPictures:
         self.take = self._take  # one object: a shared sink is recognised by its identity
         self._one = {
             suffix: Route(f"/feeds/{{name}}{suffix}", run, own_pages=True, form=PLAIN)
-            for suffix, run in ((".jpg", self._ask), (".mjpeg", self._watch))
+            for suffix, run in ((".jpg", self._answer_jpeg), (".mjpeg", self._answer_stream))
         }
-        self.routes = {"/feeds.mjpeg": Route("/feeds.mjpeg", self._watch_some, own_pages=True, form=PLAIN)}
+        self.routes = {"/feeds.mjpeg": Route("/feeds.mjpeg", self._answer_grid, own_pages=True, form=PLAIN)}
 
     def _take(self, result: Result) -> None:
-        if result.feed in self._lookers:
+        if result.feed in self._viewers:
             self._newest[result.feed] = next(self._numbers), result
-            if result.feed not in self._lookers:  # the last viewer left between the two lines above
+            if result.feed not in self._viewers:  # the last caller left between the two lines above
                 self._newest.pop(result.feed, None)
 
     def find(self, path: str) -> Route | None:
@@ -119,49 +119,49 @@ class FeedPictures:
         self._over.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # -- watching ------------------------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: HttpRequest) -> HttpResponse:
-        """Answer with the last small picture if it is younger than two seconds, else with the next one."""
+    async def _answer_jpeg(self, request: HttpRequest) -> HttpResponse:
+        """Answer with the last small picture if it was made less than two seconds ago, else with the next one."""
         feed, found = request.path[len("/feeds/") : -len(".jpg")], None
         self._check(request, [feed])
-        with self._looking([feed]):
+        with self._viewing([feed]):
             for _ in range(round(PATIENCE / SOON)):
                 if (found := await self._picture(feed, SMALL)) is not None or self._over.is_set():
                     break
                 await asyncio.sleep(SOON)
         return HttpResponse(*((204, b"") if found is None else (200, found[1])), b"image/jpeg", list(HEADERS))
 
-    async def _watch(self, request: HttpRequest) -> None:
+    async def _answer_stream(self, request: HttpRequest) -> None:
         await self._stream(request, [request.path[len("/feeds/") : -len(".mjpeg")]], LARGE)
 
-    async def _watch_some(self, request: HttpRequest) -> None:
+    async def _answer_grid(self, request: HttpRequest) -> None:
         known = self._known()
-        names = _asked(request.query_string) or sorted(known)[:TOGETHER]
-        there = [name for name in names if name in known]  # a page may still ask for a removed feed
+        names = _named_feeds(request.query_string) or sorted(known)[:TOGETHER]
+        there = [name for name in names if name in known]  # an open page may still name a removed feed
         await self._stream(request, there or names, MIDDLE)
 
     async def _stream(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
         """Answer with the pictures of these feeds until the caller leaves, or all of the feeds are removed."""
         self._check(request, names)
         if self._streams >= STREAMS:
-            raise TooManyRequests(f"{STREAMS} watch feeds already, which is the most", retry_after=10.0)
+            raise TooManyRequests(f"{STREAMS} callers watch feeds already, which is the most", retry_after=10.0)
         self._streams += 1
         try:
-            with self._looking(names):
+            with self._viewing(names):
                 kind = b"multipart/x-mixed-replace; boundary=frame"
                 await request.begin(200, [(b"content-type", kind), *HEADERS])
                 if request.method != "HEAD":
                     await request.write(NEXT)
                     await self._send(request, names, size)
             await request.end()
-        except TimeoutError:  # it does not read
+        except TimeoutError:  # the caller does not read
             request.abort()
         finally:
             self._streams -= 1
 
     async def _send(self, request: HttpRequest, names: Sequence[str], size: PictureSize) -> None:
-        """Send new pictures, not those that come while the caller does not read. Raises TimeoutError after `UNREAD`."""
+        """Send new pictures, except those that come while the caller does not read: TimeoutError after `UNREAD`."""
         seen: dict[str, int] = {}
         while (there := [name for name in names if name in self._known()]) and not self._over.is_set():
             for name in there:
@@ -175,20 +175,20 @@ class FeedPictures:
             await asyncio.sleep(size.every)
 
     @contextmanager
-    def _looking(self, feeds: Sequence[str]) -> Iterator[None]:
+    def _viewing(self, feeds: Sequence[str]) -> Iterator[None]:
         """Inside, the newest result of each of these feeds is kept."""
-        self._lookers.update(feeds)
+        self._viewers.update(feeds)
         try:
             yield
         finally:
-            self._lookers.subtract(feeds)
+            self._viewers.subtract(feeds)
             for feed in feeds:
-                if not self._lookers[feed]:
-                    del self._lookers[feed]
+                if not self._viewers[feed]:
+                    del self._viewers[feed]
                     self._newest.pop(feed, None)
 
     def _check(self, request: HttpRequest, names: Sequence[str]) -> None:
-        """Raise Closed or NotFound if there is no answer."""
+        """Raise Closed at a shutdown, and NotFound if there are no feeds or not all of these. Forget removed feeds."""
         if request.app.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
         if not names:
@@ -202,10 +202,10 @@ class FeedPictures:
     # -- pictures ------------------------------------------------------------------------------------------------------
 
     async def _picture(self, feed: str, size: PictureSize, seen: int = -1) -> tuple[int, bytes] | None:
-        """The picture of a later result than number `seen`, with its number; None if there is none now."""
+        """A picture of a later result than number `seen`, after the number of its result. None if there is none now."""
         loop, key = asyncio.get_running_loop(), (feed, size)
         made = self._made.get(key)
-        if made is None or loop.time() >= made.due:  # too old
+        if made is None or loop.time() >= made.due:  # make the next one
             number, result = self._newest.get(feed, (-1, None))
             if result is None or (made is not None and number <= made.number):
                 return None
@@ -218,8 +218,8 @@ class FeedPictures:
     async def _jpeg(self, result: Result, size: PictureSize) -> bytes | None:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, result, size)
-        except Exception:  # such as a frame of a form that no picture has
-            if self._broken.first():
+        except Exception:  # such as a frame that is no picture; also after `close`
+            if not self._over.is_set() and self._broken.first():
                 log.exception("%s: a picture could not be made (repeats are not logged)", result.feed)
             return None
 
@@ -232,8 +232,8 @@ class FeedPictures:
 
 
 def jpeg_of(result: Result, size: PictureSize) -> bytes:
-    """A result's frame as JPEG, with its boxes drawn. It is reduced by a whole number: rows are left out, pixels of a
-    row averaged."""
+    """A result's frame as JPEG with its boxes drawn, reduced by a whole factor: of so many rows one is kept, and of a
+    row so many pixels are averaged."""
     image = result.frame.image
     by = max(1, -(-max(image.shape[:2]) // size.longest))
     picture = np.asarray(Image.fromarray(image[::by]).reduce((by, 1)))
@@ -244,10 +244,10 @@ def jpeg_of(result: Result, size: PictureSize) -> bytes:
     return encoded
 
 
-def _asked(query: bytes) -> list[str]:
+def _named_feeds(query: bytes) -> list[str]:
     """The feeds that a query names, each once."""
     pairs = parse_qsl(query.decode("ascii", "replace"), keep_blank_values=True)
     names = list(dict.fromkeys(value for name, value in pairs if name == "feed"))
     if len(names) > TOGETHER:
-        raise invalid("feed", f"feed: {len(names)} are asked for, at most {TOGETHER} may be")
+        raise invalid("feed", f"feed: {len(names)} are named, at most {TOGETHER} may be")
     return names

@@ -1,6 +1,6 @@
-"""Reads options and a configuration file, checks them, and makes sources, processor and batching of them.
+"""Reads options and a configuration file, checks them, and makes sources, processor and batching from them.
 
-Every refusal is one line that names the feed or the setting, the value, and what is allowed, without credentials.
+Every error is one line that names the feed or the setting, the value, and what is allowed, without credentials.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ PER_FEED = (
 )  # fmt: skip
 OF_STAGES = ("track", "track_score", "zone", "line", "stage")  # only in a table [[feed]]
 FILE = "a file without realtime"
-FILES = (FILE, VIDEO)  # kinds of a feed; `VIDEO` is one with realtime here
-_KINDS: Final = {  # what a setting of a feed may need, and the kinds of source that are it
+FILES = (FILE, VIDEO)  # kinds of a feed; here `VIDEO` is a file with realtime
+_KINDS: Final = {  # what a setting of a feed may need → the kinds of source that satisfy it
     "a file": FILES,
     "a live feed": (VIDEO, DRAWING, CAMERA),
     "a camera": (DRAWING, CAMERA),
     "a video": (*FILES, CAMERA),
 }
 _EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
-LONGEST_S: Final = 3600.0  # where there is no time limit
-MOST: Final = 256  # feeds of a run with a file, which may name more of them later
-LARGEST_QUEUE: Final = 1_000_000  # frames, the most of `BatchConfig.queue_capacity`
+LONGEST_S: Final = 3600.0  # stands for no time limit
+MOST: Final = 256  # feeds for which a run with a file has room: the file may name more later
+LARGEST_QUEUE: Final = 1_000_000  # frames: the largest `BatchConfig.queue_capacity`
 
 
 # -- one feed ----------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ LARGEST_QUEUE: Final = 1_000_000  # frames, the most of `BatchConfig.queue_capac
 
 @dataclass(frozen=True, slots=True)
 class FeedSpec:
-    """A feed's name, its source as text, and its settings: its own over those of all feeds."""
+    """A feed's name, its source as text, and its settings: those of all feeds, replaced by its own."""
 
     name: str
     source: str
@@ -60,7 +60,7 @@ class FeedSpec:
 
     @property
     def kind(self) -> str:
-        """The kind of its source, in words: as `kind_of`, or `FILE`."""
+        """The kind of its source, in words: that of `kind_of`, but `FILE` for a file without realtime."""
         kind = kind_of(self.source)
         return FILE if kind == VIDEO and not self.config.realtime else kind
 
@@ -75,7 +75,7 @@ class FeedSpec:
         return Region.of(self.config.roi) if self.config.roi else None
 
     def same_as(self, other: FeedSpec) -> bool:
-        """Whether name, source and the settings of one feed are equal."""
+        """Whether name, source and the settings that each feed may have of its own are equal."""
         settings = (*PER_FEED, *OF_STAGES)
         same = all(getattr(self.config, name) == getattr(other.config, name) for name in settings)
         return same and (self.name, self.source) == (other.name, other.source)
@@ -140,14 +140,14 @@ def _of_file(file: Path, config: FeedsConfig, more: Mapping[str, Mapping[str, st
         with refusals_of(f"{file}: feed {number}"):
             for key in ("name", "source"):
                 if not isinstance(table.get(key), str) or not table[key]:
-                    raise ConfigError(f"{key}: must be there, and be text")
+                    raise ConfigError(f"{key}: must be given, as a text")
             own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
             own |= more.get(table["name"], {})
             yield _spec(table["name"], table["source"], config, own, (*PER_FEED, *OF_STAGES))
 
 
 def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], known: Sequence[str]) -> FeedSpec:
-    """A feed with its own settings over those of all feeds. known: the settings that it may have."""
+    """A feed with the settings of all feeds, replaced by its own. known: the settings that it may have of its own."""
     hints, values = hints_of(FeedsConfig), {}
     for setting, value in own.items():
         if setting not in known:
@@ -157,7 +157,7 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], k
     spec = FeedSpec(name, source, replace(config, **values))
     if not re.fullmatch(NAME, name):
         raise ConfigError("the name must be 1 to 64 letters, digits, '.', '-' or '_', and neither . nor ..")
-    _ = spec.region  # or raises
+    _ = spec.region  # raises if roi is wrong
     for setting in ("score", "classes"):
         if setting in own and not config.onnx:
             raise ConfigError(f"{setting}: has no effect on a processor of your own (--processor)")
@@ -167,10 +167,10 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Mapping[str, Any], k
         if f.name in PER_FEED and kind not in _KINDS.get(need, (kind,)):
             if f.name in own and getattr(spec.config, f.name):
                 raise ConfigError(f"{f.name}: needs {need}, and {_public(source)} is {kind}")
-            defaults[f.name] = f.default  # a setting of all feeds is for those that have it
+            defaults[f.name] = f.default  # a setting of all feeds has no effect on feeds of another kind
     spec = replace(spec, config=replace(spec.config, **defaults))
     if spec.config.loop and not spec.config.realtime:
-        raise ConfigError("loop needs realtime: a file without end cannot be answered whole")
+        raise ConfigError("loop needs realtime: without it every frame is answered, and a loop has no last frame")
     return spec
 
 
@@ -227,14 +227,14 @@ def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -
     specs = specs_of(texts, file, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
     facts = {need: any(spec.kind in kinds for spec in specs) for need, kinds in _KINDS.items()}
-    facts["a live feed"] = any(source.live for source in sources.values())  # of the drawn ones not all are
+    facts["a live feed"] = any(source.live for source in sources.values())  # not every drawn source is live
     check_needs(config, places, {fact: "no feed is one" for fact, holds in facts.items() if not holds})
     check_places(config, specs, file)
     return FeedPlan(config, specs, sources, file)
 
 
 def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
-    """Raise ConfigError if an output would overwrite an input or another output. file: the configuration."""
+    """Raise ConfigError if an output would overwrite an input or another output. file: of the configuration."""
     outputs = [(name, value, Path(value)) for name, value in written(config)]
     if config.annotate:
         outputs += [("--annotate", config.annotate, video_of(config, spec.name)) for spec in specs]
@@ -249,7 +249,7 @@ def check_places(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | No
         taken[os.path.realpath(path)] = f"which {name} writes"
 
 
-def processor_asked(plan: FeedPlan) -> BatchProcessor:
+def processor_of_plan(plan: FeedPlan) -> BatchProcessor:
     """The processor of --processor or --onnx. Raises ConfigError."""
     config = plan.config
     if config.processor and config.onnx:
@@ -259,7 +259,7 @@ def processor_asked(plan: FeedPlan) -> BatchProcessor:
     if not config.onnx:
         either = "give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
         raise ConfigError(f"no processor: {either}")
-    detector = onnx_asked(config)
+    detector = detector_of(config)
     detector.limits = plan.limits(config)
     return detector
 
@@ -277,7 +277,7 @@ def processor_of(text: str) -> BatchProcessor:
     return processor
 
 
-def onnx_asked(config: FeedsConfig) -> OnnxFrames:
+def detector_of(config: FeedsConfig) -> OnnxFrames:
     """The detector of --onnx. Raises ConfigError."""
     from reflex_runtime.feeds.detectors.recognise import names_of_file
     from reflex_runtime.feeds.sources.shapes import DETECTOR
@@ -316,9 +316,9 @@ def _size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or found[1])
 
 
-def batching_asked(plan: FeedPlan) -> BatchConfig:
-    """How frames are batched. All feeds together have enough frames in flight for two batches, and each of these frames
-    has a place in the queue, also those of feeds that a file may name later."""
+def batching_of(plan: FeedPlan) -> BatchConfig:
+    """How frames are batched. All feeds together may have two batches of frames in flight, each feed at most one batch.
+    The queue has room for all of these frames, also for those of feeds that a file may name later."""
     config, feeds, size = plan.config, len(plan.specs), plan.config.max_batch_size
     most = feeds if plan.file is None else max(feeds, MOST)
     ahead = min(size, ceil(2 * size / feeds), LARGEST_QUEUE // most)
@@ -334,7 +334,7 @@ def batching_asked(plan: FeedPlan) -> BatchConfig:
 
 
 def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
-    """A failed start of the processor as an error of its option."""
+    """The error of a processor that did not start, as an error of the option that chose it."""
     named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
     cause = error.__cause__
     words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
@@ -343,8 +343,8 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
     return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
 
 
-def at_the_next_start(before: FeedsConfig, after: FeedsConfig) -> list[str]:
-    """In words, the changed settings that take effect at the next start."""
-    kept = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES})
-    changed = [flag(name) for name in kept if getattr(before, name) != getattr(after, name)]
+def deferred_changes(before: FeedsConfig, after: FeedsConfig) -> list[str]:
+    """The changed settings that take effect only at the next start, in words; empty if there are none."""
+    fixed = (f.name for f in fields(before) if f.name not in {*PER_FEED, *OF_STAGES})
+    changed = [flag(name) for name in fixed if getattr(before, name) != getattr(after, name)]
     return [f"at the next start: {', '.join(changed)}"] if changed else []

@@ -20,7 +20,7 @@ from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.plan import FeedPlan, FeedSpec, at_the_next_start, batching_asked, refusal_of
+from reflex_runtime.feeds.plan import FeedPlan, FeedSpec, batching_of, deferred_changes, refusal_of
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError, words_of
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
@@ -56,18 +56,18 @@ class FeedsSession:
         self._plan, self._again = plan, again
         self._config = config = plan.config
         self._processor = processor
-        self._batching = batching_asked(plan)
+        self._batching = batching_of(plan)
         self._runtime = Runtime()
         self._outputs = [self._runtime.output(each) for each in outputs]
         self._events = self._runtime.events()
         begin_log()
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to stop
         self._begun = threading.Event()  # the start has ended, or was given up
-        self._signal = 0  # the first one that stops the run
+        self._signal = 0  # the first signal that stops the run
         self._faults = False  # a stage or a sink failed
-        self._turn = threading.Lock()  # held while feeds are exchanged
-        self._reloading = threading.Lock()  # one after the other
-        self._reload_due = threading.Lock()  # held while one waits: it reads the file later than any signal so far
+        self._turn = threading.Lock()  # held while feeds are replaced
+        self._reloading = threading.Lock()  # held by the one reload that runs
+        self._reload_due = threading.Lock()  # held while a reload waits: it will read the file after any signal so far
         self._pictures: FeedPictures | None = None
         group = self._batching.group(processor.id)
         self._files = ResultFiles(config, [group], output, partial(self._reasons.put, _READER_GONE))
@@ -77,7 +77,7 @@ class FeedsSession:
         numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        if _HANGUP is not None and (self._again or signal.getsignal(_HANGUP) != signal.SIG_IGN):  # nohup
+        if _HANGUP is not None and (self._again or signal.getsignal(_HANGUP) != signal.SIG_IGN):  # nohup ignores it
             numbers.add(_HANGUP)
         with _signals(numbers, self._signalled):
             status, clean = self._run()
@@ -159,7 +159,7 @@ class FeedsSession:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the feeds on another thread: a model may take long to load, and a signal gives that up."""
+        """Start the feeds on another thread: a model may take long to load, and a signal then ends the process."""
         ends: list[BaseException | None] = []
 
         def start() -> None:
@@ -182,7 +182,7 @@ class FeedsSession:
 
     def _wait(self) -> str:
         """Wait for a reason to stop, and return it. Meanwhile log how the feeds are doing."""
-        self._look()  # all feeds may have ended already
+        self._stop_if_over()  # all feeds may have ended already
         until = time.monotonic() + (self._config.duration_s or inf)
         while (left := until - time.monotonic()) > 0.0:
             try:
@@ -197,7 +197,7 @@ class FeedsSession:
         lost = False
         for event in self._events:
             self._faults = self._faults or isinstance(event, FeedStageError)
-            if isinstance(event, StageError):  # of every feed; once is enough
+            if isinstance(event, StageError):  # each feed has one; it is logged once
                 if not lost:
                     logging.error("%s died and answers no more: %s", self._coordinator.id, event.error)
                 lost = True
@@ -205,18 +205,18 @@ class FeedsSession:
             else:
                 logging.log(*words_of(event))
             if isinstance(event, (FeedEnded, FeedFailed)):
-                self._look()
+                self._stop_if_over()
 
-    def _look(self) -> None:
+    def _stop_if_over(self) -> None:
         """Stop if every feed is over."""
         with self._turn:
             if self._runtime.over:
                 self._reasons.put(_OVER)
 
     def _change(self, plan: FeedPlan) -> str:
-        """Make feeds of this plan; those with the same settings go on. Returns in words what was done.
+        """Make the feeds of this plan; those with the same settings go on. Returns in words what was done.
 
-        Raises ConfigError for a plan that cannot be; then nothing has changed.
+        Raises ConfigError for a plan that this run cannot take; then nothing has changed.
         """
         coordinator = self._coordinator
         before, after = ({spec.name: spec for spec in each.specs} for each in (self._plan, plan))
@@ -232,17 +232,17 @@ class FeedsSession:
             for spec, source, pipeline in new:
                 self._add(spec, source, pipeline)
         self._plan = plan
-        told = {
+        by_change = {
             "new": sorted(after.keys() - before.keys()),
             "changed": sorted(after.keys() & before.keys() - same),
             "gone": sorted(before.keys() - after.keys()),
         }
-        parts = [f"{what}: {', '.join(names)}" for what, names in told.items() if names]
+        parts = [f"{what}: {', '.join(names)}" for what, names in by_change.items() if names]
         parts += [f"{len(same)} as before"] * bool(same)
-        return "; ".join([*parts, *at_the_next_start(self._config, plan.config)])
+        return "; ".join([*parts, *deferred_changes(self._config, plan.config)])
 
     def _reload(self, again: Callable[[], FeedPlan]) -> None:
-        """Make feeds of the configuration file as it is now. On a thread of its own, after the start."""
+        """Make the feeds of the configuration file as it is now. On a thread of its own, after the start."""
         file = self._plan.file
         self._begun.wait()
         with self._reloading:
@@ -255,10 +255,10 @@ class FeedsSession:
                 return
             except Exception:
                 logging.exception("%s changes nothing", file)
-            self._look()
+            self._stop_if_over()
 
     def _signalled(self, number: int) -> None:
-        """Called on the thread of signals."""
+        """Handle a signal, on the thread of signals."""
         if number == _HANGUP and self._again is not None:
             if self._reload_due.acquire(blocking=False):
                 _thread("reflex-feeds-reload", partial(self._reload, self._again))
@@ -273,7 +273,7 @@ class FeedsSession:
     # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _complete(self, report: StopReport) -> bool:
-        """Whether no result is missing. Logs what is, unless it was logged when it happened."""
+        """Whether no result is missing. Logs each gap that was not logged when it happened."""
         snapshot, lost = self._runtime.snapshot(), self._coordinator.lost
         complete, missing = not self._faults and lost is None and report.clean, []
         for name, feed in snapshot.feeds.items():
@@ -296,20 +296,20 @@ class FeedsSession:
 
 
 @contextmanager
-def _signals(numbers: Collection[int], came: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `came(number)` is called for each of these signals, on a thread of its own: the main thread may wait in
-    native code. The interpreter writes the numbers into a socket, whichever thread the kernel chooses.
+def _signals(numbers: Collection[int], handle: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `handle(number)` is called for each of these signals, on a thread of its own: the main thread may wait in
+    native code. The interpreter writes the numbers into a socket, whichever thread the kernel interrupts.
     """
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    tell_before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def listen() -> None:
-        with told:
-            while found := told.recv(16):
+        with reader:
+            while found := reader.recv(16):
                 for number in filter(numbers.__contains__, found):
-                    came(number)
+                    handle(number)
 
     _thread("reflex-feeds-signals", listen)
     try:
@@ -317,8 +317,8 @@ def _signals(numbers: Collection[int], came: Callable[[int], None]) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(tell_before)
-        tell.close()
+        signal.set_wakeup_fd(wakeup_before)
+        writer.close()
 
 
 def _name(number: int) -> str:

@@ -29,8 +29,8 @@ def to_supervision(result: Result, names: Sequence[str] | None = None, masks: bo
     """The detections of a result as `supervision.Detections`: xyxy in pixels of the frame, confidence (1 without
     scores), class_id, tracker_id (-1 without a track), mask, and the labels as data["class_name"].
 
-    names: the classes in order; class_id is the place of a label in them, -1 for none. Without names, a label that is a
-    number is its own class_id, and a text has a number made of it, the same in every frame and run.
+    names: the classes in order; class_id is the place of a label in them, -1 for other labels. Without names, a number
+    is its own class_id, and the class_id of a text is a hash, the same in every frame and run.
     masks: whether masks are unpacked: each takes a byte for every pixel of the frame.
     Raises ConfigError if supervision is missing, for a result without boxes, or if its fields differ in length.
     """
@@ -85,8 +85,8 @@ def _masks(masks: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
 def mask_picture(
     mask: Any, size: tuple[int, int], by: int = 1, level: int = 255
 ) -> tuple[Image.Image, tuple[int, int]] | None:
-    """A mask of a result with `level` where it covers a picture of this size, and its upper left corner there. by: how
-    many times larger the frame is. None for a mask of another form, or far larger than the picture or outside of it."""
+    """A mask of a result as a grey picture of its box, `level` where the mask is; and the box's corner in a picture of
+    this `size`. by: how many times larger the frame is. None for another form, a huge mask, and one outside of it."""
     cells = cells_of(mask)
     if cells is None:
         return None
@@ -120,16 +120,16 @@ def cells_of(mask: Any) -> NDArray[np.bool_] | None:
 
 
 def has_boxes(result: Result) -> bool:
-    """Whether a result is one of detections, with boxes or without."""
+    """Whether a result has the field `boxes`, which may be empty."""
     return isinstance(result.value, Mapping) and result.value.get("boxes") is not None
 
 
 class TrackStage:
     """Adds `tracker_ids` to each result: for each box the number of its track, None without a track.
 
-    ByteTrack, by the library trackers. score: a box with this score begins a track, on its second frame; one with less
-    only continues a track. A track ends when it is not seen for a second of the stream; its number is not used again.
-    Results without boxes pass unchanged.
+    ByteTrack, by the library trackers. score: a box with at least this score begins a track, which has a number from
+    its second frame; one with less only continues a track. A track ends when it is not seen for a second of the stream;
+    its number is not used again. Results without boxes pass unchanged.
     """
 
     name = "track"
@@ -157,7 +157,7 @@ class TrackStage:
         return replace(result, value={**value, "tracker_ids": ids})
 
 
-FARTHEST: Final = 8192  # pixels of a coordinate: a zone has a mask up to there
+FARTHEST: Final = 8192  # the largest coordinate in pixels: supervision keeps a mask of that size for a zone
 MOST: Final = 64  # zones, and lines, of a feed
 CORNERS: Final = 100  # of a zone
 
@@ -168,8 +168,8 @@ class ZoneStage:
     """Adds `zones` and `lines` to each result that has boxes.
 
     zones: {NAME: [indices of the boxes inside]}. lines: {NAME: {"in": n, "out": n, "crossed_in": [indices],
-    "crossed_out": [indices]}}, n since the start; a line needs `tracker_ids`. The middle of its lower edge is the
-    place of a box. `in` is from the right of a line to its left, seen from its first point to its second.
+    "crossed_out": [indices]}}, n since the start; a line needs `tracker_ids`. A box is where the middle of its lower
+    edge is. `in` is from the right of a line to its left, seen from its first point to its second.
     """
 
     name = "zones"
@@ -193,15 +193,15 @@ class ZoneStage:
             raise ConfigError("lines need tracks: put a TrackStage before")
         more: dict[str, Any] = {}
         if self._zones:
-            inside = {name: _places(zone.trigger(detections)) for name, zone in self._zones.items()}
-            self.zone_counts = {name: len(places) for name, places in inside.items()}
+            inside = {name: _indices(zone.trigger(detections)) for name, zone in self._zones.items()}
+            self.zone_counts = {name: len(indices) for name, indices in inside.items()}
             more["zones"] = inside
         if self._lines:
             crossed = {name: line.trigger(detections) for name, line in self._lines.items()}
             counts = {name: {"in": line.in_count, "out": line.out_count} for name, line in self._lines.items()}
             self.line_counts = counts
             more["lines"] = {
-                name: counts[name] | {"crossed_in": _places(entered), "crossed_out": _places(left)}
+                name: counts[name] | {"crossed_in": _indices(entered), "crossed_out": _indices(left)}
                 for name, (entered, left) in crossed.items()
             }
         return replace(result, value={**result.value, **more})
@@ -229,7 +229,7 @@ def lines_of(texts: Sequence[str]) -> dict[str, Points]:
 
 def _named(flag: str, texts: Sequence[str], form: str) -> dict[str, Points]:
     found: dict[str, Points] = {}
-    for text in re.split(r",(?=[^,=]*=)", ",".join(texts)) if texts else ():  # a list of a file is cut at every comma
+    for text in re.split(r",(?=[^,=]*=)", ",".join(texts)) if texts else ():  # a list in a file is cut at every comma
         name, equals, numbers = text.partition("=")
         wrong = ConfigError(f"{flag}={one_line(text)}: must be NAME={form} in pixels, 0 to {FARTHEST}")
         if not equals or not re.fullmatch(r"[\w.-]{1,64}", name):
@@ -253,7 +253,7 @@ def _area(points: Points) -> float:
     return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in ends)) / 2
 
 
-def _places(chosen: Any) -> list[int]:
+def _indices(chosen: Any) -> list[int]:
     found: list[int] = np.flatnonzero(chosen).tolist()
     return found
 

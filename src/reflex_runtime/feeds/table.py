@@ -22,9 +22,9 @@ from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.observe.top_view import ms, state_text
 from reflex_runtime.run.modules import in_one_line, told
 
-EVERY_S: Final = 5.0  # seconds between lines on the feeds
-LINES: Final = 8  # most feeds with a line each; more have one together
-WIDE: Final = 160  # columns without a terminal
+EVERY_S: Final = 5.0  # seconds between log lines on the feeds
+LINES: Final = 8  # feeds at most that have a line each; more feeds have one line together
+WIDE: Final = 160  # columns of the table without a terminal
 
 
 def begin_log() -> None:
@@ -38,9 +38,9 @@ class _LineLog(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
-        said = record.getMessage() + (f": {told(error)}" if error else "")
+        text = record.getMessage() + (f": {told(error)}" if error else "")
         return super().format(logging.makeLogRecord(record.__dict__ | {
-            "msg": in_one_line(said), "args": None, "exc_info": None, "exc_text": None, "stack_info": None,
+            "msg": in_one_line(text), "args": None, "exc_info": None, "exc_text": None, "stack_info": None,
         }))  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class _LineLog(logging.Formatter):
 
 
 def lines_of(feeds: list[FeedSnapshot]) -> list[str]:
-    """A line for each feed, or one for all where they are many."""
+    """A line for each feed; of more than `LINES` feeds one line for all."""
     return [line_of(feed) for feed in feeds] if len(feeds) <= LINES else [line_of_all(feeds)]
 
 
@@ -84,17 +84,17 @@ def dropped(drops: Mapping[str, int], corrupt: int = 0) -> str:
 
 
 def reasons(drops: Mapping[str, int]) -> str:
-    """13 overrun, 6 stale."""
+    """Dropped frames by reason, as in "13 overrun, 6 stale"."""
     return ", ".join(f"{count} {reason}" for reason, count in drops.items() if count)
 
 
 def undecoded(pictures: int) -> str:
-    """3 pictures missing or broken; empty for none."""
+    """The number of bad pictures, as in "3 pictures missing or broken"; empty for none."""
     return f"{pictures} picture{'s'[: pictures != 1]} missing or broken" if pictures else ""
 
 
 def line_of_counts(feed: FeedSnapshot) -> str:
-    """The counts of a feed's zones and lines, in a line; empty without any."""
+    """The counts of a feed's zones and lines, in a line; empty if it has none."""
     zones = [f"{count} in {name}" for name, count in feed.zones.items()]
     lines = [f"{name} crossed {counts['in']} in, {counts['out']} out" for name, counts in feed.lines.items()]
     return f"{feed.name}: {'; '.join(zones + lines)}" if zones or lines else ""

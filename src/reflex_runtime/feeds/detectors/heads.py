@@ -71,9 +71,9 @@ class Dialect:
         raise NotImplementedError
 
 
-MOST_CANDIDATES: Final = 30_000  # the best boxes of a picture, which are compared
-AT_ONCE: Final = 128
-PART: Final = 2048  # boxes compared with 128 others in one operation: this fits into a cache
+MOST_CANDIDATES: Final = 30_000  # boxes of a picture, the best ones, that are compared
+AT_ONCE: Final = 128  # boxes that are compared with each other in one operation
+PART: Final = 2048  # boxes that are compared with `AT_ONCE` others in one operation: this fits into a cache
 
 Side = NDArray[np.float32]
 
@@ -108,7 +108,7 @@ def kept_of(
 
 def _best_of(numbers: NDArray[np.int64], sides: tuple[Side, ...], labels: NDArray[np.int64], iou: float) -> list[int]:
     """The boxes, in the order of their scores, that overlap no better one that stays."""
-    # A row of bits is one number: operations take a tenth of the time of those on arrays.
+    # A row of bits as one integer: operations on it take a tenth of the time of those on arrays.
     over = np.packbits(_overlaps(sides, labels, numbers, numbers, iou), axis=1, bitorder="little")
     rows, width, gone = over.tobytes(), over.shape[1], 0
     stay: list[int] = []
@@ -142,10 +142,10 @@ def _overlaps(
     return more
 
 
-# -- turned boxes, of heads for pictures from above (`task: obb`) ----------------- ----------------------------------
-# A row is a box's middle, width, height and angle: radians clockwise from the x axis to its width.
+# -- turned boxes, of heads for aerial pictures (`task: obb`) ----------------------------------------------------------
+# A row is a box's middle, width, height and angle: radians clockwise from the x axis to the side called width.
 
-MOST_TURNED: Final = 3_000  # the best turned boxes of a picture, which are compared
+MOST_TURNED: Final = 3_000  # turned boxes of a picture, the best ones, that are compared
 SMALL: Final = 1e-7
 
 
@@ -163,8 +163,8 @@ def polygons_of(turned: Array) -> NDArray[np.float64]:
 def kept_obb(turned: Array, scores: Array, labels: NDArray[np.int64], iou: float, most: int) -> NDArray[np.int64]:
     """The numbers of the boxes that stay, best first, at most `most`.
 
-    A box is left out if its likeness to a better one of its label, whether that stays or not, is above `iou`, as these
-    models are measured. The likeness of two boxes is ProbIoU (arXiv:2106.06072), of two normal distributions.
+    A box is left out if its similarity to a better one of its label, whether that stays or not, is above `iou`, as in
+    the measurements of these models. The similarity is ProbIoU (arXiv:2106.06072), that of two normal distributions.
     """
     order = np.argsort(-scores, kind="stable")[:MOST_TURNED]
     turned, labels = turned[order].astype(np.float32), labels[order]
@@ -182,14 +182,14 @@ def kept_obb(turned: Array, scores: Array, labels: NDArray[np.int64], iou: float
 
 
 def _extents(turned: Array) -> tuple[Array, Array, Array]:
-    """The covariances of an even distribution over each box: of x, of y, of both."""
+    """The variances of x and of y and their covariance, of a uniform distribution over each box."""
     a, b = turned[:, 2] ** 2 / 12, turned[:, 3] ** 2 / 12
     cos, sin = np.cos(turned[:, 4]), np.sin(turned[:, 4])
     return a * cos**2 + b * sin**2, a * sin**2 + b * cos**2, (a - b) * cos * sin
 
 
 def _alike(turned: Array, shapes: tuple[Array, Array, Array], one: Array, other: Array) -> Array:
-    """[i, j]: the likeness of box one[i] and box other[j], 0 … 1."""
+    """[i, j]: the similarity of box one[i] and box other[j], 0 … 1."""
     a1, b1, c1 = (part[one][:, None] for part in shapes)
     a2, b2, c2 = (part[other][None] for part in shapes)
     x = turned[one][:, None, 0] - turned[other][None, :, 0]
@@ -210,7 +210,7 @@ IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """The columns of a row behind box and scores.
+    """The columns of a row after box and scores.
 
     points: number of keypoints, each of `dims` columns. prototypes: the output [n, m, h, w] whose m pictures, weighted
     by `coefficients` columns and added, are a detection's mask; "" for none. angle: whether the last column turns the
@@ -225,7 +225,7 @@ class Extras:
 
     @property
     def columns(self) -> int:
-        """Their number."""
+        """The number of these columns."""
         return self.points * self.dims + self.coefficients + self.angle
 
 
@@ -273,11 +273,11 @@ class RawHead(Dialect):
 
     def found(self, outputs: Outputs, limits: DetectionLimits) -> Found:
         head = outputs[self.output]
-        if head.dtype == np.float16:  # numpy is slow in comparing these
+        if head.dtype == np.float16:  # numpy compares these slowly
             head = head.astype(np.float32)
         head = head.T if self.rows else head
         first = 5 if self.objectness else 4
-        # No score of a class is above the objectness.
+        # The score of a class is at most the objectness.
         best = head[4] if self.objectness else head[4 : 4 + self.classes].max(axis=0)
         places = np.flatnonzero(best >= limits.score)
         rows = head[:, places].T
@@ -309,8 +309,8 @@ class YoloxHead(RawHead):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Dialect):
-    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input (with an angle: middle,
-    width, height), score, class. Empty rows have the score 0."""
+    """An output [n, k, 6 + extras] whose boxes do not overlap: x0, y0, x1, y1 in pixels of the input (with an angle:
+    middle, width, height), score, class. Empty rows have the score 0."""
 
     output: str
     extras: Extras = Extras()
@@ -332,9 +332,9 @@ class Queries(Dialect):
     """A row for each query of a transformer: its box (middle, width, height in shares of the input) and its classes.
 
     boxes_name, logits_name: outputs [n, k, 4] and [n, k, classes]; one output [n, k, 4 + classes] if they are equal.
-    form: of the classes: "scores" between 0 and 1, "sigmoid", "softmax", or "best": a score and a class number. none:
-    whether the last class is for nothing. masks: an output [n, k, h, w], above 0 within the object; "" for none.
-    size: width and height of the input.
+    form: of the classes: "scores" between 0 and 1; "sigmoid" or "softmax" of logits; or "best", a score and a class
+    number. none: whether the last class means no object. masks: an output [n, k, h, w], above 0 within the object, or
+    "". size: width and height of the input.
     """
 
     boxes_name: str
@@ -390,11 +390,10 @@ class Classes(Dialect):
 
 @lru_cache(maxsize=16)
 def cells_of(size: tuple[int, int], count: int) -> NDArray[np.float64] | None:
-    """The cell of each of `count` boxes, [count, 3]: its middle in pixels, and its side. None if no grids have so
-    many.
+    """The cell of each of `count` boxes, [count, 3]: its middle in pixels, and its side. None if no grids fit.
 
-    The first grid has cells of 4, 8 or 16 pixels, each further one cells twice as large, up to 128. A cell has one box,
-    or three; then each grid comes three times.
+    The first grid has cells of 4, 8 or 16 pixels, each further one cells twice as large, up to 128. A cell has one box
+    or three; with three, each grid is repeated three times.
     """
     width, height = size
     for first, last, boxes in product(range(2, 5), range(3, 8), (1, 3)):
@@ -430,7 +429,7 @@ def softmax(values: Array) -> Array:
 
 def found_of(boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, outputs: Outputs) -> Found:
     """Detections with their points, masks and polygons. behind: [k, extras.columns]. A point that is not finite becomes
-    0, 0, not visible."""
+    zeros: 0, 0 and not visible."""
     points = masks = polygons = None
     if extras.angle:
         polygons = polygons_of(boxes.astype(np.float64))
@@ -472,7 +471,7 @@ def _allowed(scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[n
 
 
 def whole_of(labels: Array) -> NDArray[np.int64]:
-    """Labels as whole numbers, -1 for those that are none."""
+    """Labels rounded to whole numbers; -1 for those that are not finite or too large."""
     if labels.dtype.kind in "iu":
         return labels.astype(np.int64)
     fine = np.isfinite(labels) & (np.abs(labels) < 2**31)

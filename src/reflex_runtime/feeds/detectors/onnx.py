@@ -39,7 +39,7 @@ class DetectorSettings:
     """A user's settings of a detector; None and () mean those of its metadata or its dialect.
 
     score: lowest score that is kept, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of their
-        union, the better one stays; only for graphs that leave this to their caller. max_detections: of a picture.
+        union, only the better one stays; only for graphs that do not do this. max_detections: of a picture.
     classes: names or numbers of the classes that are kept.
     size: width and height of the input, needed if neither the graph nor its metadata has them.
     resize: "letterbox", "corner" (the same in the upper left), "stretch" or "crop".
@@ -64,7 +64,7 @@ class DetectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A loaded graph and the dialect of its outputs; None if they are passed on."""
+    """A loaded graph. dialect: of its outputs; None if they are passed on."""
 
     session: OnnxSession
     input: PictureInput
@@ -81,9 +81,8 @@ class _Loaded:
         return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
 
     def fitted(self, frame: Picture, ahead: Any = None) -> FittedPicture:
-        """The frame in the size of the input. ahead: made by `prepare`, and used if it fits this graph."""
-        alike = self.input.shape, self.resize
-        if isinstance(ahead, FittedPicture) and (ahead.pixels.shape, ahead.resize) == alike:
+        """The frame in the size of the input. ahead: what `prepare` made of it, used if it fits this graph."""
+        if isinstance(ahead, FittedPicture) and (ahead.pixels.shape, ahead.resize) == (self.input.shape, self.resize):
             return ahead
         return self.input.fitted(frame, self.resize)
 
@@ -103,7 +102,7 @@ class OnnxFrames:
 
     path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating; a second one named
         `orig_target_sizes` [n, 2] gets the size of the first. If the first axis is fixed, batches have at most so many
-        pictures, and smaller ones are padded (`batch_size`).
+        pictures, and smaller batches are padded (`batch_size`).
     id: its name in metrics and events.
     provider: "cpu", "cuda", "openvino", or the name of an execution provider. threads: intra-op threads of a call.
     settings: see `DetectorSettings`. limits: by feed, the `score` and `classes` that differ; see `limit`.
@@ -111,8 +110,8 @@ class OnnxFrames:
     The outputs for one blank picture decide how outputs are read; see `detectors.recognise`. A result is {"boxes":
     [[x0, y0, x1, y1], …] in pixels of the frame, "scores": [float, …], "labels": [name, …]}, and `keypoints`, `masks`
     or `polygons` where the graph has them; see `result_of`. Outputs [n] or [n, k] without names for the k are passed
-    on: {output: array without batch axis}. Any other graph is refused. Each result has `model`: the name of the file
-    and the first 16 digits of its SHA-256.
+    on: {output: array without batch axis}. Any other graph is refused. Each result has `model`: NAME@HASH, the name of
+    the file and 16 digits of a SHA-256.
 
     A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, some of them only in
     `on_start`, which reads the graph.
@@ -143,8 +142,8 @@ class OnnxFrames:
         loaded.run([loaded.fitted(np.zeros((height, width, 3), np.uint8))], [loaded.limits])
 
     def prepare(self, frame: Any) -> FittedPicture | None:
-        """The frame in the size of the graph's input, an entry's `view` for `process`. On any thread, also while the
-        graph runs. None before the start, and if it is no picture."""
+        """The frame in the size of the graph's input, for `process` as an entry's `view`. May be called on any thread,
+        also while the graph runs. None before the start, and if the frame is no picture."""
         loaded = self._loaded
         return None if loaded is None or _fault(frame) is not None else loaded.fitted(frame)
 
@@ -219,8 +218,8 @@ def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts
     """The user's limits, else those of the dialect. Raises ConfigError for a setting without effect."""
     if dialect is None:
         for name in ("score", "iou", "max_detections", "classes"):
-            if getattr(wanted, name) not in (None, ()):
-                raise ConfigError(f"{name} has no effect: its outputs are passed on as they are")
+            if getattr(wanted, name) not in (None, (), []):
+                raise ConfigError(f"{name} has no effect: the graph's outputs are passed on unchanged")
         return DetectionLimits(0.0, 1.0, 1)
     if wanted.iou is not None and not dialect.overlaps:
         raise ConfigError("iou has no effect: the graph leaves out overlapping boxes itself")
@@ -233,7 +232,7 @@ def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts
 
 
 def _name_of(path: Path) -> str:
-    """NAME@HASH of a graph: of its file and of the file with its weights, if any."""
+    """NAME@HASH of a graph. The hash is over its file and, if there is one, FILE.data with its weights."""
     digest = hashlib.sha256()
     for file in (path, path.with_name(f"{path.name}.data")):
         with suppress(FileNotFoundError), file.open("rb") as opened:

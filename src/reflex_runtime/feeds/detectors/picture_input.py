@@ -37,11 +37,11 @@ class Fit:
     height: int
 
     def back(self, places: NDArray[Any]) -> NDArray[np.float64]:
-        """Places of the input in pixels of the frame, cut off at its edges. places: [..., 2 · m] as x, y, x, y …"""
+        """Places of the input in pixels of the frame, clipped to it. places: [..., 2 · m] as x, y, x, y …"""
         return np.clip(self.unbounded(places), 0.0, (self.width, self.height) * (places.shape[-1] // 2))
 
     def unbounded(self, places: NDArray[Any]) -> NDArray[np.float64]:
-        """The same, not cut off."""
+        """The same, not clipped."""
         pairs = places.shape[-1] // 2
         offset, scale = (self.left, self.top) * pairs, (self.across, self.down) * pairs
         found: NDArray[np.float64] = (places.astype(np.float64) - offset) / scale
@@ -55,9 +55,9 @@ class Fit:
 
 
 def letterboxed(frame: Picture, place: Picture, middle: bool = True) -> Fit:
-    """The whole frame into the middle of `place` [h, w, 3], or its corner, as large as fits, grey around it.
+    """Write the whole frame into the middle of `place` [h, w, 3], or its corner, as large as fits, grey around it.
 
-    Bilinear without smoothing, by OpenCV, as YOLO models are trained and measured.
+    Bilinear without smoothing, by OpenCV, as in the training and measurements of YOLO models.
     """
     height, width = frame.shape[:2]
     room_h, room_w = place.shape[:2]
@@ -75,7 +75,7 @@ def letterboxed(frame: Picture, place: Picture, middle: bool = True) -> Fit:
 
 
 def stretched(frame: Picture, place: Picture) -> Fit:
-    """The whole frame into the whole of `place`, each side by its own scale, bilinear with smoothing."""
+    """Write the whole frame into the whole of `place`, each side by its own scale, bilinear with smoothing."""
     height, width = frame.shape[:2]
     room_h, room_w = place.shape[:2]
     place[:] = frame if frame.shape == place.shape else _smooth(frame, (room_w, room_h), reducing_gap=2.0)
@@ -83,7 +83,7 @@ def stretched(frame: Picture, place: Picture) -> Fit:
 
 
 def cropped(frame: Picture, place: Picture) -> Fit:
-    """The largest middle part of the frame that has the shape of `place`."""
+    """Write into `place` the largest middle part of the frame that has its shape."""
     height, width = frame.shape[:2]
     room_h, room_w = place.shape[:2]
     scale = max(room_h / height, room_w / width)
@@ -174,9 +174,9 @@ class PictureInput:
 
 
 def picture_input(
-    path: Path, session: OnnxSession, size: tuple[int, int] | None, said: tuple[int, int] | None
+    path: Path, session: OnnxSession, size: tuple[int, int] | None, metadata: tuple[int, int] | None
 ) -> PictureInput:
-    """The input for pictures. size: the user's. said: that of the metadata. Raises ConfigError."""
+    """The input for pictures. size: the user's. metadata: the size there. Raises ConfigError."""
     others = dict(session.inputs)
     sizes = others.pop(SIZES_NAME, None)
     if len(others) != 1 or (sizes is not None and not (sizes.dtype.kind == "i" and fits((None, 2), sizes.dims))):
@@ -191,9 +191,9 @@ def picture_input(
     last = port.dims[1] != 3
     height, width = port.dims[1:3] if last else port.dims[2:4]
     if size is None:
-        if (width is None or height is None) and said is None:
+        if (width is None or height is None) and metadata is None:
             raise ConfigError(f"{where}: takes any size of picture, {found}; choose one, such as --size 640")
-        size = (width or said[0], height or said[1]) if said else (width or 0, height or 0)
+        size = (width or metadata[0], height or metadata[1]) if metadata else (width or 0, height or 0)
     elif width not in (None, size[0]) or height not in (None, size[1]):
         takes = f"input {name!r} takes width {width or 'any'} and height {height or 'any'}"
         raise ConfigError(f"{path}: size {size[0]}x{size[1]}: {takes}")
@@ -203,7 +203,7 @@ def picture_input(
 def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int, int]) -> dict[str, Any]:
     """A feed's result: boxes, scores, labels, and keypoints, polygons and masks where the graph has them.
 
-    Rounded to hundredths of a pixel and millionths of a score. Boxes outside of the frame are left out. size: width and
+    Pixels are rounded to hundredths, scores to millionths. Boxes outside of the frame are left out. size: width and
     height of the input.
     """
     if found.boxes is None:
@@ -238,8 +238,8 @@ def _named(labels: NDArray[np.int64], names: Mapping[int, str]) -> list[Any]:
 
 
 def _mask(mask: NDArray[np.bool_], box: NDArray[np.float64], fit: Fit, size: tuple[int, int]) -> dict[str, Any]:
-    """The cells of a mask under a box of the frame: `box`, their edges in its pixels; `size`, rows and columns;
-    `counts`, lengths of runs row by row, first of cells outside of the mask."""
+    """The cells of a mask that cover a box of the frame. `box`: their edges in pixels of the frame. `size`: rows and
+    columns. `counts`: lengths of runs, row by row, outside and inside of the mask in turn, the first one outside."""
     height, width = mask.shape
     across, down = width / size[0], height / size[1]
     x0, y0, x1, y1 = fit.forth(box)

@@ -36,7 +36,7 @@ LARGEST: Final = 16_384  # pixels of a side of the input
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """The metadata of a graph; what cannot be read is left out.
+    """The metadata of a graph; values that cannot be read have their defaults.
 
     names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify, obb.
     points: number of keypoints and of columns of each. resize: letterbox, corner, stretch or crop. head: the exporter's
@@ -53,8 +53,8 @@ class GraphFacts:
 
 
 def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
-    """Facts of the keys `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `head`, `args`, and
-    `rfdetr_inference`, whose `class_id_to_name` has gaps."""
+    """Facts from the keys `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `head`, `args`, `batch`,
+    and `rfdetr_inference`, whose `class_id_to_name` has gaps."""
     rfdetr = literal(metadata.get("rfdetr_inference", ""))
     rfdetr = rfdetr if isinstance(rfdetr, dict) else {}
     height_width = _numbers(metadata.get("imgsz", ""), 2)
@@ -70,7 +70,7 @@ def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
 
 
 def _numbered(found: Any) -> dict[int, str] | None:
-    """Labels by number of a list or a mapping; None for other values."""
+    """Labels by number, from a list or a mapping; None for other values."""
     if isinstance(found, (list, tuple)):
         found = dict(enumerate(found))
     if not isinstance(found, dict) or len(found) > MOST_NAMES:
@@ -82,7 +82,7 @@ def _numbered(found: Any) -> dict[int, str] | None:
 
 
 def names_of_file(path: Path) -> dict[int, str]:
-    """Labels by number of a file: JSON or Python as in metadata, or a name a line. Raises ConfigError."""
+    """Labels by number from a file: JSON or Python as in metadata, or a name on each line. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST + 1)
@@ -121,7 +121,7 @@ def _at_once(metadata: Mapping[str, str]) -> int | None:
 
 
 def _numbers(text: str, count: int) -> tuple[int, ...] | None:
-    """So many whole numbers above 0; a single number stands for all of them."""
+    """The first `count` numbers of a text, above 0 and without fractions; a single number stands for all of them."""
     found = literal(text[:100])
     values = [found] * count if isinstance(found, (int, float)) else found
     if not isinstance(values, (list, tuple)) or len(values) < count:
@@ -132,7 +132,7 @@ def _numbers(text: str, count: int) -> tuple[int, ...] | None:
     return tuple(int(n) for n in numbers)
 
 
-MOST_NUMBERS: Final = 2048  # k of an output [n, k] that is passed on, such as an embedding
+MOST_NUMBERS: Final = 2048  # the largest k of an output [n, k] that is passed on, such as an embedding
 _NAMED: Final = (("boxes", "scores", "labels", ""), ("det_boxes", "det_scores", "det_classes", "num_dets"))
 _QUERIES: Final = (("pred_boxes", "logits"), ("pred_boxes", "pred_logits"), ("dets", "labels"))
 _MASKS: Final = ("masks", "pred_masks")
@@ -169,8 +169,8 @@ class Trial:
 class Candidate:
     """A possible dialect, and the outputs that prove or contradict it.
 
-    boxes: [k, 4] of the blank picture. unit: the expected one. cells: of each box, as of `cells_of`; None for boxes
-    without a place. scores: of classes, which must be shares. labels: numbers of classes.
+    boxes: [k, 4] of the blank picture. unit: the one that the dialect expects. cells: of each box, by `cells_of`; None
+    for boxes that belong to no cell. scores: of classes, which must lie within 0 … 1. labels: numbers of classes.
     """
 
     dialect: Dialect
@@ -202,19 +202,19 @@ def dialect_of(trial: Trial) -> Dialect | None:
 
 
 def unit_of(boxes: NDArray[Any], size: tuple[int, int], cells: NDArray[np.float64] | None = None) -> str | None:
-    """The unit of the boxes of a blank picture; None if no box shows it.
+    """The unit of the boxes of a blank picture; None if too few boxes are finite and not empty.
 
-    The middles of boxes with a cell rise over the picture as their cells do, by pixels or by shares of it. Otherwise
-    the boxes are not decoded if they are nearer to their cells as offsets. Boxes without a cell lie in the picture:
-    most of those in shares lie within its first pixel.
+    The middles of decoded boxes with a cell increase over the picture as those of their cells do, in pixels or in
+    shares. Otherwise the boxes are not decoded if they are nearer to their cells as offsets. Boxes without a cell lie
+    in the picture; if they are shares, most of them lie within its first pixel.
     """
-    told = np.isfinite(boxes).all(axis=1) & (cells is not None or boxes.any(axis=1))
-    boxes = boxes[told].astype(np.float64)
+    usable = np.isfinite(boxes).all(axis=1) & (cells is not None or boxes.any(axis=1))
+    boxes = boxes[usable].astype(np.float64)
     if len(boxes) < (1 if cells is None else 2):
         return None
     if cells is None:  # corners or middles and sizes: half of their sum is in the picture
         return PIXELS if np.median((boxes[:, :2] + boxes[:, 2:]).max(axis=1) / 2) > 1 else SHARES
-    own, side = cells[told, :2], cells[told, 2:]
+    own, side = cells[usable, :2], cells[usable, 2:]
     away = own - own.mean(axis=0)
     follow = (away * boxes[:, :2]).sum(axis=0) / (away**2).sum(axis=0)  # the slope of a line through them
     if (follow * size).min() > 0.5:
@@ -269,8 +269,8 @@ def _queries(trial: Trial) -> Candidate | None:
         none = 0 < trial.classes == wide - 1
         if trial.classes not in (wide, wide - 1) and (trial.classes or boxes != "dets"):
             raise ConfigError(
-                f"{logits!r} has {wide} classes, with or without one for nothing: {_count_of_names(trial)}. "
-                f"Give --names FILE with {wide} names (a sigmoid each) or {wide - 1} (the last for nothing)"
+                f"{logits!r} has {wide} classes, one of which may mean no object: {_count_of_names(trial)}. "
+                f"Give --names FILE with {wide} names (a sigmoid each) or {wide - 1} (the last one means no object)"
             )
         dets = boxes == "dets"
         mean, std = IMAGENET if none or dets else (Dialect.mean, Dialect.std)
@@ -290,12 +290,12 @@ def _classes(trial: Trial) -> Dialect | None:
     if trial.classes not in (0, array.shape[1]):
         raise _other_classes(trial, f"{array.shape[1]} classes")
     scores = bool((array >= 0).all() and np.allclose(array.sum(axis=1), 1.0, atol=1e-2))
-    # exporters of classifiers for `task: classify` train them on the middle of a picture
+    # Classifiers with `task: classify` in their metadata were trained on the middle of pictures.
     return Classes(name, not scores, CROP if whole else STRETCH)
 
 
 def _one_output(trial: Trial) -> Candidate | None:
-    """A head of one output, or of one and prototypes of masks."""
+    """A head of one output, or of one output and prototypes of masks."""
     ranks: dict[int, list[str]] = {}
     for name, array in trial.outputs.items():
         ranks.setdefault(array.ndim, []).append(name)
@@ -313,14 +313,14 @@ def _rows(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> Candi
         return None
     cells = cells_of(trial.size, len(array))
     if cells is not None and unit_of(array[:, :4], trial.size, cells) == PIXELS:
-        return None  # a row for each place
+        return None  # a row for each cell: a raw head
     shares = trial.facts.head == "RTDETRDecoder" and not extras.columns
     dialect = Queries(name, name, "best", trial.size) if shares else Rows(name, extras)
     return Candidate(dialect, array[:, :4], SHARES if shares else PIXELS, labels=array[:, 5])
 
 
 def _raw_head(trial: Trial, name: str, array: NDArray[Any], extras: Extras) -> Candidate | None:
-    """A box for each place; the size of the input gives the number of places."""
+    """A box for each cell; the size of the input gives the number of cells."""
     classes, other = trial.classes, None
     for rows, places in ((False, array.T), (True, array)):
         boxes, scores = places[:, :4], places[:, 4 : places.shape[1] - extras.columns]

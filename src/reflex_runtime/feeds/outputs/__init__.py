@@ -1,4 +1,4 @@
-"""The outputs of a run: its files, checked before it starts, and receivers that may be slow or away."""
+"""The outputs of a run: its files, checked before it starts, and receivers, which may be slow or away."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from reflex_runtime.settings.declare import one_line
 class ResultFiles:
     """The files of one run.
 
-    output: standard output. gone: called when its reader has left. trace: a sink of the coordinator's events, which the
-    caller closes; None without --trace.
+    output: standard output. gone: called when its reader has closed it. trace: a sink of the coordinator's events,
+    which the caller closes; None without --trace.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class ResultFiles:
         return sinks
 
     def begin(self) -> None:
-        """Begin the results: called once the run has started, so that a failed start leaves an earlier file."""
+        """Begin the file of results. Called once the run has started, so that a failed start keeps an earlier file."""
         if self._results is not None:
             self._results.begin()
 
     def complete(self) -> bool:
         """Log at the end what was written and what is missing. Returns whether the trace is complete."""
-        config, written, whole = self._config, [], True
+        config, lines, whole = self._config, [], True
         if self._results is not None and self._results.lost:
             logging.error("--results=%s: %d results are not in it", config.results, self._results.lost)
         elif config.results not in ("", "-"):
-            written.append(f"results: {config.results}")
+            lines.append(f"results: {config.results}")
         made = [str(path) for _, path in sorted(self._videos.items()) if path.is_file()]
         if made:
-            written.append(f"videos: {', '.join(made) if len(made) <= 4 else f'{len(made)} in {config.annotate}'}")
+            lines.append(f"videos: {', '.join(made) if len(made) <= 4 else f'{len(made)} in {config.annotate}'}")
         if self.trace is not None and (self.trace.error is not None or self.trace.dropped):
             why = f": {self.trace.error.strerror}" if self.trace.error is not None else ""
             logging.error("--trace=%s: %d lines are not in it%s", config.trace, self.trace.dropped, why)
             whole = False
         elif self.trace is not None:
-            written.append(f"trace: {config.trace} (reflex trace {config.trace})")
-        if written:
-            logging.info("wrote %s", "; ".join(written))
+            lines.append(f"trace: {config.trace} (reflex trace {config.trace})")
+        if lines:
+            logging.info("wrote %s", "; ".join(lines))
         return whole
 
 
@@ -109,7 +109,7 @@ def video_of(config: FeedsConfig, feed: str) -> Path:
 
 
 def outputs_of(config: FeedsConfig) -> list[ResultOutput]:
-    """The outputs of --publish and --webhook, not started. Raises ConfigError without secrets."""
+    """The outputs of --publish and --webhook, not started. Raises ConfigError, whose text has no secrets."""
     found: list[ResultOutput] = []
     if config.publish:
         from reflex_runtime.feeds.outputs.mqtt import MqttPublisher

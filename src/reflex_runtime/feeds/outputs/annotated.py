@@ -40,8 +40,8 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
 
     value: a mapping with any of boxes ([[x0, y0, x1, y1], ...] in pixels), labels, scores, tracker_ids, keypoints,
         polygons and masks (see docs/feeds.md), and text for the upper corner. A field of another form is left out.
-    caption: a line in the lower corner, under the boxes; its beginning is cut off if it is too long.
-    by: how many times larger the picture of the positions is.
+    caption: a line in the lower left corner, over which boxes are drawn; if too long, its beginning is cut off.
+    by: how many times larger the frame is, in whose pixels the positions are.
     """
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
@@ -74,8 +74,8 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "", by: int =
 
 
 def _boxes(boxes: Any, size: tuple[int, int], by: int) -> list[Box | None]:
-    """Boxes with ordered corners, cut off just outside of the picture: drawing takes time for every pixel. None for a
-    row that is no box."""
+    """Boxes with ordered corners, cut off just outside of the picture, because drawing takes time for every pixel. None
+    for a row that is no box."""
     rows = _numbers(boxes)
     if rows.ndim != 2 or rows.shape[1] != 4:
         return []
@@ -132,7 +132,7 @@ def _label(picture: Image.Image, height: int, box: Box, words: str, colour: Colo
 
 
 class _Sign(NamedTuple):
-    """A text on its background. at: its corner from the start of the text. first: width of its first line."""
+    """A text on its background. at: its corner relative to the start of the text. first: width of its first line."""
 
     picture: Image.Image
     at: tuple[int, int]
@@ -198,15 +198,15 @@ class AnnotatedVideo:
     path: the file, whose suffix is the container (.mp4, .mkv, .avi). The first result opens it, and all pictures get
     its size, made even. An earlier file is kept as PATH.1; only the owner may read the new one. An .mp4 has fragments
     of `FRAGMENT_S`, so that a killed process loses only the last one.
-    caption: whether feed, number and latency stand in a corner.
-    Times are those of the source; no picture is shown longer than `LONGEST_S`.
+    caption: whether feed, number and latency are written in a corner.
+    Times are those of the source, but no picture is shown longer than `LONGEST_S`.
     Raises ConfigError if PyAV is missing.
     """
 
     shared = False  # belongs to one feed
     LONGEST_S = 5.0
     FRAGMENT_S = 1.0
-    TICKS = 60_000  # a second: a whole number a picture at every usual rate; MPEG-4 allows 65,535
+    TICKS = 60_000  # ticks a second: a whole number for a picture at every usual rate; MPEG-4 allows 65,535
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
         self._av = library("av", "AnnotatedVideo: writing video")
@@ -265,7 +265,7 @@ class AnnotatedVideo:
         self._stream.pix_fmt = "yuv420p"
         self._stream.codec_context.time_base = Fraction(1, self.TICKS)
         if codec == "libx264":
-            # No pictures held back, so that the flush at the stop is short.
+            # The encoder holds no pictures back, so that the flush at the stop is short.
             self._stream.options = {"preset": "veryfast", "crf": "23", "tune": "zerolatency"}
         self._stream.codec_context.thread_count = 1  # the default is one per core, for every feed
         self._container.start_encoding()  # so that a failure shows now, not when the encoder is full

@@ -26,7 +26,7 @@ from reflex_runtime.observe import files
 from reflex_runtime.run.device import Clock
 
 NAME = r"^(?!\.\.?$)[\w.-]{1,64}$"  # of a feed; . and .. are other directories
-_PATH_BYTES = 200  # of at most 255 in the name of a file: endings follow, such as .mp4.1
+_PATH_BYTES = 200  # of a file name's 255 bytes at most: endings follow, such as .mp4.1
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,8 +87,8 @@ class SinkError(ReflexError):
 class JsonLines:
     """Writes a line of JSON for each result: see `line_of`. Any number of feeds may share it.
 
-    target: a path, whose file is kept as PATH.1 (see `files.create`), or a binary stream, which is not closed. gone:
-    called instead of an error when the reader of a stream has left; further results are dropped.
+    target: a path, whose earlier file is kept as PATH.1 (see `files.create`), or a binary stream, which is not closed.
+    gone: called instead of an error, at each write, when the reader has closed the stream; these results are dropped.
     Lines are written every second while results come, at the first result after a pause, and at `close`; to a terminal
     at once. After `close` a result opens the file again and is appended.
     lost: results that were not written after a failure.
@@ -127,7 +127,7 @@ class JsonLines:
                 self._write()
 
     def begin(self) -> None:
-        """Begin the file now, so that a run without results does not leave an earlier one."""
+        """Begin the file now, so that after a run without results there is no file of an earlier run."""
         with self._lock:
             if self._path is not None and self._fresh:
                 with suppress(OSError):  # the first result raises it

@@ -1,8 +1,8 @@
 """Publishes results to an MQTT broker, one message each.
 
 TOPIC/feeds/NAME   a feed's results, with the lines of --results; for NAME see `path_name`
-TOPIC/status       online or offline, retained. The broker publishes offline when this process is gone; another process
-                   on the same topic, as in a rolling restart, then publishes online again
+TOPIC/status       online or offline, retained. The broker publishes offline when this process is gone; if another
+                   process uses the same topic, as in a rolling restart, that then publishes online again
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class MqttPublisher(ResultOutput):
     """Publishes every result to TOPIC/feeds/NAME of mqtt[s]://[user:password@]host[:port]/TOPIC. Raises ConfigError for
     another address, and if paho-mqtt is missing.
 
-    qos: when the connection breaks, messages on their way are lost and counted (0), sent again so that they may arrive
-    twice (1), or sent again and arrive once (2).
+    qos: when the connection breaks, unconfirmed messages are lost and counted (0), are sent again and may arrive twice
+    (1), or are sent again and arrive once (2).
 
     While the broker is away, the newest results wait. At the end they are sent, unless the broker is still away.
     """
@@ -46,12 +46,12 @@ class MqttPublisher(ResultOutput):
         self._topic = _topic_of(address)
         self._qos = qos
         self._connected = self._refused = False  # refused: by the broker, at the last try
-        self._on_way: set[int] = set()  # message numbers of results
+        self._on_way: set[int] = set()  # message numbers of results that are sent and not confirmed
         self._acknowledged: set[int] = set()  # message numbers, maybe before `publish` returned them
         self._leaving = False
-        self._client = self._made(address)
+        self._client = self._new_client(address)
 
-    def _made(self, address: ReceiverAddress) -> Any:
+    def _new_client(self, address: ReceiverAddress) -> Any:
         mqtt = library("paho.mqtt.client", "MQTT")
         client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=f"reflex-{uuid4().hex[:12]}")
         if address.user is not None or address.password is not None:
@@ -83,7 +83,7 @@ class MqttPublisher(ResultOutput):
     def _ready(self) -> bool:
         """Count what is acknowledged. Returns whether a further message may be sent."""
         if self._state == "away" and self.time_left is not None:
-            self.signal(0.0)  # it is not waited for
+            self.signal(0.0)  # the end does not wait for a broker that is away
         self._count_arrived()
         self._acknowledged.clear()  # the rest are statuses
         return self._connected and len(self._on_way) < WINDOW
@@ -94,7 +94,7 @@ class MqttPublisher(ResultOutput):
         self._sent(len(arrived))
 
     def _publish(self, line: ResultLine) -> None:
-        """Publish one result. Without the lock, because the client calls back while it holds its own."""
+        """Publish one result. Called without `news` held, because the client calls back while it holds its own lock."""
         feed, text = line
         if len(text) > MOST_BYTES:
             self._drop("refused")
@@ -122,7 +122,7 @@ class MqttPublisher(ResultOutput):
     def _on_connect(self, client: Any, _: Any, __: Any, reason: Any, ___: Any) -> None:
         self._refused = reason.is_failure
         if self._refused:
-            self._unwell(f"the broker refuses the connection: {reason}")
+            self._set_away(f"the broker refuses the connection: {reason}")
             return
         client.subscribe(f"{self._topic}/status", qos=1)
         self._publish_online()
@@ -132,11 +132,11 @@ class MqttPublisher(ResultOutput):
                 self._drop("lost", len(self._on_way))
                 self._on_way.clear()
             self._connected = True
-            self._well()
+            self._set_connected()
             self.news.notify_all()
 
     def _on_status(self, _: Any, __: Any, message: Any) -> None:
-        """Another process on the same topic is offline, but this one is not."""
+        """Another process on the same topic went offline: publish that this one has not."""
         if message.payload == b"offline" and not self._leaving:
             self._publish_online()
 
@@ -144,7 +144,7 @@ class MqttPublisher(ResultOutput):
         self._client.publish(f"{self._topic}/status", "online", qos=1, retain=True)
 
     def _on_connect_fail(self, _: Any, __: Any) -> None:
-        self._lost("nothing answers there as an MQTT broker")
+        self._lost("there is no answer from an MQTT broker")
 
     def _on_disconnect(self, _: Any, __: Any, ___: Any, reason: Any, ____: Any) -> None:
         known = self._refused or self.time_left is not None
@@ -154,7 +154,7 @@ class MqttPublisher(ResultOutput):
         with self.news:
             self._connected = False
             if why is not None:
-                self._unwell(why)
+                self._set_away(why)
             self.news.notify_all()
 
     def _on_publish(self, _: Any, __: Any, number: int, ___: Any, ____: Any) -> None:

@@ -40,9 +40,9 @@ class ResultLine(NamedTuple):
 class ResultOutput:
     """Sends results to one receiver, on its own thread. Every result is counted in exactly one place.
 
-    name: in metrics and logs. where: the receiver, without secrets. capacity: results that wait; then the oldest is
-    dropped. take: the sink for feeds, any number of them. news: notified when a result comes, when no more are taken,
-    and by the output when `ready` of `_next` may have changed. `Runtime.output` starts and stops it.
+    name: in metrics and logs. where: the receiver, without secrets. capacity: results that may wait; with more the
+    oldest is dropped. take: the sink for feeds, any number of them. news: notified when a result comes, when no more
+    are taken, and by the output when `ready` of `_next` may have changed. A `Runtime` starts and stops it.
     """
 
     kind: ClassVar[str]
@@ -53,7 +53,7 @@ class ResultOutput:
         self.news = threading.Condition()
         self._capacity = capacity
         self._waiting: deque[ResultLine] = deque()
-        self._in_hand = 0  # given to the output's thread, neither sent nor dropped
+        self._in_hand = 0  # results that `_next` returned and that are neither sent nor dropped yet
         self._taken = self._sent_count = 0
         self._drops = dict.fromkeys(OUTPUT_DROPS, 0)
         self._until: float | None = None  # end of the time for sending what waits, once no more results are taken
@@ -69,7 +69,7 @@ class ResultOutput:
         self._thread.start()
 
     def signal(self, timeout: float) -> None:
-        """Take no more results, and send those that wait within so many seconds. An earlier end counts."""
+        """Take no more results, and send those that wait within `timeout` seconds. The earliest end counts."""
         with self.news:
             until = time.monotonic() + timeout
             self._until = until if self._until is None else min(until, self._until)
@@ -109,12 +109,12 @@ class ResultOutput:
             )
 
     def _take(self, result: Result) -> None:
-        """Never waits. The oldest result is dropped where there is no room."""
+        """Queue a result, without waiting. If there is no room, the oldest one is dropped."""
         line, fault = b"", None
         try:
             with WALL:
                 line = line_of(result)
-        except Exception as error:  # of the value's own class
+        except Exception as error:  # from a method of the value's class
             fault = f"a result of {result.feed} cannot be written as JSON: {type(error).__name__}: {error}"
         with self.news:
             self._taken += 1
@@ -135,8 +135,8 @@ class ResultOutput:
         raise NotImplementedError
 
     def _next(self, most: int, size: float = inf, ready: Callable[[], bool] = lambda: True) -> list[ResultLine]:
-        """Wait for results, and until it is `ready`. Returns at most so many, the oldest first, and none after `size`
-        bytes; none at the end."""
+        """Wait until there are results and `ready()`. Returns the oldest, at most `most`, and adds none once they have
+        `size` bytes; an empty list at the end."""
         with self.news:
             while not (ready() and self._waiting):
                 left = self.time_left
@@ -152,36 +152,36 @@ class ResultOutput:
             return found
 
     def _sent(self, count: int = 1) -> None:
-        """Results in hand arrived."""
+        """Count results in hand that arrived."""
         with self.news:
             if self._settle(count):
                 self._sent_count += count
 
     def _drop(self, reason: str, count: int = 1) -> None:
-        """Results in hand are given up, for one of `OUTPUT_DROPS`."""
+        """Count results in hand that are given up. reason: one of `OUTPUT_DROPS`."""
         with self.news:
             if self._settle(count):
                 self._drops[reason] += count
 
     def _back(self, lines: Sequence[ResultLine]) -> None:
-        """Results in hand wait again, as the oldest."""
+        """Put results in hand back, as the oldest that wait."""
         with self.news:
             if self._settle(len(lines)):
                 self._waiting.extendleft(reversed(lines))
                 self._trim()
 
     def _pause(self, seconds: float) -> None:
-        """Wait, at most until `signal`."""
+        """Wait so many seconds, or until `signal`."""
         with self.news:
             self.news.wait_for(lambda: self._until is not None, seconds)
 
-    def _well(self) -> None:
+    def _set_connected(self) -> None:
         """The receiver takes results."""
         if self._state != "connected":
             log.info("%s: connected", self.where)
         self._state = "connected"
 
-    def _unwell(self, why: object, again: bool = True) -> None:
+    def _set_away(self, why: object, again: bool = True) -> None:
         """The receiver is away or refuses. again: it is tried again."""
         self._state = "away"
         self._retries += again
@@ -196,7 +196,7 @@ class ResultOutput:
             log.warning("%s: %s%s%s", self.where, self._error, "; trying again" if again else "", times)
 
     def _settle(self, count: int) -> bool:
-        """Whether these results still count: not after `join`."""
+        """Take results out of hand. Returns whether they are still to be counted: `join` has counted what was left."""
         self._in_hand -= 0 if self._over else count
         self.news.notify_all()
         return not self._over
@@ -235,7 +235,7 @@ class ReceiverAddress:
 
 def address_of(text: str, scheme: str, expected: str, query: bool = False) -> ReceiverAddress:
     """The address SCHEME://[user:password@]host[:port]/path; over TLS the scheme ends in s. query: whether it may have
-    one. Raises ConfigError without secrets."""
+    one. Raises a ConfigError without secrets."""
     shown = one_line(without_secrets(text))
     wrong = ConfigError(f"{shown}: must be {expected}")
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > LONGEST:

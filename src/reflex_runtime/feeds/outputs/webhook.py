@@ -1,4 +1,4 @@
-"""Posts results to an HTTP server as lines of JSON, several in a request where they come faster than answers."""
+"""Posts results to an HTTP server as lines of JSON; those that come before an answer go into the next request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from reflex_runtime.pacing import doubled
 from reflex_runtime.version import __version__
 
 GROUP: Final = 100  # results in a request
-GROUP_BYTES: Final = 1_000_000  # of a request; then no result is added
+GROUP_BYTES: Final = 1_000_000  # of a request, to which no further result is then added
 TIMEOUT_S: Final = 10.0  # to connect, and between two parts of an answer
 FIRST_S: Final = 0.5  # pause before the second attempt; doubles, and is shortened by up to half at random
 LONGEST_S: Final = 30.0
 ATTEMPTS: Final = 8  # for a group, in about a minute
-ANSWER_BYTES: Final = 65_536  # read of an answer's body; a longer one, or a later one, ends the connection
-BODY_S: Final = 0.5
-_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+ANSWER_BYTES: Final = 65_536  # of an answer's body; after a longer one the connection is closed
+BODY_S: Final = 0.5  # for an answer's body; likewise
+_RETRIED: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Webhook(ResultOutput):
@@ -72,24 +72,24 @@ class Webhook(ResultOutput):
             answer = self._post(b"".join(line.data + b"\n" for line in lines))
         except (OSError, HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._again(lines, f"cannot be reached: {why}")
+            self._retry(lines, f"cannot be reached: {why}")
             return
         if 200 <= answer.status < 300:
             self._failures = 0
             self._sent(len(lines))
-            self._well()
-        elif answer.status in _AGAIN:
-            self._again(lines, f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
+            self._set_connected()
+        elif answer.status in _RETRIED:
+            self._retry(lines, f"answers {answer.status}", _seconds(answer.getheader("Retry-After")))
         else:
             self._failures = 0
             more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
-            self._unwell(f"answers {answer.status}{more}; the results are dropped", again=False)
+            self._set_away(f"answers {answer.status}{more}; the results are dropped", again=False)
             self._drop("refused", len(lines))
 
-    def _again(self, lines: Sequence[ResultLine], why: str, wait: float = 0.0) -> None:
+    def _retry(self, lines: Sequence[ResultLine], why: str, wait: float = 0.0) -> None:
         """Put a group back, or give it up after the last attempt, and pause. wait: seconds of Retry-After."""
         self._failures += 1
-        self._unwell(why)
+        self._set_away(why)
         if self._failures % ATTEMPTS:
             self._back(lines)
         else:
@@ -101,7 +101,7 @@ class Webhook(ResultOutput):
         self._pause(min(LONGEST_S, max(pause, wait)))
 
     def _post(self, body: bytes) -> HTTPResponse:
-        """The answer to a request. If the server has closed the kept connection, send it again on a new one."""
+        """The answer to a request. If a kept connection fails, a new one is tried, unless the time is over (`_cut`)."""
         fresh = self._connection is None
         try:
             self._connection = self._connection or self._connect()
@@ -109,17 +109,17 @@ class Webhook(ResultOutput):
             answer = self._connection.getresponse()
         except (OSError, HTTPException):
             self._close()
-            if fresh:
+            if fresh or (self.time_left or 1.0) <= 0.0:
                 raise
             return self._post(body)
         self._finish(self._connection, answer)
         return answer
 
     def _finish(self, connection: HTTPConnection, answer: HTTPResponse) -> None:
-        """Read the body, so that the connection can be used again. The status counts, whatever becomes of the body."""
+        """Read the body, so that the connection can be used again. Only the status counts, even if the body fails."""
         until, left = time.monotonic() + BODY_S, ANSWER_BYTES
         with suppress(OSError, HTTPException):
-            if connection.sock is not None:  # else it ends with the body
+            if connection.sock is not None:  # None: the connection ends with the body
                 connection.sock.settimeout(BODY_S)
                 while left > 0 and time.monotonic() < until and (part := answer.read1(left)):
                     left -= len(part)

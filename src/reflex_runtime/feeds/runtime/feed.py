@@ -1,12 +1,12 @@
 """A feed: one thread reads a source, another takes its frames through the batch point and the stages to the sinks.
 
-    capture    source -> FrameQueue            never waits for a model
+    capture    source -> FrameQueue            of a live source never waits for a model
     pipeline   FrameQueue -> batch point -> stages -> sinks
 
 What happens when frames come faster than answers depends on the source:
 
     live   the newest frame wins. A frame is dropped when it is older than `max_age` or the batch point refuses it.
-           When a batch begins, a newer frame takes the place of the one that waits for it
+           When a batch begins, a newer frame replaces the one that waited for it
     file   capture waits, a refused frame is submitted again, and no frame is lost
 """
 
@@ -96,12 +96,12 @@ class FeedConfig:
     """How a feed treats its frames. Times in seconds.
 
     max_age: live: a frame older than this is dropped before it is computed; None: no limit.
-    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more than 1,
-        the frame that waits for its batch is not exchanged for a newer one.
+    queue: most frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file. With more
+        than 1, the frame that waits for its batch is not replaced by a newer one.
     restarts: how often in all the source is opened again; None: no limit for live, 0 for file.
     retries: file: how often a frame is submitted again after a timeout; then it has failed.
-    every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); 0 is no limit.
-        The others have numbers, and count as `skipped`.
+    every, fps: one of so many pictures is taken, and of those at most so many a second (see `Taking`); fps 0 is no
+        limit. The others count as `skipped`, and have numbers too.
     rotate: degrees by which pictures are turned clockwise; positions in results are pixels of the turned picture.
     """
 
@@ -137,7 +137,7 @@ class FrameQueue:
         return len(self._frames)
 
     def put(self, frame: Frame) -> Frame | None:
-        """Add a frame. Returns the one without a place: the oldest, or this one if the queue is closed; else None."""
+        """Add a frame. Returns the one that is lost: the oldest of a full queue, this one if it is closed; or None."""
         with self._filled:
             if not self._drop_oldest:
                 self._room.wait_for(lambda: self.closed or len(self._frames) < self._capacity)
@@ -175,8 +175,8 @@ class StageFailed(ReflexError):
     code = "stage_failed"
 
 
-class _Out(Exception):
-    """The frame is dropped. reason: one of `DROPS`."""
+class _Dropped(Exception):
+    """Raised when the frame is dropped. reason: one of `DROPS`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -184,7 +184,7 @@ class _Out(Exception):
 
 
 class CurrentFrame:
-    """The frame that a feed works on. `newest` exchanges it for a newer one when its batch begins.
+    """The frame that a feed works on. `newest` replaces it by a newer one when its batch begins.
 
     replaced: whether that happened. answer: the future of a file's frame that is at the batch point, else None.
     """
@@ -195,24 +195,24 @@ class CurrentFrame:
         self.answer: Future[Any] | None = None
         self._feed = feed
         self._view: Any = None
-        self._waits = True  # for its batch; afterwards it is not exchanged
-        self._guard = threading.Lock()  # of these
+        self._waits = True  # for its batch; afterwards it is not replaced
+        self._guard = threading.Lock()  # of the replacement
 
     def part(self) -> Any:
         """The picture for the processor."""
         return self._feed.pipeline.part(self.frame.image)
 
     def view(self) -> Any:
-        """What the processor's `prepare` makes of the picture, made once; None without one."""
+        """What the processor's `prepare` makes of the picture, made once; None if the processor has no `prepare`."""
         if self._view is None:
             prepared = self.frame.prepared
             self._view = self._feed.pipeline.prepared(self.frame.image) if prepared is None else prepared
         return self._view
 
     def newest(self) -> NewestFrame:
-        """Exchange it for the frame in the queue, if there is one, drop the old one, and return what is computed.
+        """Replace it by the frame in the queue, if there is one, and return the frame to compute.
 
-        Called by the coordinator when the batch begins. Raises `Expired` if it is too old, or what `prepare` raises.
+        Called by the coordinator when the batch begins. Raises `Expired` if that is too old, or what `prepare` raises.
         """
         feed = self._feed
         with self._guard:
@@ -226,13 +226,13 @@ class CurrentFrame:
         return NewestFrame(self.part(), self.view(), self.frame.sequence, self.frame.pts)
 
     def leave(self) -> None:
-        """Do not exchange it any more, even if its batch begins later."""
+        """Do not replace it any more, even if its batch begins later."""
         with self._guard:
             self._waits = False
 
 
 def close_sink(sink: Sink) -> None:
-    """Close a sink that can be closed. It may raise."""
+    """Close a sink if it has `close`, which may raise."""
     if (close := getattr(sink, "close", None)) is not None:
         close()
 
@@ -244,7 +244,7 @@ class Feed:
         (`FeedStageError`), and gets the next result all the same. `release` closes them when the feed is over.
     emit: gets health events, from either thread, and must be quick. on_end: called once when the feed is over.
     clock, pause, seed: for tests; pause waits for an event, seed is that of the jitter.
-    in_flight: frames at the batch point: one of a camera; of a file as many as a batch can hold.
+    in_flight: frames at the batch point: at most one of a live source; of a file as many as the coordinator allows.
 
     Whatever ends one of its threads, an unexpected exception too, ends the feed with a state and an event.
     """
@@ -274,32 +274,32 @@ class Feed:
         self.queue, self.ledger = FrameQueue(config.queue or (1 if live else 4), drop_oldest=live), Ledger()
         self._source, self._pause = source, pause
         self._emit_to, self._release, self._on_end = emit, release, on_end
-        self._stop = threading.Event()  # both threads end
+        self._stop = threading.Event()  # set: both threads end
         self._stopped = False  # `signal` was called
         self._failure: BaseException | None = None
         self._final: str | None = None
         self._finished = False
         self._released: list[Sink] = []
-        self._guard = threading.Lock()  # of the start, the end, `_released` and `_at`
+        self._guard = threading.Lock()  # of the start, the end, `_abandoned`, `_released` and `_busy_sink`
         self._threads: tuple[threading.Thread, ...] = ()
         # the capture's
         self._taking = Taking(config.every, config.fps)
         self._paced = getattr(source, "paced", False)
         self._times = SourceClock(live and not self._paced)
-        self._chance, self._losses = random.Random(name if seed is None else seed), 0  # since the last picture
+        self._chance, self._losses = random.Random(name if seed is None else seed), 0  # losses since the last picture
         self._connection = "connecting"  # then running, reconnecting
         self._restarts = 0
         self._total: int | None = None
         # the pipeline's
         self._handle = self.pipeline.batch
         self._newest = live and (config.queue or 1) == 1
-        self._most = 1 if live else getattr(self._handle, "most_ahead", 1)  # frames at the batch point
-        self._replaced = False  # a newer frame took the place of the last one
-        self._lost: Exception | None = None  # why the coordinator answers no more
+        self._most_ahead = 1 if live else getattr(self._handle, "most_ahead", 1)  # frames at the batch point
+        self._replaced = False  # the last frame was replaced by a newer one
+        self._lost: Exception | None = None  # why the coordinator gives no more answers
         self._throttle = Throttle()
-        self._fault = ""  # of the last stage or sink that raised
+        self._fault = ""  # the last error of a stage or sink
         self._abandoned = False  # `stop` gave up waiting for this thread: further results are discarded
-        self._at: Sink | None = None  # the sink that works on a result
+        self._busy_sink: Sink | None = None  # the sink that works on a result
         self.in_flight = 0
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Feed:
             self._finish()
 
     def join(self, timeout: float = 5.0) -> bool:
-        """After `signal`, or for a feed that ends by itself. Returns whether both threads ended within `timeout`."""
+        """Wait until both threads end, `timeout` seconds at most. Returns whether they did."""
         until = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
@@ -355,7 +355,7 @@ class Feed:
         """
         with self._guard:
             self._abandoned = True
-            inside = self._at
+            inside = self._busy_sink
         self._release_sinks(but=inside)
 
     @property
@@ -401,8 +401,8 @@ class Feed:
         self.queue.close()  # the frames in it are still computed
 
     def _capture(self) -> Exception | None:
-        """Open, read and close the source, again when it was lost. Returns None at its end or at a stop, else the error
-        after which it is not opened again. Any exception means that the source is lost.
+        """Open, read and close the source, and again when it was lost, which any exception means. Returns None at its
+        end or at a stop, else the error after which it is not opened again.
         """
         most = self.config.restarts if self.config.restarts is not None else (inf if self._live else 0)
         while True:
@@ -441,7 +441,7 @@ class Feed:
                 return
 
     def _take(self, picture: Picture) -> None:
-        """Give a picture its time and number, and put it into the queue, turned; leave it out by `every` and `fps`."""
+        """Put a picture into the queue, turned, with its time and number; leave out those beyond `every` and `fps`."""
         (image, pts), config, ledger = picture, self.config, self.ledger
         now = self.clock()
         pts = self._times.time(pts, now, getattr(self._source, "step", None))
@@ -456,8 +456,8 @@ class Feed:
             ledger.passed_over()
             return
         image, prepared = turned(image, config.rotate), None
-        if not self._live:  # while the frame before it is computed; of a camera's pictures many may be dropped
-            with suppress(Exception), WALL:  # the pipeline's thread prepares it again, and counts it as failed
+        if not self._live:  # beside the computation of earlier frames; many pictures of a camera may be dropped
+            with suppress(Exception), WALL:  # the pipeline's thread prepares it again, and counts the failure
                 prepared = self.pipeline.prepared(image)
         frame = Frame(image, ledger.read_so_far, pts, now, prepared, getattr(self._source, "file", ""))
         ledger.read(frame)
@@ -479,11 +479,11 @@ class Feed:
         self._finish()
 
     def _consume(self) -> Exception | None:
-        """Take frames from the queue to their ends. Returns None after the last one, or why the feed cannot go on."""
-        ahead: deque[CurrentFrame] = deque()  # in order, at most as many as `_most`
+        """Take each frame from the queue to its end. Returns None after the last one, or why the feed cannot go on."""
+        ahead: deque[CurrentFrame] = deque()  # at most `_most_ahead`, in order
         try:
             while self._lost is None or ahead:
-                room = self._lost is None and len(ahead) < self._most
+                room = self._lost is None and len(ahead) < self._most_ahead
                 frame = self.queue.get(0.0 if ahead else None) if room else None
                 if frame is not None:
                     ahead.append(self._submitted(frame))
@@ -493,50 +493,51 @@ class Feed:
                     break
             return self._lost
         finally:
-            for hand in ahead:  # the thread dies of another frame
-                if hand.answer is not None:
-                    hand.answer.cancel()
+            for current in ahead:  # the thread died on an earlier frame
+                if current.answer is not None:
+                    current.answer.cancel()
                     self.in_flight -= 1
             self.ledger.drop("stopped", len(ahead))
-            self._tell(self._throttle.flush(self.clock()))
+            self._report(self._throttle.flush(self.clock()))
 
     def _submitted(self, frame: Frame) -> CurrentFrame:
-        """The frame, of a file at the batch point already where its frames may wait together. Whatever raises here
-        raises again in `_settle`, which counts it."""
-        hand = CurrentFrame(frame, self)
-        if self._most > 1 and self._handle is not None:
+        """The current frame. A file's frame is submitted here already, so that several wait at the batch point; if that
+        fails, `_settle` tries again, and counts it."""
+        current = CurrentFrame(frame, self)
+        if self._most_ahead > 1 and self._handle is not None:
             try:
                 with suppress(Exception):
                     number, pts = frame.sequence, frame.pts
-                    hand.answer = self._handle.submit(self.name, hand.part(), hand.view(), sequence=number, pts=pts)
+                    part, view = current.part(), current.view()
+                    current.answer = self._handle.submit(self.name, part, view, sequence=number, pts=pts)
                     self.in_flight += 1
             except BaseException:
                 self.ledger.drop("failed")
                 raise
-        return hand
+        return current
 
-    def _settle(self, hand: CurrentFrame) -> None:
-        """Take a frame to its end: answered, through the stages and in the sinks, or dropped."""
+    def _settle(self, current: CurrentFrame) -> None:
+        """Take a frame to its end: get its answer, call the stages and the sinks; or drop it."""
         pipeline = self.pipeline
-        dropped: str | None = "failed"  # also when the thread dies of it
+        dropped: str | None = "failed"  # also if the thread dies on it
         try:
             value = None
             if self._handle is not None:
-                value = pipeline.placed(self._answer(self._handle, hand))
+                value = pipeline.placed(self._answer(self._handle, current))
             else:
-                self._time_left(hand)
+                self._time_left(current)
             if self._abandoned:
-                raise _Out("stopped")
+                raise _Dropped("stopped")
             answered = self.clock()
-            result: Result | None = Result(hand.frame, self.name, value, answered - hand.frame.captured)
+            result: Result | None = Result(current.frame, self.name, value, answered - current.frame.captured)
             for after in pipeline.after:
                 if result is not None:
                     result = self._staged(after, result)
             dropped = None
-            self.ledger.answered(hand.frame, answered)
-            if (result is None or self._give(result)) and self._throttle.held:
-                self._tell(self._throttle.recover(self.clock()))
-        except _Out as out:
+            self.ledger.answered(current.frame, answered)
+            if (result is None or self._deliver(result)) and self._throttle.held:
+                self._report(self._throttle.recover(self.clock()))
+        except _Dropped as out:
             dropped = out.reason
         except Exception as error:
             self._failed(error)
@@ -545,7 +546,7 @@ class Feed:
                 self.ledger.drop(dropped)
 
     def _staged(self, stage: After, result: Result) -> Result | None:
-        """The result as a stage leaves it. Counts its time and its failures; an error names it."""
+        """What a stage makes of a result. Counts the stage's time and failures; an error names it."""
         name = name_of(stage)
         try:
             with self.ledger.stage(name, self.clock), WALL:
@@ -558,65 +559,64 @@ class Feed:
             fault.place = place_of(error)
             raise fault from error
 
-    def _time_left(self, hand: CurrentFrame) -> float | None:
-        """Seconds until it is too old, None without a limit. Raises _Out if it is."""
+    def _time_left(self, current: CurrentFrame) -> float | None:
+        """Seconds until the frame is too old, None without a limit. Raises _Dropped if it is already."""
         if self.max_age == inf:
             return None
-        left = hand.frame.captured + self.max_age - self.clock()
+        left = current.frame.captured + self.max_age - self.clock()
         if left <= 0.0:
-            raise _Out("stale")
+            raise _Dropped("stale")
         return left
 
-    def _answer(self, handle: BatchCoordinator, hand: CurrentFrame) -> Any:
-        """The processor's answer, or _Out. A file's frame that is refused or has no answer in time is submitted
-        again."""
+    def _answer(self, handle: BatchCoordinator, current: CurrentFrame) -> Any:
+        """The processor's answer, or _Dropped is raised. A file's frame is submitted again if it is refused or late."""
         image = view = None
-        limit = self._time_left(hand)
+        limit = self._time_left(current)
         if not self._newest:
-            image, view = hand.part(), hand.view()
-        elif not self._replaced:  # of an overloaded processor it is likely to be again: then it is not prepared
-            hand.view()
+            image, view = current.part(), current.view()
+        elif not self._replaced:  # if the last frame was replaced, this one probably will be: then do not prepare it
+            current.view()
         pause, timeouts = RETRY_S, 0
         while True:
-            self.in_flight += hand.answer is None
+            self.in_flight += current.answer is None
             try:
-                if hand.answer is not None:
-                    return _result_of(hand.answer, handle.patience)
+                if current.answer is not None:
+                    return _result_of(current.answer, handle.patience)
                 return handle.submit_and_wait(
                     self.name,
                     image,
                     view,
-                    sequence=hand.frame.sequence,
-                    pts=hand.frame.pts,
+                    sequence=current.frame.sequence,
+                    pts=current.frame.pts,
                     time_limit=None if self._newest else limit,
-                    newest=hand.newest if self._newest else None,
+                    newest=current.newest if self._newest else None,
                 )
             except ReflexError as error:
                 self.ledger.note(str(error))
                 if not self._stop.is_set() and (handle.lost is not None or isinstance(error, _GONE)):
-                    self._lost = handle.lost or error  # ends the feed; the coordinator's health reports it
+                    self._lost = handle.lost or error  # ends the feed; the coordinator's `Health` reports it
                 timeouts += isinstance(error, WaitTimeout)
                 if self._live or not isinstance(error, _RETRIED):
-                    raise _Out(next(reason for kind, reason in _REASONS if isinstance(error, kind))) from error
+                    raise _Dropped(next(reason for kind, reason in _REASONS if isinstance(error, kind))) from error
                 if timeouts > self.config.retries:
                     self._failed(error)
-                    raise _Out("failed") from error
+                    raise _Dropped("failed") from error
             finally:
                 self.in_flight -= 1
-                hand.leave()
-                self._replaced, hand.answer = hand.replaced, None
+                current.leave()
+                self._replaced, current.answer = current.replaced, None
             if self._pause(self._stop, pause):
-                raise _Out("stopped")
+                raise _Dropped("stopped")
             pause = min(RETRY_MOST_S, 2.0 * pause)
 
-    def _give(self, result: Result) -> bool:
-        """Call every sink, even after one failed, until the thread is abandoned. Returns whether none failed."""
+    def _deliver(self, result: Result) -> bool:
+        """Call every sink, even after one failed, until the thread is abandoned. Returns whether all took it."""
         failed = False
         for sink in self.sinks:
             with self._guard:
-                if self._abandoned:  # they may be closed
+                if self._abandoned:  # its sinks may be closed
                     return False
-                self._at = sink
+                self._busy_sink = sink
             try:
                 with WALL:
                     sink(result)
@@ -625,18 +625,18 @@ class Feed:
                 self.ledger.sink_failed()
                 self._failed(error)
             finally:
-                self._at = None
+                self._busy_sink = None
         return not failed
 
     def _failed(self, error: Exception) -> None:
-        """Report a failed frame: at once, then at most once a second with the count."""
+        """Report a failed frame: the first at once, then at most once a second with the count."""
         if not self._throttle.held:
             log.debug("%s: a stage or sink failed", self.name, exc_info=error)
         self._fault = error.logged() if isinstance(error, ReflexError) else told(error)
         self.ledger.note(self._fault)
-        self._tell(self._throttle.count(self.clock()))
+        self._report(self._throttle.count(self.clock()))
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         if count:
             self._emit(FeedStageError(self.clock(), self.name, count, error=self._fault))
 

@@ -41,8 +41,8 @@ FEEDS = 4096  # most feeds that a coordinator's health remembers
 class HealthEvent:
     """Something that happened to a feed or a coordinator.
 
-    at: monotonic seconds. source: the id of the feed or of the coordinator. count: frames or batches since the event
-    before. coordinator: of the feed, where it has a part in this. error: the last message, or the name of a thread.
+    at: monotonic seconds. source: the id of the feed or of the coordinator. count: frames or batches since the last
+    event of its kind. coordinator: the one that the event is about. error: the last message, or the name of a thread.
     retry_in: seconds until the source is opened again; None: never.
     """
 
@@ -53,53 +53,53 @@ class HealthEvent:
     error: str = ""
     retry_in: float | None = None
     level: ClassVar[int] = logging.ERROR  # of its log line
-    says: ClassVar[str] = "{0.error}"
+    template: ClassVar[str] = "{0.error}"
 
     def words(self) -> tuple[int, str]:
         """(level, text) for the log."""
         batches = f"{self.count} batch{'es'[: 2 * (self.count > 1)]}"
         times = f" ({self.count} times)" if self.count > 1 else ""
-        return self.level, self.says.format(self, frames=frames(self.count), batches=batches, times=times)
+        return self.level, self.template.format(self, frames=frames(self.count), batches=batches, times=times)
 
 
 class BatchSubmissionRejected(HealthEvent):
-    """`count` frames of a feed met a full queue, or were displaced from it by a feed with fewer in it."""
+    """`count` frames of a feed met a full queue, or were displaced from it by a feed with fewer frames there."""
 
-    level, says = logging.WARNING, "{frames} refused, the queue of {0.coordinator} was full"
+    level, template = logging.WARNING, "{frames} refused, the queue of {0.coordinator} was full"
 
 
 class BatchInFlightExceeded(HealthEvent):
     """`count` frames of a feed exceeded its in-flight limit."""
 
-    level, says = logging.WARNING, "{frames} refused, {0.coordinator} had not answered the one before"
+    level, template = logging.WARNING, "{frames} refused, {0.coordinator} had not answered the earlier ones"
 
 
 class BatchTimeout(HealthEvent):
     """A feed stopped waiting for `count` answers."""
 
-    level, says = logging.WARNING, "{frames} not answered by {0.coordinator} in time"
+    level, template = logging.WARNING, "{frames} not answered by {0.coordinator} in time"
 
 
 class BatchError(HealthEvent):
     """`count` batches of a coordinator failed in whole or in part."""
 
-    says = "{batches} failed: {0.error}"
+    template = "{batches} failed: {0.error}"
 
 
 class StageError(HealthEvent):
-    """A feed's coordinator died: once for each feed, never at an ordinary stop."""
+    """A feed's coordinator died. Emitted once for each feed, never at an ordinary stop."""
 
 
 class FeedStageError(HealthEvent):
     """A stage or a sink of a feed failed on `count` frames."""
 
-    says = "{0.error}{times}"
+    template = "{0.error}{times}"
 
 
 class FeedConnected(HealthEvent):
     """A feed's source was opened."""
 
-    level, says = logging.INFO, "connected"
+    level, template = logging.INFO, "connected"
 
 
 class FeedDisconnected(HealthEvent):
@@ -114,27 +114,27 @@ class FeedDisconnected(HealthEvent):
 class FeedEnded(HealthEvent):
     """A feed reached the end of its source."""
 
-    level, says = logging.INFO, "came to its end"
+    level, template = logging.INFO, "came to its end"
 
 
 class FeedFailed(HealthEvent):
     """A feed ended with an error."""
 
-    says = "given up: {0.error}"
+    template = "given up: {0.error}"
 
 
 class ThreadDetached(HealthEvent):
     """A thread did not end within its time limit and was abandoned."""
 
-    says = "thread {0.error} did not end in time and is abandoned"
+    template = "thread {0.error} did not end in time and is abandoned"
 
 
 class Health:
     """A sink that reports the health of one coordinator and of the feeds that use it (a request's `client`).
 
     emit: gets each `HealthEvent`, on the thread and under the lock that the sink is called with; must be quick.
-    every: seconds between two events of one kind and source. Held counts are reported within twice that, by a recovery
-    (an admission after refusals; an answer after other failures), and by `flush`.
+    every: seconds between two events of one kind and source. While the scheduler has events, held counts are reported
+    within twice that; also by a recovery (an admission after refusals; an answer after other failures) and by `flush`.
 
     Beyond `FEEDS` feeds the oldest is forgotten, but never its held counts. A forgotten feed gets the event of a lost
     coordinator at its next submission.
@@ -157,7 +157,7 @@ class Health:
         if isinstance(event, RequestQueued):
             client = event.ticket.request.client
             if client not in self._feeds:
-                self._know(client)
+                self._remember(client)
             if self._throttles:
                 self._recovered(client, BatchSubmissionRejected, now)
                 self._recovered(client, BatchInFlightExceeded, now)
@@ -171,69 +171,69 @@ class Health:
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):
-            self._lose(event.ticket.request.client, BatchTimeout, now)
+            self._count_refused(event.ticket.request.client, BatchTimeout, now)
         elif isinstance(event, DeviceLost):
             self._lost = str(event.error)
             for client in list(self._feeds):
-                self._tell_lost(client, now)
+                self._report_loss(client, now)
         if now >= self._sweep_at:
             self._sweep(now)
 
     def flush(self, now: float) -> None:
         """Report all held counts; to be called at the stop."""
         for key, throttle in self._throttles.items():
-            self._tell(key, now, throttle.flush(now))
+            self._report(key, now, throttle.flush(now))
 
     def _rejected(self, event: RequestRejected) -> None:
         client = event.request.client
         if not isinstance(event.error, Closed):
             kind = BatchInFlightExceeded if isinstance(event.error, InFlightCapReached) else BatchSubmissionRejected
-            self._lose(client, kind, event.at)
+            self._count_refused(client, kind, event.at)
         elif self._lost is not None and (client in self._feeds or len(self._feeds) < FEEDS):
-            self._tell_lost(client, event.at)  # reported once: so it is remembered, and no feed is forgotten now
+            self._report_loss(client, event.at)  # once for each feed, so long as there is room to remember it
 
     def _failed(self, now: float, ticket: Ticket) -> None:
         admission = ticket.admission
-        if isinstance(ticket.outcome.error, Displaced):  # a late refusal
-            self._lose(ticket.request.client, BatchSubmissionRejected, now)
+        if isinstance(ticket.outcome.error, Displaced):  # refused after it was admitted
+            self._count_refused(ticket.request.client, BatchSubmissionRejected, now)
         if not isinstance(ticket.outcome.error, ProcessorError) or admission is None:
             return
         self._error = ticket.outcome.error.logged()
-        if admission.id != self._batch:  # its first failure; the others of the batch follow at once
+        if admission.id != self._batch:  # the first failure of its batch; the others follow at once
             self._batch = admission.id
             self._count((self.source, BatchError), now)
 
-    def _lose(self, client: Any, kind: type[HealthEvent], now: float) -> None:
-        self._know(client)
+    def _count_refused(self, client: Any, kind: type[HealthEvent], now: float) -> None:
+        self._remember(client)
         self._count((client, kind), now)
 
     def _count(self, key: tuple[Any, type[HealthEvent]], now: float) -> None:
         throttle = self._throttles.setdefault(key, Throttle(self._every))
-        self._tell(key, now, throttle.count(now))
+        self._report(key, now, throttle.count(now))
         self._sweep_at = min(self._sweep_at, now + self._every)
 
     def _recovered(self, client: Any, kind: type[HealthEvent], now: float) -> None:
         if (throttle := self._throttles.get((client, kind))) is not None:
-            self._tell((client, kind), now, throttle.recover(now))
+            self._report((client, kind), now, throttle.recover(now))
 
     def _sweep(self, now: float) -> None:
-        """Report what is due; look again after `every` seconds."""
+        """Report what is due; sweep again after `every` seconds."""
         for key, throttle in list(self._throttles.items()):
-            self._tell(key, now, throttle.due(now))
+            self._report(key, now, throttle.due(now))
             if throttle.quiet(now):
                 del self._throttles[key]
         self._sweep_at = now + self._every if self._throttles else inf
 
-    def _know(self, client: Any) -> None:
+    def _remember(self, client: Any) -> None:
         if not self._feeds.setdefault(client, False) and len(self._feeds) > FEEDS:
             del self._feeds[next(iter(self._feeds))]
 
-    def _tell(self, key: tuple[Any, type[HealthEvent]], now: float, count: int) -> None:
+    def _report(self, key: tuple[Any, type[HealthEvent]], now: float, count: int) -> None:
         if count:
             client, kind = key
             self._emit(kind(now, str(client), count, self.source, self._error if kind is BatchError else ""))
 
-    def _tell_lost(self, client: Any, now: float) -> None:
+    def _report_loss(self, client: Any, now: float) -> None:
         if not self._feeds.get(client):
             self._feeds[client] = True
             self._emit(StageError(now, str(client), coordinator=self.source, error=self._lost or ""))
@@ -256,7 +256,7 @@ def frames(count: int) -> str:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 DROPS = {
-    "overrun": "a newer frame took its place before its batch began",
+    "overrun": "a newer frame replaced it before its batch began",
     "slow_stage": "the same, while a stage of the feed worked on an earlier frame",
     "stale": "it was older than max_age before its batch began",
     "queue_full": "the coordinator's queue was full",
@@ -268,7 +268,7 @@ DROPS = {
     "stopped": "the feed was stopped before its turn came",
 }
 OUTPUT_DROPS = {
-    "overrun": "newer results took its place in the queue of the output",
+    "overrun": "newer results replaced it in the queue of the output",
     "lost": "the connection was lost while it was sent, or it was tried as often as it may be",
     "refused": "the receiver did not take it",
     "unsent": "the end came before it was sent",
@@ -293,7 +293,7 @@ class FeedSnapshot:
     state: connecting, running, reconnecting; then ended (by itself), failed (given up) or stopped.
     frames: read from the source. processed: answered and through every stage. waiting: neither processed nor dropped
     yet. in_flight: of these, at the batch point. drops: by reason, see `DROPS`.
-    fps: answers a second, over the last two. age: seconds since the last answered frame was captured; None before one.
+    fps: answers a second, over the last 2 s. age: seconds since the last answered frame was captured; None before one.
     latency: from a frame's capture to its answer. restarts: how often the source was opened again. error: the last one.
     sink_errors: results on which a sink failed; they count as processed. total: frames that the source expects, or
     None. position: pts of the last answered frame. resolution: width and height of the last frame read. corrupt:
@@ -327,7 +327,7 @@ class FeedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSnapshot:
-    """One output at one moment: taken == sent + the sum of drops + waiting.
+    """One output at one moment, with taken == sent + the sum of drops + waiting.
 
     where: its address, without secrets. state: connecting, connected, away or closed. taken: results given to it.
     waiting: not sent yet. drops: by reason, see `OUTPUT_DROPS`. retries: how often it tried again. error: the last one.
@@ -372,7 +372,7 @@ class Ledger:
         self._drops = dict.fromkeys(DROPS, 0)
         self._latency = Times()
         self._began: float | None = None  # capture of the first frame
-        self._answers: deque[float] = deque()  # their times, over the last RATE_S
+        self._answers: deque[float] = deque()  # times of the answers of the last RATE_S
         self._last: tuple[float, float | None] | None = None  # capture and pts of the last answered frame
         self._resolution: tuple[int, int] | None = None
         self._error: str | None = None
@@ -380,7 +380,7 @@ class Ledger:
         self._in_stage = False
 
     def read(self, frame: Frame) -> None:
-        """A frame came from the source."""
+        """Count a frame from the source."""
         with self._lock:
             self.read_so_far += 1
             self._resolution = frame.size
@@ -388,23 +388,23 @@ class Ledger:
                 self._began = frame.captured
 
     def passed_over(self) -> None:
-        """A picture was read and not taken."""
+        """Count a picture that `every` or `fps` left out."""
         with self._lock:
             self.read_so_far += 1
             self._drops["skipped"] += 1
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Frames are dropped, for one of `DROPS`."""
+        """Count dropped frames. reason: one of `DROPS`."""
         with self._lock:
             self._drops[reason] += count
 
     def overrun(self) -> None:
-        """A newer frame took the place of a frame."""
+        """Count a frame that a newer one replaced."""
         self.drop("slow_stage" if self._in_stage else "overrun")
 
     @contextmanager
     def stage(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Inside, a stage works on a frame: counts its time, and an exception as its error."""
+        """Inside, a stage works on a frame. Counts its time, and an exception as its error."""
         began, failed, self._in_stage = clock(), True, True
         try:
             yield
@@ -416,7 +416,7 @@ class Ledger:
                 self._stages[name] = StageFigures(was.runs + 1, was.errors + failed, was.seconds + clock() - began)
 
     def answered(self, frame: Frame, now: float) -> None:
-        """A frame has its answer and went through every stage."""
+        """Count a frame that has its answer and went through every stage."""
         with self._lock:
             self._processed += 1
             self._latency.add(now - frame.captured)
@@ -425,7 +425,7 @@ class Ledger:
             self._forget(now)
 
     def sink_failed(self) -> None:
-        """A sink failed on a result."""
+        """Count a result on which a sink failed."""
         with self._lock:
             self._sink_errors += 1
 
@@ -437,7 +437,7 @@ class Ledger:
         """The ledger's part of a `FeedSnapshot`, all of one moment."""
         with self._lock:
             self._forget(now)
-            # Fewer seconds at the start, but not so few that the rate jumps.
+            # At the start over fewer seconds, but not so few that the rate jumps.
             span = RATE_S if self._began is None else min(RATE_S, max(0.5, now - self._began))
             figures = {
                 "frames": self.read_so_far,

@@ -1,4 +1,4 @@
-"""What passes through a feed: pictures of a source with their times, the part for the processor, results and stages."""
+"""What passes through a feed: pictures of a source and their times, the part for the processor, results and stages."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Frame:
     sequence: its number in the feed, from 0; a reconnect repeats none.
     pts: seconds of the source that never go back (see `SourceClock`); None for a file without times and rate.
     captured: when it was read, monotonic seconds. Ages and latencies count from here.
-    prepared: what the processor's `prepare` made of the image on the capture's thread, if it did.
-    file: its name in a directory of pictures.
+    prepared: what the processor's `prepare` made of the image on the capture's thread; None if it is called later.
+    file: its name in a directory of pictures; "" for other sources.
     """
 
     image: NDArray[np.uint8]
@@ -48,7 +48,7 @@ class Frame:
 
     @property
     def time(self) -> float:
-        """Its pts; without one, 25 pictures a second by their number."""
+        """Its pts; without one, its number at 25 pictures a second."""
         return self.sequence * UNTIMED_S if self.pts is None else self.pts
 
 
@@ -114,7 +114,7 @@ class SourceClock:
 
     LEAP_S: Final = {True: 5.0, False: 600.0}  # live, file: its pictures may be far apart
     LEAST_S: Final = 1e-3  # between two pictures
-    LATE_S, FAR_S = 1.0, 10.0  # a played picture that is later, or farther ahead, is due at once
+    LATE_S, FAR_S = 1.0, 10.0  # a picture of a played file that is later, or farther ahead, is due at once
 
     def __init__(self, live: bool) -> None:
         self._live, self._offset = live, 0.0
@@ -133,19 +133,19 @@ class SourceClock:
             self._time = 0.0 if pts is None and (self._live or step) else pts
             return self._time
         last, arrived_last = before
-        found = None if pts is None or last is None else pts - last
-        if pts is not None and found is not None and 0.0 < found <= self.LEAP_S[self._live]:
+        gap = None if pts is None or last is None else pts - last
+        if pts is not None and gap is not None and 0.0 < gap <= self.LEAP_S[self._live]:
             self._time = pts + self._offset
         else:
-            found = arrived - arrived_last if self._live else step or self.LEAST_S
-            self._time += max(self.LEAST_S, found)
+            gap = arrived - arrived_last if self._live else step or self.LEAST_S
+            self._time += max(self.LEAST_S, gap)
             self._offset = self._time - (pts or 0.0)
         return self._time
 
     def ahead(self, now: float) -> float:
         """Seconds until the last timed picture of a played file is due.
 
-        A picture that is too late or leaps is due at once, and the next ones count from it.
+        A picture that is too late or too far ahead is due at once, and the next ones count from it.
         """
         ahead = self._begun + (self._time or 0.0) - now
         if not -self.LATE_S <= ahead <= self.FAR_S:
@@ -154,7 +154,7 @@ class SourceClock:
 
 
 class Taking:
-    """Which pictures of a source are taken: one of `every`, and of those at most `fps` a second; 0 is no limit.
+    """Which pictures of a source are taken: one of `every`, and of those at most `fps` a second; fps 0 is no limit.
 
     A picture may come a quarter of a period early, so that a limit near the camera's rate takes all of them; on average
     the rate holds.
@@ -245,7 +245,7 @@ class Region:
 
 
 def library(name: str, what: str) -> Any:
-    """Import a module of an extra. what: names in words what needs it. Raises ConfigError."""
+    """Import a module of an extra. what: what needs it, in words. Raises ConfigError."""
     with needed_by(what):
         return importlib.import_module(name)
 
@@ -292,11 +292,11 @@ class Pipeline:
     """What a feed does with its frames, on its own thread, one after the other.
 
     batch: a coordinator, which gets the picture. None: results have the value None.
-    after: stages; each gets a result and returns it or another one. None keeps the result from the sinks.
+    after: stages; each gets a result and returns it or another one. After None no stage and no sink gets the result.
     region: the part of the picture that the processor gets. Stages and sinks get boxes, keypoints and masks in pixels
         of the whole picture.
 
-    A stage that raises loses that frame only; the error names the stage by its attribute `name`, or by its own name.
+    If a stage raises, only that frame is lost; the error names the stage by its attribute `name`, else its own name.
     Stages may keep state, so a pipeline that has any belongs to one feed: to give many feeds the same stages, pass a
     function that makes a pipeline.
     """
@@ -316,7 +316,7 @@ class Pipeline:
             raise ConfigError(f"Pipeline.batch: {self.batch!r} is no coordinator")
 
     def prepared(self, image: Any) -> Any:
-        """What the processor's `prepare` makes of a picture; None without one."""
+        """What the processor's `prepare` makes of a picture; None if the processor has no `prepare`."""
         prepare = None if self.batch is None else getattr(self.batch, "prepare", None)
         return None if prepare is None else prepare(self.part(image))
 

@@ -75,8 +75,8 @@ class Events:
 log = logging.getLogger("reflex.feeds")
 
 NEW, STARTING, RUNNING, STOPPING, STOPPED = "new", "starting", "running", "stopping", "stopped"
-FEEDS_SHARE = 0.8  # of the time that a stop has, before the coordinators are waited for
-LAST_CALL_S = 0.2  # for feeds that the end of a coordinator released
+FEEDS_SHARE = 0.8  # the share of a stop's time that feeds have; then it waits for the coordinators
+LAST_CALL_S = 0.2  # for feeds that waited for a coordinator which has ended
 OUTPUTS_S = 2.0  # for results that wait in outputs
 
 
@@ -117,8 +117,8 @@ class Runtime:
 
     def __init__(self) -> None:
         self._state = NEW
-        self._lock = threading.RLock()  # of everything below
-        self._change = threading.Condition(self._lock)  # a feed ended, or was removed
+        self._lock = threading.RLock()  # of everything here
+        self._change = threading.Condition(self._lock)  # notified when a feed ends or is removed, and at the end
         self._stopping = threading.Lock()  # one stop at a time
         self._feeds: dict[str, Feed] = {}
         self._coordinators: dict[str, tuple[BatchCoordinator, Health]] = {}
@@ -216,7 +216,7 @@ class Runtime:
         feed.signal()
         ended = feed.join(timeout)
         if not ended:
-            self._leave_behind(feed)
+            self._abandon(feed)
         with self._change:
             if self._feeds.get(name) is feed:
                 del self._feeds[name]
@@ -246,7 +246,7 @@ class Runtime:
                 if self._state != STARTING:
                     raise Closed("the runtime was stopped while it started")
                 waiting = [c for c, _ in self._coordinators.values() if c.id not in started]
-                if not waiting:  # also none was added meanwhile
+                if not waiting:  # also of those that were added meanwhile
                     self._state = RUNNING
                     for output in self._outputs.values():
                         output.start()
@@ -258,8 +258,8 @@ class Runtime:
                 started.add(coordinator.id)
 
     def stop(self, timeout: float = 5.0) -> StopReport:
-        """Stop everything, in about `timeout` seconds, and `OUTPUTS_S` where results wait in outputs. A second
-        call returns the same report."""
+        """Stop everything, in about `timeout` seconds, and up to `OUTPUTS_S` more where results wait in outputs. A
+        second call returns the same report."""
         with self._stopping:
             if self._report is None:
                 self._report = self._stop(timeout)
@@ -278,7 +278,7 @@ class Runtime:
         for feed in feeds:
             feed.join(max(0.0, began + FEEDS_SHARE * timeout - time.monotonic()))
         for coordinator, health in coordinators:
-            left = 0.0 if coordinator.detached else began + timeout - time.monotonic()  # already waited for
+            left = 0.0 if coordinator.detached else began + timeout - time.monotonic()  # detached: waited for before
             coordinator.join(max(0.0, left))
             try:
                 health.flush(time.monotonic())
@@ -287,7 +287,7 @@ class Runtime:
         last_call = time.monotonic() + LAST_CALL_S
         for feed in feeds:
             if not feed.join(max(0.0, last_call - time.monotonic())):
-                self._leave_behind(feed)
+                self._abandon(feed)
         for output in outputs:
             output.signal(OUTPUTS_S)
         detached = [name for feed in feeds for name in feed.detached]
@@ -306,8 +306,8 @@ class Runtime:
         return StopReport(time.monotonic() - began, tuple(detached), errors)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every file has ended, without files until the runtime stops. Returns whether that was within
-        `timeout` seconds."""
+        """Wait until every feed of a file is over; without such feeds until the runtime stops. Returns whether that was
+        within `timeout` seconds."""
 
         def over() -> bool:
             files = [feed.over for feed in self._feeds.values() if feed.mode == FILE]
@@ -348,7 +348,7 @@ class Runtime:
             return all(feed.over for feed in self._feeds.values())
 
     def snapshot(self) -> RuntimeSnapshot:
-        """All figures: of each feed, coordinator and output those of one moment."""
+        """All figures. Those of one feed, coordinator or output are of one moment."""
         with self._lock:
             state, since = self._state, self._since
             feeds, coordinators, outputs = dict(self._feeds), list(self._coordinators.values()), dict(self._outputs)
@@ -386,7 +386,7 @@ class Runtime:
                 raise ConfigError(f"Runtime.feed: {type(sink).__name__} of {feed.name!r} belongs to another feed")
 
     def _release(self, sink: Sink) -> None:
-        """A feed needs a sink no more. The last one closes it."""
+        """Called when a feed does not need a sink any more. The sink is closed after its last feed."""
         with self._lock:
             left = self._sinks[id(sink)] = self._sinks.get(id(sink), 1) - 1
             if left <= 0:
@@ -398,7 +398,7 @@ class Runtime:
         with self._change:
             self._change.notify_all()
 
-    def _leave_behind(self, feed: Feed) -> None:
+    def _abandon(self, feed: Feed) -> None:
         feed.abandon()
         for thread in feed.detached:
             log.warning("%s: thread %s did not end in time and is abandoned", feed.name, thread)

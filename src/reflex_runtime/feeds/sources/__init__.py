@@ -24,7 +24,7 @@ from reflex_runtime.web.pictures import upright
 
 log = logging.getLogger("reflex.feeds")
 
-# Sources that draw their own pictures, by the word before the colon; each gets the whole text. Programs may add some.
+# Makers of sources without files, by the word before the colon; each gets the whole text. Programs may add some.
 DRAWN: Final[dict[str, Callable[[str], Source]]] = {"shapes": shapes_source}
 
 VIDEO, FOLDER, CAMERA, DRAWING = "a file", "a directory of pictures", "a camera", "drawn"
@@ -48,7 +48,7 @@ def source_of(
     read_timeout: float = 5.0,
     hwaccel: str = "",
 ) -> Source:
-    """The source that a text names. Raises ConfigError; whether it is there shows at `open`.
+    """The source that a text names. Raises ConfigError; only `open` finds out whether it exists.
 
     text: a path to a file; an address with rtsp, rtsps, http or https; a device like /dev/video0; a directory of
         pictures; one of `DRAWN` with options, as in shapes:seed=7,fps=15.
@@ -87,7 +87,7 @@ class PictureFolder:
     hidden files and sub-directories.
 
     Pictures are decoded as for `/act` (see `web.pictures`), of an animation the first one. A file that cannot be
-    decoded is left out, and counted by `corrupt`. file: the name of the last one.
+    decoded is left out, and counted by `corrupt`. file: the name of the last picture that was read.
     """
 
     live = False

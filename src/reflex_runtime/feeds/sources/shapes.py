@@ -1,5 +1,5 @@
-"""Moving shapes as a source without a camera or a file. Picture i depends on the seed and i alone, so that the right
-detections are known. `DETECTOR` finds the shapes."""
+"""Moving shapes as a source without a camera or a file. Picture i depends only on the options and on i, so that the
+right detections are known. `DETECTOR` finds the shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DrawnSource:
     """A source whose picture i is `draw(i)`, shown at i / fps seconds.
 
     name: for people. fps: pictures per second, in (0, 1000]. frames: number of pictures, None without end.
-    live: the reader takes the pictures at their times (`paced`), as of a camera; else as fast as it can, as of a file.
+    live: the reader takes the pictures at their times (`paced`), as from a camera; else at once, as from a file.
     `open` begins again at picture 0.
     """
 
@@ -103,8 +103,8 @@ def shapes_source(text: str) -> ShapesSource:
 
 
 def made_of(text: str, make: Callable[..., Made], known: Mapping[str, Any]) -> Made:
-    """Call `make` with the options of SCHEME:NAME=VALUE,NAME=VALUE. known: the type of each, or a function of its text
-    and its place. Raises ConfigError."""
+    """Call `make` with the options of SCHEME:NAME=VALUE,NAME=VALUE. known: the type of each option, or a function of
+    its text and its name in errors. Raises ConfigError."""
     scheme, _, options = text.partition(":")
     found: dict[str, Any] = {}
     for name, _, value in (item.partition("=") for item in options.split(",") if item):
@@ -134,7 +134,7 @@ def check(name: str, value: object, right: bool, must: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """One shape, which moves and turns evenly, and turns back at the edges of the picture."""
+    """One shape, which moves and turns evenly, and is reflected at the edges of the picture."""
 
     label: str
     radius: float

@@ -34,8 +34,8 @@ AUTO: Final = "auto"
 
 
 def kinds_of(text: str) -> list[str]:
-    """The kinds of device of a text, by FFmpeg's names; all for `auto`. Raises ConfigError for a kind that this FFmpeg
-    lacks."""
+    """The kinds of device that a setting `hwaccel` names, as FFmpeg calls them; all for `auto`. Raises ConfigError for
+    a kind that this FFmpeg lacks."""
     from av.codec.hwaccel import hwdevices_available
 
     kind, _, which = text.partition(":")
@@ -46,8 +46,7 @@ def kinds_of(text: str) -> list[str]:
 
 
 def hardware_of(text: str) -> Any:
-    """The first device that works here, for `av.open`; None without one. text: its kind or `auto`, after a colon its
-    number."""
+    """The first device of this setting that works here, for `av.open`; None if there is none."""
     from av.codec import Codec
     from av.codec.hwaccel import HWAccel
 
@@ -61,8 +60,8 @@ def hardware_of(text: str) -> Any:
 
 MAX_SIDE = 8192  # pixels: a header with more is an error or an attack, and would exhaust the memory
 MAX_BARREN = 300  # packets in a row without a picture: encoders send a key frame every 250 by default
-EMPTY = 8  # bytes: a smaller packet repeats the picture before, as in MPEG-4
-EARLY_S = 1.0  # a file that ends so much before its length has lost pictures
+EMPTY = 8  # bytes: a packet of at most so many repeats the picture before, as in MPEG-4
+EARLY_S = 1.0  # a file whose last picture ends more than this before its length has lost pictures
 FLOATS = re.compile(r"f(16|32)(le|be)$")  # formats of pixels
 NO_TIMES = 0x80  # FFmpeg's flag of formats without times, such as raw H.264 and JPEG over HTTP
 NETWORK = ("rtsp", "rtsps", "http", "https")
@@ -77,10 +76,10 @@ class VideoSource:
     open_timeout: seconds to wait for a connection, and again for enough data to know the format; in (0, 600].
     read_timeout: seconds to wait for the data of a picture, in (0, 600]. A small value finds a frozen camera sooner.
     hwaccel: decode on a device by FFmpeg's name, such as cuda, vaapi, or cuda:1 for the second one; auto takes the
-        first that works. Where none can decode this video, a log line says so and the CPU decodes.
+        first that works. If none can decode this video, the CPU decodes, which is logged.
     name: the address without user, password and query. total: the frame count in the file, else its duration times
         its rate. corrupt: packets and pictures that could not be decoded and are left out; at the end of a file also
-        those that are missing by its packets and its length. step: seconds between two pictures by its rate.
+        those missing by the number of packets or by its length. step: seconds between two pictures by its rate.
 
     A picture is RGB, turned as the file says, with square pixels. SourceError is raised for 300 packets in a row
     without a good picture, and for a side of more than 8192 pixels. A network source is lost when it ends, is cut off,
@@ -229,27 +228,27 @@ class VideoSource:
         """Every good picture until the end. Packets that cannot be decoded are counted and left out."""
         invalid: type[Exception] = self._av.error.InvalidDataError
         packets, barren, waited = container.demux(), 0, 0.0
-        held, gave, lost, end = 0, [0, 0], self.corrupt, 0.0  # packets, pictures, end of the last
+        packed, decoded, before, end = 0, [0, 0], self.corrupt, 0.0  # decoded: whole and interlaced pictures
         while barren < MAX_BARREN:
             began = time.monotonic()
             try:
                 packet = next(packets)
             except StopIteration:
                 if not self._remote:
-                    missing = max(_without_picture(held, *gave), self._missing(video, end))
-                    self.corrupt = lost + max(self.corrupt - lost, missing)
+                    missing = max(_without_picture(packed, *decoded), self._missing(video, end))
+                    self.corrupt = before + max(self.corrupt - before, missing)
                 return
             except invalid:  # data without packets ended the generator
                 self.corrupt, barren, packets = self.corrupt + 1, barren + 1, container.demux()
                 continue
             waited += time.monotonic() - began
-            # After a timeout FFmpeg still returns what it was assembling; and sound alone is no picture.
+            # After a timeout FFmpeg still returns the packet that it was assembling; and packets of sound do not count.
             if self._remote and waited >= self._timeouts[1]:
                 raise SourceError(f"{self.name}: no frame for {self._timeouts[1]:g} s")
             if packet.stream is not video:  # not by stream_index: the packet that flushes a decoder has none
                 continue
             barren, waited = barren + 1, 0.0
-            held += packet.size > EMPTY and not packet.is_discard
+            packed += packet.size > EMPTY and not packet.is_discard
             try:
                 frames: list[VideoFrame] = packet.decode()  # type: ignore[assignment]
             except invalid:
@@ -260,7 +259,7 @@ class VideoSource:
                     self.corrupt += 1
                 else:
                     barren = 0
-                    gave[frame.interlaced_frame] += 1
+                    decoded[frame.interlaced_frame] += 1
                     if frame.time is not None and frame.time_base is not None:
                         end = frame.time + float(frame.duration * frame.time_base)
                     # A decoder may choose the CPU late; pictures of devices are semi-planar, such as nv12.
@@ -275,8 +274,8 @@ class VideoSource:
         self._hwaccel = ""
 
     def _missing(self, video: VideoStream, end: float) -> int:
-        """How many pictures are missing behind the last one, by the length in the file. Its frame count is no proof: it
-        has the pictures before a cut, too."""
+        """How many pictures are missing after the last one, by the length in the file. The file's frame count is no
+        proof: it includes pictures that an edit has cut off."""
         length = _length_of(video)
         return round((length - end) / self.step) if self._timed and length - end > EARLY_S else 0
 
@@ -296,7 +295,8 @@ class VideoSource:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def _guarded(self, action: Callable[[], Any], what: str, limit: float) -> Any:
-        """Call it, interruptible, with every error as a SourceError. PyAV's messages may have a password: not used."""
+        """Call `action`, so that `interrupt` ends it. Every error of PyAV becomes a SourceError without PyAV's message,
+        which may contain a password."""
         if self._stop.is_set():
             raise self._interrupted()
         fault: SourceError | None = None
@@ -343,14 +343,14 @@ def without_secrets(where: str) -> str:
 
 
 def _without_picture(packets: int, whole: int, interlaced: int) -> int:
-    """How many pictures are missing by the number of packets. Interlaced pictures are one packet each, or all of them
-    two: whichever is nearer."""
+    """How many pictures are missing, by the number of packets. Interlaced pictures have one packet each, or all of them
+    two: whichever fits better."""
     by_field = interlaced > 0 and packets >= whole + 1.5 * interlaced
     return -(-(packets - whole - 2 * interlaced) // 2) if by_field else packets - whole - interlaced
 
 
 def _length_of(video: VideoStream) -> float:
-    """Seconds of a stream by its file, of Matroska as text; 0 if unknown."""
+    """The length of a stream in seconds, as its file has it, Matroska as a text; 0 if unknown."""
     if video.duration and video.time_base:
         return float(video.duration * video.time_base)
     found = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", video.metadata.get("DURATION", ""), re.ASCII)
@@ -365,7 +365,7 @@ _waiting = threading.local()  # stop: the Event of the source that this thread r
 class _Clock:
     """The clock of PyAV's interrupt callback, which compares it with a limit about ten times a second.
 
-    For a thread whose source was interrupted the time is after any limit; for all others it is the true time.
+    A thread whose source was interrupted gets a time after any limit, all others the true time.
     """
 
     def __init__(self) -> None:
