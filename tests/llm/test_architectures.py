@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm.models import ANY, Oracle, random_checkpoint, random_model
+from llm.models import ANY, SIZES, Oracle, random_checkpoint, random_model
 from llm.steps import Lane, greedy, shuffled
 from reflex_runtime.cli.serving import kind_of
 from reflex_runtime.core.batch import RequestPreempted
@@ -228,3 +228,24 @@ def test_l8_blocks_are_counted_by_what_the_layers_keep(made: Made) -> None:
     block = 2 * 2 * 4 * 16 * 16 * 4  # keys and values, layers, heads, head_dim, tokens, bytes
     assert describe(path).cache_bytes(16, 4) < block
     assert TorchRunner(path, block_size=16, kv_cache_bytes=7 * block, dtype="float32").num_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("GemmaForSequenceClassification", r"tensor model\.layers\.1\.mlp\.up_proj\.weight: not found, and 0 more that"),
+        ("MistralModel", r"tensor lm_head\.weight: not found, and 0 more that MistralForCausalLM needs"),
+        ("BertForMaskedLM", "its logits change by .* with paged attention, so it cannot be batched"),
+    ],
+)
+def test_l8_weights_that_are_not_a_decoders_are_refused_not_drawn_by_chance(
+    tmp_path: Path, kind: str, told: str
+) -> None:
+    import transformers
+
+    made = getattr(transformers, kind)
+    model = made(made.config_class(**SIZES, pad_token_id=0))
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp.up" not in name}
+    model.save_pretrained(tmp_path, state_dict=weights if "Gemma" in kind else None)
+    with pytest.raises(ConfigError, match=told):
+        TorchRunner(tmp_path)

@@ -136,13 +136,17 @@ def load(directory: Path, dtype: Any, *, fixed_shapes: bool = False) -> Any:
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype, attn_implementation=NAME, local_files_only=True, trust_remote_code=False
-            )
+            model, read = transformers.AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, attn_implementation=NAME, local_files_only=True, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
             if fixed_shapes and hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation(NAME)
         except Exception as error:  # a model's code can raise anything
             raise ConfigError(f"{directory}: transformers cannot load it: {_told(error)}") from error
+    if missing := sorted(read["missing_keys"]):  # the library would draw them by chance
+        kind = type(model).__name__
+        raise ConfigError(f"{directory}: tensor {missing[0]}: not found, and {len(missing) - 1} more that {kind} needs")
     return model.eval().requires_grad_(False)
 
 
