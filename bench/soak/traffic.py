@@ -78,13 +78,13 @@ class Policies:
 
 
 class Model:
-    """The bundled language model, with a trace. Its cache is full within two minutes: what a larger one takes block by
-    block, up to --kv-cache-gb, looks like growth, 27 MB with the default."""
+    """The bundled language model, with a trace. Its cache has the 256 blocks that get memory first: what a larger one
+    takes block by block, up to --kv-cache-gb, looks like growth, 27 MB with the default."""
 
     name, callers, pause = "language model", 3, 0.1
 
     def __init__(self, root: Path) -> None:
-        self.server = serve("scribe", "--kv-cache-gb", "0.03", "--trace", str(root / "steps.jsonl"))
+        self.server = serve("scribe", "--kv-cache-gb", "0.0168", "--trace", str(root / "steps.jsonl"))
 
     def asked(self, rng: random.Random) -> Asked:
         path = "/v1/completions"

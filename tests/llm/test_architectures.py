@@ -233,7 +233,7 @@ def test_l8_blocks_are_counted_by_what_the_layers_keep(made: Made) -> None:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("GemmaForSequenceClassification", r"tensor model\.layers\.1\.mlp\.up_proj\.weight: not found, and 0 more that"),
+        ("GemmaForSequenceClassification", r"tensor model\.layers\.1\.mlp\.up_proj\.weight: not found, and 0 more"),
         ("MistralModel", r"tensor lm_head\.weight: not found, and 0 more that MistralForCausalLM needs"),
         ("BertForMaskedLM", "its logits change by .* with paged attention, so it cannot be batched"),
     ],

@@ -170,7 +170,6 @@ def test_older_files_say_the_same_with_other_keys(root: Path) -> None:
 def test_windows_lie_where_the_architecture_puts_them(root: Path) -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "tie_word_embeddings": True}
     biases = {f"model.layers.{i}.self_attn.{n}_proj.bias": (8 if n == "q" else 4,) for i in (0, 1) for n in "qkv"}
-    write_weights(root / "model.safetensors", {**SHAPES, **biases})
     for changes, windows in [
         ({}, (None, None)),
         ({"use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
@@ -179,7 +178,8 @@ def test_windows_lie_where_the_architecture_puts_them(root: Path) -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"]}, (None, None)),
     ]:
-        config(root, **{**qwen, **changes})
+        config(root, **(said := qwen | changes))
+        write_weights(root / "model.safetensors", SHAPES | (biases if "Qwen2" in said["architectures"][0] else {}))
         assert Checkpoint.open(root).config.windows == windows
     assert Checkpoint.open(root).head == "model.embed_tokens.weight"
 
@@ -252,6 +252,10 @@ def test_wrong_tensors_are_named(root: Path) -> None:
     assert refusal(root) == f"ROOT/model.safetensors: tensor {Q}: not found, expected shape [8, 8]"
     write_weights(file, {**SHAPES, Q: (8, 4)})
     assert f"model.safetensors: tensor {Q}: found shape [8, 4], expected [8, 8]" in refusal(root)
+    for more in ("bias", "weight_scale"):
+        write_weights(file, SHAPES | {f"model.layers.7.x.{more}": (1,), f"{Q.removesuffix('.weight')}.{more}": (8,)})
+        told = f"{Q.removesuffix('.weight')}.{more}: is not of LlamaForCausalLM as config.json describes it"
+        assert f"model.safetensors: tensor {told}, and would change the answers" in refusal(root)
     write_weights(file, SHAPES, dtype="I16")
     assert "dtype I16: must be one of F32, F16, BF16, F8_E4M3" in refusal(root)
     for y in (3, {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [-1]}):

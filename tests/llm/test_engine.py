@@ -135,6 +135,13 @@ def test_l1_prompts_may_be_token_ids() -> None:
     assert (output.prompt, output.prompt_token_ids, output.text) == (None, tuple(A.encode()), alone(A, 4))
 
 
+def test_l1_one_text_is_one_prompt_and_no_stop_of_letters() -> None:
+    [output] = LLMEngine().generate(A, GREEDY)
+    assert (output.prompt, output.text) == (A, alone(A, 4))
+    with pytest.raises(ConfigError, match=r"stop=\['e', 'n', 'd'\]: must be at most 16 texts"):
+        SamplingParams(stop="end")  # type: ignore[arg-type]
+
+
 def test_l3_the_documented_steps() -> None:
     (a, b), steps = trace_batches([A, B], max_num_batched_tokens=8)
     assert steps == [{a: 8}, {a: 3, b: 5}, {a: 1, b: 2}, {a: 1, b: 1}, {a: 1, b: 1}, {b: 1}]

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm.engine.chat_template import _compile
+from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.tokenizer import Conversation, HFTokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle braune Fuchs springt über den faulen Hund"] * 20
@@ -271,7 +272,7 @@ def test_a_template_runs_in_a_sandbox(root: Path) -> None:
             HFTokenizer.load(root).chat(Conversation(hello))
 
 
-def test_messages_a_template_cannot_take_are_refused(root: Path) -> None:
+def test_messages_a_template_cannot_take_are_refused(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = HFTokenizer.load(root)
     for messages, message in [
         ([{"content": "x"}], r"messages\[0\].role=None: must be a text"),
@@ -286,8 +287,10 @@ def test_messages_a_template_cannot_take_are_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match="the chat template refuses them: roles must alternate"):
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "x"}]))
     settings(root, chat_template=None)
-    with pytest.raises(ConfigError, match=r"has no chat template in tokenizer_config\.json"):
+    caplog.set_level("INFO", "reflex.server")
+    with pytest.raises(ConfigError, match=r"the model has no chat template in .*; /v1/completions takes a prompt"):
         HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "x"}]))
+    assert "messages are refused: the model has no chat template in" in caplog.text
 
 
 @pytest.mark.timing  # time
@@ -323,7 +326,10 @@ def test_missing_and_broken_files_are_named(root: Path) -> None:
     (root / "tokenizer.json").write_text("{}")
     assert refusal(root).startswith("ROOT/tokenizer.json: is not a tokenizer: ")
     (root / "tokenizer.json").unlink()
-    assert refusal(root) == "ROOT/tokenizer.json: not found, expected the model's tokenizer; copy this file here, too"
+    told = refusal(root)
+    assert told.startswith("ROOT/tokenizer.json: not found, expected the model's tokenizer; copy it, too, or write it: ")
+    with pytest.raises(ConfigError, match="none: not found, expected the directory of a model"):
+        LLMEngine(root / "none")
 
 
 def test_a_template_that_does_not_end_is_refused_at_the_load(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

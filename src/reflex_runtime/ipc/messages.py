@@ -89,7 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
             value = getattr(self, name)
             _check(name, value, value is None or low <= value <= high, rule)
         well = len(self.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in self.stop)
-        _check("stop", self.stop, well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
+        well = well and not isinstance(self.stop, str)
+        _check("stop", list(self.stop), well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
         least, most = self.min_tokens, self.max_tokens
         _check("min_tokens", least, 0 <= least <= most, f"must be in [0, max_tokens={most}]")
         self._check_ids()
@@ -97,10 +98,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     def _check_ids(self) -> None:
         """`Limits.check_sampling` checks token ids against the vocabulary of a model."""
         well = len(self.stop_token_ids) <= MOST_STOP_IDS and all(0 <= token < 1 << 31 for token in self.stop_token_ids)
-        _check("stop_token_ids", self.stop_token_ids, well, f"must be at most {MOST_STOP_IDS} token ids")
+        _check("stop_token_ids", list(self.stop_token_ids), well, f"must be at most {MOST_STOP_IDS} token ids")
         bias = self.logit_bias
         well = len(bias) <= MOST_BIASED and all(0 <= token < 1 << 31 and -100.0 <= by <= 100.0 for token, by in bias)
-        _check("logit_bias", bias, well, f"must be at most {MOST_BIASED} token ids, each with a number in [-100, 100]")
+        _check("logit_bias", dict(bias), well, f"must be at most {MOST_BIASED} ids, each with a number in [-100, 100]")
 
     @classmethod
     def greedy(cls, max_tokens: int = 16, **more: Any) -> Self:

@@ -237,8 +237,8 @@ def _block(type: str, **more: Any) -> Any:
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "x", "input": [1]}]},
                        *HI]}, "messages[0].content[0].input: must be a JSON object"),
         ({"system": [{"type": "image"}]}, "system[0]: has type 'image'"),
-        ({"stop_sequences": [""]}, "stop_sequences=('',): must be at most 16 texts"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids=(-1,): must be at most 256 token ids"),
+        ({"stop_sequences": [""]}, "stop_sequences=['']: must be at most 16 texts"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=[-1]: must be at most 256 token ids"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": None}}},
             "output_config.format.schema: is missing",

@@ -248,7 +248,7 @@ def _result(where: str, block: Block) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
-_BLOCKS: Final = "may be text; of a user tool_result, too; of an assistant tool_use and thinking, too"
+_BLOCKS: Final = "a user's are text and tool_result, an assistant's text, tool_use and thinking"
 _TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",

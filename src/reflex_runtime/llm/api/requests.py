@@ -102,7 +102,7 @@ def chat(body: bytes, defaults: SamplingParams = PLAIN) -> GenerationRequest:
         differ = f"max_tokens={both[1]}: differs from max_completion_tokens={both[0]}; send one of them"
         raise BadRequest(differ, "max_tokens")
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
     client = client_of({"user": fields.user, "safety_identifier": fields.safety_identifier})
     return _openai(

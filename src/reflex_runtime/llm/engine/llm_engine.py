@@ -142,13 +142,14 @@ class LLMEngine:
         return True
 
     def generate(
-        self, prompts: Seq[str | Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
+        self, prompts: str | Seq[str | Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Generate for all prompts, as many at a time as fit; returns their outputs in order.
+        """Generate for all prompts, or for one text, as many at a time as fit; returns their outputs in order.
 
         params: one for all, or one each; None for the defaults of the model's authors. A request that fails has its
         `error` set; one that can never run raises.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         params = self._plain if params is None else params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):

@@ -44,6 +44,7 @@ _LAST_MARK: Final = re.compile(r"([<\[][^<\[\s]{1,99}[>\]])\s*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 TRIAL_S: Final = 5.0  # seconds for a few words, on a very busy machine
 MOST_GROWTH: Final = 64  # most characters that a normaliser or decoder makes of one
+_NO_TEMPLATE: Final = f"the model has no chat template in {SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
 log = logging.getLogger("reflex.server")
 T = TypeVar("T")
 LONG_TEXT = 2000  # characters; longer texts are tokenised in a thread
@@ -139,14 +140,14 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             eos = token_ids(JsonObject(root / name, _optional(root / name)), "eos_token_id") or eos
         core = _read_core(root / TOKENIZER_FILE)
         tokenizer = cls(core, root / TOKENIZER_FILE, settings, ChatTemplate.read(root, settings), eos)
-        if (why := tokenizer._try_out()) and tokenizer._template is not None and not quiet:
-            log.info("%s: tools are refused: %s", root, why)
+        if (why := tokenizer._try_out()) and not quiet:
+            log.info("%s: %s", root, why)
         return tokenizer
 
     def _try_out(self) -> str:
-        """Try the tokenizer and the template; returns why the model calls no tools, or "". ConfigError if they fail on
+        """Try the tokenizer and the template; returns what the model does not take, or "". ConfigError if they fail on
         a few words, or take too long."""
-        failed, whys = list[ConfigError](), [""]
+        failed, whys = list[ConfigError](), [f"messages are refused: {_NO_TEMPLATE}"]
 
         def run() -> None:
             try:
@@ -163,7 +164,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                     self._try_parts()
                     with suppress(Exception):
                         self._try_thoughts()
-                    whys[0] = self._try_tools()
+                    why = self._try_tools()
+                    whys[0] = why and f"tools are refused: {why}"
 
         thread = threading.Thread(target=run, name="reflex-try-tokenizer", daemon=True)
         thread.start()
@@ -257,8 +259,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
     def _written(self, conversation: Conversation, begin_answer: bool = True) -> str:
         if self._template is None:
-            where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
-            raise ConfigError(f"{self._file.parent}: has no chat template in {where}, so it takes no messages")
+            raise ConfigError(f"{self._file.parent}: {_NO_TEMPLATE}; /v1/completions takes a prompt")
         given: dict[str, Any] = {**conversation.more, **self._special}
         if conversation.tools:
             given["tools"] = conversation.tools
@@ -340,8 +341,11 @@ def _optional(file: Path) -> dict[str, Any]:
 def _read_core(file: Path) -> Any:
     with needed_by(f"{file}:"):
         import tokenizers
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file.parent}: not found, expected the directory of a model")
     if not file.is_file():
-        raise ConfigError(f"{file}: not found, expected the model's tokenizer; copy this file here, too")
+        how = "copy it, too, or write it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
+        raise ConfigError(f"{file}: not found, expected the model's tokenizer; {how}")
     data = read_file(file)
     try:
         core = tokenizers.Tokenizer.from_buffer(data)

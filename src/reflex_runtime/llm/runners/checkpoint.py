@@ -350,8 +350,13 @@ class Checkpoint:
         places: dict[str, TensorPlace] = {}
         for file in weight_files(root):
             places |= read_table(file)
-        index = root / INDEX_FILE
-        for name, shape in config.tensors().items():
+        index, needed = root / INDEX_FILE, config.tensors()
+        modules = {name.rpartition(".")[0] for name in needed}
+        for name in sorted(places.keys() - needed.keys()):  # a bias, or a scale of rounded weights
+            if name.rpartition(".")[0] in modules:
+                why = f"is not of {config.architectures[0]} as {CONFIG_FILE} describes it, and would change the answers"
+                raise ConfigError(f"{places[name].file}: tensor {name}: {why}")
+        for name, shape in needed.items():
             place = places.get(name)
             if place is None:
                 origin = index if index.is_file() else root / WEIGHTS_FILE
