@@ -367,7 +367,7 @@ def test_queue_limits_in_requests_and_in_tokens_are_refused_at_once() -> None:
 
 def test_a_giant_request_is_refused_with_the_limits_named() -> None:
     engine = LLMEngine(ToyRunner(num_blocks=4, block_size=8, max_model_len=100))
-    with pytest.raises(TooLarge, match=r"100 tokens, not 90 prompt tokens and max_tokens=11"):
+    with pytest.raises(TooLarge, match=r"100 tokens, not 90 prompt tokens and 11 of the answer"):
         engine.add_request("x" * 90, SamplingParams.greedy(11))
     with pytest.raises(TooLarge, match=r"take 5 blocks of 8, the cache has 4") as refused:
         engine.add_request("x" * 30, SamplingParams.greedy(4))

@@ -327,7 +327,7 @@ def test_missing_and_broken_files_are_named(root: Path) -> None:
     assert refusal(root).startswith("ROOT/tokenizer.json: is not a tokenizer: ")
     (root / "tokenizer.json").unlink()
     told = refusal(root)
-    assert told.startswith("ROOT/tokenizer.json: not found, expected the model's tokenizer; copy it, too, or write it: ")
+    assert told.startswith("ROOT/tokenizer.json: not found, expected the model's tokenizer; copy it, too, or write")
     with pytest.raises(ConfigError, match="none: not found, expected the directory of a model"):
         LLMEngine(root / "none")
 

@@ -294,7 +294,7 @@ def test_a_model_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (["--prompts", "a", "--last", "0"], "--last=0: must be a whole number >= 1"),
         (["--prompts", "a", "--out", "/dev/null/p"], "--out=/dev/null/p: cannot be written: Not a directory"),
-        (["--prompts", "abcdefghi", "--block-size", "2", "--num-blocks", "2"], "9 prompt tokens and max_tokens=4"),
+        (["--prompts", "abcdefghi", "--block-size", "2", "--num-blocks", "2"], "9 prompt tokens and 4 of the answer"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_2(

@@ -625,9 +625,11 @@ def test_l9_tools_that_a_model_does_not_know_are_refused(toy: Toy, monkeypatch: 
     assert (answer.status, toy.error(answer)["param"]) == (400, "tools")
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
     monkeypatch.setattr(ByteTokenizer, "tool_format", FORMS["hermes"])
-    fields = GREEDY | {"messages": [{"role": "user", "content": "x"}], "tools": [broken], "tool_choice": "required"}
+    demanded = {"tools": [*TOOLS, broken], "tool_choice": "required"}
+    fields = GREEDY | {"messages": [{"role": "user", "content": "x"}]} | demanded
     answer = toy.post("/v1/chat/completions", fields)
     assert (answer.status, toy.error(answer)["param"]) == (400, "tools")
+    assert toy.error(answer)["message"] == "tools: 'f': parameters: Invalid type: nothing"
     both = fields | {"tools": TOOLS, "response_format": {"type": "json_object"}}
     assert toy.error(toy.post("/v1/chat/completions", both))["param"] == "tool_choice"
 
@@ -640,6 +642,7 @@ def test_l9_what_clients_send_without_meaning_anything_is_taken(toy: Toy) -> Non
         "hi", max_tokens=1, **plain, tools=[], tool_choice="auto", response_format={"type": "text"},
         metadata={"a": "b"}, modalities=["text"], store=False, service_tier="auto", parallel_tool_calls=True,
         prompt_cache_key="k",
+        logprobs=False, top_logprobs=0,
     )  # fmt: skip
     assert answer.status == 200
     said = answer.json["choices"][0]["message"]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from late import Late
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.api.messages import message
-from reflex_runtime.llm.api.requests import chat
+from reflex_runtime.llm.api.requests import chat, refused
 from reflex_runtime.llm.api.responses import response
 from serving.openai_toy import MOVE_PARAMETERS, TALK, Model, Speaker, Toy
 
@@ -269,3 +270,8 @@ def test_l9_a_model_that_fails_is_an_event_once_a_response_has_begun() -> None:
         runner.fails = lambda step: RuntimeError("broken") if next(steps) >= 3 else None
         *_, last = caller.responses.create(**ASK, stream=True)
         assert (last.type, last.code) == ("error", "processor_failed")
+
+
+def test_l9_a_template_that_refuses_the_input_is_told_with_one_name() -> None:
+    error = refused(ConfigError("messages: the chat template refuses them: no tools"), "input")
+    assert error.message == "input: the chat template refuses them: no tools"

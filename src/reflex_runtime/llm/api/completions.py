@@ -292,8 +292,11 @@ async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Match
     try:
         return await runtime.compiled(asked.params.constraint)
     except ConfigError as error:
-        field = "tools" if asked.tools.forced else asked.form_field
-        raise BadRequest(f"{field}: {error.message}", field) from None
+        field, told, form = "tools" if asked.tools.forced else asked.form_field, error.message, asked.params.constraint
+        if asked.tools.forced and form and (line := re.match(r"grammar: at (\d+)\S* (?:.* schema: )?", told)):
+            rule = re.match(r"[a-z]+_(\d+)", form.text.splitlines()[int(line[1]) - 1])
+            told = f"{asked.tools.tools[int(rule[1])].name!r}: parameters: {told[line.end() :]}" if rule else told
+        raise BadRequest(f"{field}: {told}", field) from None
 
 
 def _check_tokens(asked: wire.GenerationRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:

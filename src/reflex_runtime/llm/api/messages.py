@@ -82,7 +82,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: Any = None
 
 
-class Metadata(msgspec.Struct):
+class Metadata(msgspec.Struct, forbid_unknown_fields=True):
     """user_id: the client whose fair share the request takes."""
 
     user_id: str | None = None

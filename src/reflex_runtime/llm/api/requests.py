@@ -253,7 +253,7 @@ def refused(error: ConfigError | TooLarge | RecursionError, field: str) -> BadRe
     if isinstance(error, TooLarge):
         told = f"{field}: {error.message}" if "[" in field else error.message
         return BadRequest(told, field, "context_length_exceeded")
-    message = error.message.removeprefix(f"{field.partition('[')[0]}: ")
+    message = error.message.removeprefix("messages: ").removeprefix(f"{field.partition('[')[0]}: ")
     where, _, rest = message.partition(": ")
     if "/" in where or "\\" in where:  # a path of this machine is not for callers
         message = rest

@@ -49,7 +49,7 @@ class Limits:
         if not ids:
             raise ConfigError("prompt: is empty; at least one token is needed")
         told = {"prompt_tokens": len(ids), "max_tokens": max_tokens}
-        asked = f"{len(ids)} prompt tokens and max_tokens={max_tokens}"
+        asked = f"{len(ids)} prompt tokens and {max_tokens} of the answer"
         if len(ids) + max_tokens > self.max_model_len:
             longest = self.max_model_len
             raise TooLarge(f"the model's context holds {longest} tokens, not {asked}", max_model_len=longest, **told)
