@@ -187,13 +187,6 @@ def test_windows_lie_where_the_architecture_puts_them(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            'architectures: found ["GPT2LMHeadModel"], expected a list of one of LlamaFor',
-        ),
-        ({"architectures": ["GPT2LMHeadModel"]}, "; any other decoder is served from `optimum-cli export openvino`"),
-        ({"architectures": None}, "architectures: found nothing, expected a list"),
-        ({"architectures": [["x"]]}, 'architectures: found [["x"]], expected'),
         ({"quantization_config": {"bits": 4}}, 'quantization_config: found {"bits": 4}, expected nothing: rounded'),
         ({"hidden_act": "gelu"}, "hidden_act: found \"gelu\", expected 'silu'"),
         ({"vocab_size": "absent"}, "vocab_size: found nothing, expected an integer from 1 to"),

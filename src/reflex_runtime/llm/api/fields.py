@@ -67,21 +67,17 @@ def told(error: ReflexError) -> Told:
     elif isinstance(error, Unauthorized):
         code = "invalid_api_key"
     if isinstance(error, QueueFull):
-        message = _queue_full(error)
+        details = error.details
+        message = f"the queue is full: {details.get('max_queue')} requests wait already"
+        if "max_queued_units" in details:
+            waiting, most = details.get("queued_units", 0), details["max_queued_units"]
+            message = f"{waiting:.0f} tokens wait already, at most {most:.0f} may"
     kind = (
         "server_error"
         if status >= 500
         else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     )
     return Told(status, kind, code, message, param)
-
-
-def _queue_full(error: QueueFull) -> str:
-    details = error.details
-    if "max_queued_units" in details:
-        waiting, most = details.get("queued_units", 0), details["max_queued_units"]
-        return f"{waiting:.0f} tokens wait already, at most {most:.0f} may"
-    return f"the queue is full: {details.get('max_queue')} requests wait already"
 
 
 def error_body(error: ReflexError) -> bytes:

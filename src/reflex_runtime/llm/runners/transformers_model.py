@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runners.checkpoint import AnyModelConfig, weight_files
+from reflex_runtime.llm.runners.checkpoint import ROUNDED, AnyModelConfig, weight_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():
@@ -123,8 +123,7 @@ def _text_config(directory: Path) -> Any:
         told = f"model_type={config.model_type!r} is no decoder of text in transformers {transformers.__version__}"
         raise ConfigError(f"{directory / 'config.json'}: {told}")
     if getattr(config, "quantization_config", None) is not None:
-        why = "rounded weights are not read; serve the model that they were made of, with --quantization int4 or int8"
-        raise ConfigError(f"{directory / 'config.json'}: quantization_config: {why}")
+        raise ConfigError(f"{directory / 'config.json'}: quantization_config: {ROUNDED}")
     return config.get_text_config(decoder=True)
 
 
