@@ -81,7 +81,7 @@ class Worker:
             wire.LOAD: self._load, wire.CHECK_DRAFT: _no_drafts, wire.GENERATE: self._generate,
             wire.BATCH_GENERATE: self._batch_generate, wire.CANCEL: self._cancel, wire.SHUTDOWN: self._shutdown,
         }  # fmt: skip
-        self._notes = {wire.CREDIT: self._outlets.credit, wire.CANCEL: self._cancel}
+        self._notes: dict[str, Callable[[Any], object]] = {wire.CREDIT: self._outlets.credit, wire.CANCEL: self._cancel}
 
     async def run(self, peer: Peer) -> bool:
         """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns.
