@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -264,6 +265,21 @@ def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_pat
     assert f"{flag}=/dev/full: " in feeds.log[-1]
     assert says in feeds.log[-1]
     assert figures(feeds, "a")["answered"] == 3
+
+
+def test_f14_a_pipe_that_nobody_reads_ends_it_with_2(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    feeds = ran("a=chaos:", "--results", "pipe", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=2)
+    assert feeds.log[-1].endswith("--results=pipe: cannot be written: nobody reads this pipe; start its reader first")
+
+
+def test_f14_a_video_that_failed_is_not_among_those_that_were_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"")
+    (tmp_path / "b.mp4").symlink_to("elsewhere")
+    two = ("a=markers:feed=1,frames=3,live=0", "b=markers:feed=2,frames=3,live=0")
+    feeds = ran(*two, "--annotate", ".", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
+    assert feeds.log[-1].endswith("wrote videos: a.mp4")
+    assert any("video to b.mp4 failed: is a symbolic link; name" in line for line in feeds.log)
 
 
 @pytest.mark.parametrize("more", [(), ("--realtime",)])

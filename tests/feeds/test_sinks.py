@@ -8,7 +8,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -198,9 +198,14 @@ def test_a_terminal_sees_every_line_at_once() -> None:
         assert stream.getvalue().count(b"\n") == i + 1
 
 
+def test_times_have_microseconds_not_the_noise_of_sums() -> None:
+    line = line_of(Result(replace(frame(), pts=1.9200000000000728), "cam", None, 0.0))
+    assert json.loads(line)["pts"] == 1.92
+
+
 def test_a_full_disk_is_told_once() -> None:
     sink = JsonLines("/dev/full", Clock())
-    with pytest.raises(SinkError, match="No space left"):
+    with pytest.raises(SinkError, match="failed: No space left on device; no more"):
         sink(result())
     sink(result())
     sink.close()

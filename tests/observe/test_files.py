@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import stat
 import threading
 from collections.abc import Callable
@@ -128,3 +129,24 @@ def test_a_check_leaves_a_pipe_to_its_reader(tmp_path: Path) -> None:
     waits = check.is_alive()  # for a reader, who would read the end
     os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
     assert not waits
+
+
+def test_a_pipe_without_a_reader_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe, told = tmp_path / "pipe", queue.SimpleQueue[object]()
+    os.mkfifo(pipe)
+
+    def create() -> None:
+        try:
+            told.put(files.create(pipe))
+        except OSError as error:
+            told.put(error.strerror)
+
+    threading.Thread(target=create, daemon=True).start()
+    try:
+        assert told.get(timeout=10.0) == "nobody reads this pipe; start its reader first"
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        with files.create(pipe) as writer:
+            assert os.get_blocking(writer.fileno())  # a full pipe waits
+    finally:
+        os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    os.close(reader)

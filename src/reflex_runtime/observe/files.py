@@ -1,6 +1,7 @@
 """Output files: links are refused, an existing file is kept, and a file has one writer.
 
-Functions raise OSError with a readable `strerror`. A device or a pipe is written as it is.
+Functions raise OSError with a readable `strerror`. A device or a pipe is written as it is; a pipe needs its reader
+first.
 """
 
 from __future__ import annotations
@@ -104,10 +105,15 @@ def _make_way(path: Path) -> bool:
 
 
 def _open(path: Path, flags: int, mode: int) -> FileIO:
+    at_once = os.O_NONBLOCK if path.is_fifo() else 0  # a pipe would wait for a reader, through every signal
     try:
         appends = "ab" if flags & os.O_APPEND else "wb"
-        file = FileIO(str(path), appends, opener=lambda name, _: os.open(name, flags | _NO_LINKS, mode))
+        file = FileIO(str(path), appends, opener=lambda name, _: os.open(name, flags | at_once | _NO_LINKS, mode))
+        if at_once:
+            os.set_blocking(file.fileno(), True)
     except OSError as error:
+        if at_once and error.errno == errno.ENXIO:
+            raise OSError(error.errno, "nobody reads this pipe; start its reader first", str(path)) from None
         if error.errno == errno.ELOOP and path.is_symlink():
             raise OSError(error.errno, "is a symbolic link; name the file itself", str(path)) from None
         if error.errno == errno.ENOENT and not path.parent.exists():

@@ -38,7 +38,7 @@ class ResultFiles:
             self._results = JsonLines(FileIO(output.fileno(), "w", closefd=False), gone=gone)
         elif config.results:
             self._results = JsonLines(config.results)
-        self._videos: dict[str, Path] = {}
+        self._videos: dict[str, Any] = {}  # by feed
 
     def sinks_of(self, feed: str) -> list[Callable[[Any], None]]:
         """The sinks of a feed."""
@@ -46,14 +46,16 @@ class ResultFiles:
         if self._config.annotate:
             from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 
-            self._videos[feed] = video_of(self._config, feed)
-            sinks.append(AnnotatedVideo(self._videos[feed]))
+            self._videos[feed] = AnnotatedVideo(video_of(self._config, feed))
+            sinks.append(self._videos[feed])
         return sinks
 
     def begin(self) -> None:
-        """Begin the file of results. Called once the run has started, so that a failed start keeps an earlier file."""
+        """Begin the file of results. Called once the run has started, so that a failed start keeps an earlier file.
+        Raises ConfigError."""
         if self._results is not None:
-            self._results.begin()
+            with files.refused(f"--results={one_line(self._config.results)}"):
+                self._results.begin()
 
     def complete(self) -> bool:
         """Log at the end what was written and what is missing. Returns whether the trace is complete."""
@@ -62,7 +64,8 @@ class ResultFiles:
             logging.error("--results=%s: %d results are not in it", config.results, self._results.lost)
         elif config.results not in ("", "-"):
             lines.append(f"results: {config.results}")
-        made = [str(path) for _, path in sorted(self._videos.items()) if path.is_file()]
+        videos = [video for _, video in sorted(self._videos.items())]
+        made = [str(video.path) for video in videos if video.path.is_file() and not video.failed]
         if made:
             lines.append(f"videos: {', '.join(made) if len(made) <= 4 else f'{len(made)} in {config.annotate}'}")
         if self.trace is not None and (self.trace.error is not None or self.trace.dropped):

@@ -210,12 +210,12 @@ class AnnotatedVideo:
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
         self._av = library("av", "AnnotatedVideo: writing video")
-        self._path, self._caption = Path(path), caption
+        self.path, self._caption = Path(path), caption
         self._open_files = ExitStack()  # the file and its container
         self._container: Any = None
         self._stream: Any = None
         self._size = (0, 0)
-        self._over = False
+        self._over = self.failed = False  # over: closed, or failed
         self._before, self._shown = 0.0, 0.0  # times of the last picture: of its source, in the video
         self._tick = -1
 
@@ -241,7 +241,9 @@ class AnnotatedVideo:
             self._over = True
             with suppress(Exception):  # the same error again
                 self._open_files.close()
-            raise SinkError(f"video to {self._path} failed: {error}; no more is written") from error
+            self.failed = True
+            why = getattr(error, "strerror", None) or error
+            raise SinkError(f"video to {self.path} failed: {why}; no more is written") from error
 
     def _encode(self, picture: NDArray[np.uint8], tick: int) -> None:
         if self._container is None:
@@ -254,9 +256,9 @@ class AnnotatedVideo:
     def _open(self, picture: NDArray[np.uint8]) -> None:
         height, width = picture.shape[:2]
         self._size = (max(2, width - width % 2), max(2, height - height % 2))
-        file = self._open_files.enter_context(files.create(self._path, private=True))
+        file = self._open_files.enter_context(files.create(self.path, private=True))
         fragments = {"movflags": "empty_moov+default_base_moof", "frag_duration": str(round(self.FRAGMENT_S * 1e6))}
-        parts = fragments if self._path.suffix.lower() in _FRAGMENTED else {}
+        parts = fragments if self.path.suffix.lower() in _FRAGMENTED else {}
         opened = self._av.open(file, "w", options={"flush_packets": "1", **parts})
         self._container = self._open_files.enter_context(opened)
         codec = "libx264" if "libx264" in self._av.codecs_available else "mpeg4"

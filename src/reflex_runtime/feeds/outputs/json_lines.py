@@ -13,7 +13,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,8 +45,8 @@ def line_of(result: Result) -> bytes:
     objects their text."""
     frame, latency_ms = result.frame, round(1e3 * result.latency, 3)
     line = _Line(
-        feed=result.feed, sequence=frame.sequence, file=frame.file, pts=frame.pts, latency_ms=latency_ms,
-        value=result.value,
+        feed=result.feed, sequence=frame.sequence, file=frame.file, latency_ms=latency_ms, value=result.value,
+        pts=None if frame.pts is None else round(frame.pts, 6),
     )  # fmt: skip
     try:
         return _ENCODER.encode(line)
@@ -127,11 +126,10 @@ class JsonLines:
                 self._write()
 
     def begin(self) -> None:
-        """Begin the file now, so that after a run without results there is no file of an earlier run."""
+        """Begin the file now: after a run without results there is no file of an earlier run. Raises OSError."""
         with self._lock:
             if self._path is not None and self._fresh:
-                with suppress(OSError):  # the first result raises it
-                    self._open()
+                self._open()
 
     def close(self) -> None:
         """Write the lines that wait. Raises SinkError if that fails."""
@@ -159,7 +157,8 @@ class JsonLines:
             self.lost += len(lines)
             self._close_file()
             where = self._path or "the stream"
-            raise SinkError(f"JSON lines to {where} failed: {error}; no more are written") from error
+            why = getattr(error, "strerror", None) or error
+            raise SinkError(f"JSON lines to {where} failed: {why}; no more are written") from error
 
     def _open(self) -> None:
         assert self._path is not None
