@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
 from feeds.tls import behind_tls
 from feeds.videos import clip, number_of, picture
+from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import SourceError
 from reflex_runtime.feeds.sources import video
 from reflex_runtime.feeds.sources.video import VideoSource
@@ -234,6 +236,36 @@ def test_a_video_over_http_ends() -> None:
         source.open()
         assert [number_of(image) for image, _ in iter(source.read, None)] == list(range(30))
         source.close()
+
+
+def test_f14_a_video_over_http_plays_at_its_own_pace() -> None:
+    """Else a server that sends it faster than a processor answers would cost most of its pictures."""
+    pauses: list[float] = []
+
+    def pause(stop: threading.Event, seconds: float) -> bool:
+        pauses.append(seconds)
+        return stop.is_set()
+
+    with web(clip(30, ending="mkv").read_bytes()) as url:
+        feed = Feed("door", VideoSource(url), pause=pause)
+        feed.start()
+        assert feed.join(PATIENCE)
+    assert feed.state == "ended"
+    assert len(pauses) == 30
+    assert pauses == sorted(pauses)
+
+
+def test_f14_a_host_that_nobody_knows_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, port: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, f"nobody knows {host[:5]}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    host = 64 * "x"  # too long for a name, so that FFmpeg looks it up nowhere
+    for address in (f"rtsp://admin:s3cret@{host}.invalid/live", f"http://{host}.invalid/video.mp4"):
+        with pytest.raises(SourceError, match="nobody knows xxxxx") as caught:
+            VideoSource(address, open_timeout=PATIENCE).open()
+        assert caught.value.retryable
+        assert "s3cret" not in str(caught.value)
 
 
 def test_f14_http_that_freezes_is_lost() -> None:

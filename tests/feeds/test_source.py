@@ -473,9 +473,9 @@ def test_what_is_no_video_is_not_tried_again(tmp_path: Path) -> None:
         "strange.avi": "no decoder for its video",
         "missing.mp4": "No such file",
         "": "Is a directory",
-        "text.mp4": "Invalid data",
+        "text.mp4": "no video that FFmpeg can read, or its end is missing",
         "empty.mp4": "is empty",
-        "cut.mp4": "Invalid data",
+        "cut.mp4": "or its end is missing",
         "sound.wav": "holds no video",
     }.items():
         path = tmp_path / name

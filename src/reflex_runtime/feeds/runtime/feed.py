@@ -284,8 +284,7 @@ class Feed:
         self._threads: tuple[threading.Thread, ...] = ()
         # the capture's
         self._taking = Taking(config.every, config.fps)
-        self._paced = getattr(source, "paced", False)
-        self._times = SourceClock(live and not self._paced)
+        self._times = SourceClock(live and not getattr(source, "paced", False))
         self._chance, self._losses = random.Random(name if seed is None else seed), 0  # losses since the last picture
         self._connection = "connecting"  # then running, reconnecting
         self._restarts = 0
@@ -445,7 +444,7 @@ class Feed:
         (image, pts), config, ledger = picture, self.config, self.ledger
         now = self.clock()
         pts = self._times.time(pts, now, getattr(self._source, "step", None))
-        if self._paced:
+        if getattr(self._source, "paced", False):  # a video over HTTP knows it once it is open
             if self._pause(self._stop, self._times.ahead(now)):
                 return
             now = self.clock()

@@ -5,16 +5,19 @@ PyAV is imported when the first source is made.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +74,8 @@ class VideoSource:
     """A video file, a network camera, or a local camera, as a `Source`.
 
     where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
-    realtime: a file is live, and its reader takes the pictures at their times (`paced`).
+    realtime: a file is live, and its reader takes the pictures at their times (`paced`), as those of a video over HTTP
+        whose length is known.
     loop: a file starts over at its end, and its pts too; the source has no end.
     open_timeout: seconds to wait for a connection, and again for enough data to know the format; in (0, 600].
     read_timeout: seconds to wait for the data of a picture, in (0, 600]. A small value finds a frozen camera sooner.
@@ -120,7 +124,7 @@ class VideoSource:
         self._stop = threading.Event()
         self._container: InputContainer | None = None
         self._frames: Iterator[VideoFrame] = iter(())
-        self.live, self.paced = self._remote or realtime, realtime
+        self.live, self.paced = self._remote or realtime, realtime  # paced, over HTTP: set by `open`
         self.total: int | None = None
         self.corrupt = 0
         self.step = 0.04
@@ -148,6 +152,7 @@ class VideoSource:
         rate = float(stream.average_rate or stream.guessed_rate or 0.0)
         self.step = 1.0 / rate if rate > 0.0 else 0.04
         self._timed = not self._container.format.flags & NO_TIMES
+        self.paced = self.paced or (self._scheme.startswith("http") and bool(self._container.duration))
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
         if self._hwaccel and not stream.codec_context.is_hwaccel:
             self._log_cpu()
@@ -220,7 +225,7 @@ class VideoSource:
             return frame
         if self._container is None:
             raise SourceError(f"{self.name}: not open", retryable=False)
-        if self._scheme and not (self._scheme.startswith("http") and self._container.duration):
+        if self._scheme and not self.paced:
             raise SourceError(f"{self.name}: the stream ended")
         return None
 
@@ -321,6 +326,10 @@ class VideoSource:
         why = getattr(error, "strerror", None) or type(error).__name__
         if not self._remote and os.path.isfile(self._where) and not os.path.getsize(self._where):
             why = "is empty"
+        elif isinstance(error, known.InvalidDataError):
+            why = "no video that FFmpeg can read" + ("" if self._remote else ", or its end is missing")
+        elif self._scheme and getattr(error, "errno", 0) == errno.EIO:  # also for a name that it cannot find
+            why = _unknown_host(self._where) or why
         return SourceError(f"{self.name}: {why}", retryable=self._remote and not refused)
 
     def _interrupted(self) -> SourceError:
@@ -340,6 +349,15 @@ def without_secrets(where: str) -> str:
     scheme, _, rest = where.partition("://")
     host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _unknown_host(address: str) -> str:
+    """Why the host of an address has no IP address; empty if it has one."""
+    try:
+        socket.getaddrinfo(urlsplit(address).hostname, None)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def _without_picture(packets: int, whole: int, interlaced: int) -> int:
