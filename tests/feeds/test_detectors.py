@@ -172,6 +172,10 @@ def test_f14_options_that_would_have_no_effect_are_refused(tmp_path: Path) -> No
     for name, value in {"score": 0.5, "iou": 0.5, "max_detections": 3, "classes": (1,)}.items():
         with pytest.raises(ConfigError, match=f"{name} has no effect: the graph's outputs are passed on"):
             started(path, **{name: value})
+    named = bright_graph(tmp_path / "named.onnx", "classes", metadata={"task": "classify"})
+    for graph in (path, named):
+        with pytest.raises(ConfigError, match="zone has no effect: the graph gives no boxes"):
+            started(graph, stages=("zone", "line"))
 
 
 def test_f14_a_classifier_names_its_best_classes(tmp_path: Path) -> None:

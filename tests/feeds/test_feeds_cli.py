@@ -78,6 +78,8 @@ def test_i18_many_hangups_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         ((SHORT,), "no processor: give --processor MODULE:NAME or --onnx FILE"),
         ((SHORT, "--onnx", "shapes", "--processor", "mine:Sizes"), "give one of them, not both"),
         (("a=none.mp4",), "a=none.mp4: no such file"),
+        (("a=chaos:", "a.fps=5", "a.fps=6"), "a.fps: is given twice"),
+        (("a=chaos:", "a.max-batch-size=5"), "a.max-batch-size=5: not a setting of one feed: give --max-batch-size"),
         (("a=chaos:", "a.fsp=5"), "a.fsp=5: no such setting fsp; did you mean fps?"),
         (("a=chaos:", "--realtime=yes"), "--realtime or --no-realtime: takes no value"),
         (("a=.",), "a: .: holds no pictures (.bmp"),
@@ -90,6 +92,7 @@ def test_i18_many_hangups_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         (("a=shapes:fps=1e308",), "a: shapes:fps=1e+308: must be in (0, 1000]"),
         ((SHORT, "--frob"), "unrecognized arguments: --frob"),
         ((SHORT, "--onnx", "none.onnx"), "--onnx=none.onnx: no such file"),
+        ((SHORT, "--onnx", "."), "--onnx=.: is a directory"),
         ((SHORT, "--config", "none.toml"), "--config=none.toml: No such file"),
         ((SHORT, "--results", "no/where"), "--results=no/where: cannot be written: there is no directory no;"),
         ((SHORT, "--results", "."), "--results=.: cannot be written: Is a directory"),
@@ -142,6 +145,7 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("[feeds]", "or tables [[feed]] in "),
         ("feed = 3", "feed: must be tables, each beginning with [[feed]]"),
         ("[[feed]]\nsource = 'x'", "feed 1: name: must be given, as a text"),
         ("[[feed]]\nname = 'a'", "feed 1: source: must be given"),
@@ -154,6 +158,7 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
         ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nread_timeout_s = 5\nrealtime = true", "read_timeout_s: needs a cam"),
         ("[feeds]\nrestarts = inf", "[feeds] restarts=inf: must be a whole number"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nfsp = 1", "fsp: no such setting of a feed; did you mean fps?"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nzone = 'd=1,2'", "reflex feeds: a: zone=d: has 1 corners"),
         ("onnx = 'x'", "onnx: is in no table; write it below [feeds]"),
         ("[fedes]\nonnx = 'x'", "fedes: no such table; there may be feeds and feed; did you mean feeds?"),
     ],

@@ -108,6 +108,8 @@ def test_f14_size_is_refused_where_the_graph_has_its_own_or_where_it_is_none(
     run = ran("a=chaos:", "--onnx", "graph.onnx", "--size", "32", cwd=tmp_path, status=2)
     assert "--onnx=graph.onnx: size 32x32: input 'images' takes width 64 and height 64" in run.log[-1]
     assert not any("connected" in line for line in run.log), "before any camera is opened"
+    bundled = ran("a=chaos:", "--onnx", "shapes", "--size", "32", cwd=tmp_path, status=2).log[-1]
+    assert "--onnx=shapes: size 32x32: input 'image' takes width 320 and height 240" in bundled
     monkeypatch.chdir(tmp_path)
     for wrong in ("0", "64x", "99999", "a"):
         said = refusal(capsys, "a=chaos:", "--onnx", "graph.onnx", "--size", wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,10 +168,12 @@ def test_a_label_without_a_name_stays_a_number(tmp_path: Path) -> None:
         started(detector_model(tmp_path, '["none", "cat"]'))
 
 
-def test_names_that_cannot_be_read_name_nothing(tmp_path: Path) -> None:
+def test_names_that_cannot_be_read_name_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     for names in ("{0: 'cat'", "7", '{"cat": "0"}', "[" * 100_000, "open('x')"):
         (result,) = started(detector_model(tmp_path, names)).process(entries(plain(255)))
         assert result["labels"] == [1, 2]
+        assert "boxes, scores and labels, no names that can be read (see --names), stretch" in caplog.messages[-1]
 
 
 def test_what_is_no_picture_fails_alone(tmp_path: Path) -> None:

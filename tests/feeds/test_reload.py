@@ -139,7 +139,7 @@ def test_i18_a_file_that_is_wrong_changes_nothing_and_a_line_names_the_file_and_
         door + feed("gate", "door.mp4", "colour = 3"): "feed 2: colour: no such setting of a feed",
         door + feed("gate", "door.mp4", "fps = -1"): "feed 2: fps=-1: must be in [0, 1000]",
         door + feed("gate", "door.mp4", "score = 0.5"): "feed 2: score: has no effect on a processor of your own",
-        door + feed("gate", "door.mp4", 'stage = ["no.such:stage"]'): "--stage=no.such:stage: there is no module 'no'",
+        door + feed("gate", "door.mp4", 'stage = ["no.such:stage"]'): "gate: stage=no.such:stage: there is no module",
         door + door: "two feeds are called door",
         "": "no feeds: give NAME=SOURCE",
         "max_batch_size = 0\n" + door: "--max-batch-size=0: must be in [1, 4096]",

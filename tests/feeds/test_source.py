@@ -84,7 +84,7 @@ def test_a_program_can_add_a_source_that_draws(monkeypatch: pytest.MonkeyPatch) 
         (
             "ftp://u:secret@host/x",
             {},
-            "source='ftp://host/x': must be a path, a device /dev/video*, or start with rtsp://",
+            "source='ftp://host/x': must be a path, /dev/video*, or start with rtsp://",
         ),
         ("rtsp://u:secret@host/x", {"realtime": True}, "realtime=True: must be False for rtsp://host/x"),
         ("rtsp://host/x", {"loop": True}, "loop=True: must be False"),

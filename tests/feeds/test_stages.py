@@ -133,6 +133,15 @@ def test_f14_a_stage_that_cannot_be_is_refused_before_a_camera_opens(
     assert says in refusal(capsys, f"a={clip(3)}", "--onnx", "shapes", *arguments.split())
 
 
+def test_f14_stages_that_need_boxes_are_refused_for_a_classifier(tmp_path: Path) -> None:
+    bright_graph(tmp_path / "m.onnx", "classes", metadata={"task": "classify"})
+    file = tmp_path / "cameras.toml"
+    file.write_text(f"[[feed]]\nname = 'a'\nsource = '{clip(3)}'\nzone = ['d=1,1,9,9,1,9']\n")
+    for arguments, where in (((f"a={clip(3)}", "--track"), "track"), (("--config", str(file)), "feed a: zone")):
+        log = ran(*arguments, "--onnx", "m.onnx", cwd=tmp_path, status=2).log
+        assert f"--onnx=m.onnx: {where} has no effect: the graph gives no boxes" in log[-1]
+
+
 # -- slow and failing stages -------------------------------------------------------------------------------------------
 
 

@@ -33,16 +33,7 @@ from reflex_runtime.web.access import NO_KEYS, Keys
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import PLAIN
 from reflex_runtime.web.fields import encode
-from reflex_runtime.web.openapi import (
-    HTML,
-    PAGES,
-    PLAIN_ERROR,
-    TEXT,
-    Operation,
-    content,
-    described,
-    document_routes,
-)
+from reflex_runtime.web.openapi import HTML, PAGES, PLAIN_ERROR, TEXT, Operation, content, described, document_routes
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route
 from reflex_runtime.web.serve import Host, ReflexServer, uvicorn_config
 from reflex_runtime.web.supervisor import bind, url_of

@@ -20,6 +20,7 @@ from reflex_runtime.feeds.outputs import video_of, written
 from reflex_runtime.feeds.outputs.json_lines import NAME
 from reflex_runtime.feeds.runtime.pipeline import Region, Source, refusals_of
 from reflex_runtime.feeds.sources import CAMERA, DRAWING, FOLDER, VIDEO, kind_of, pictures_in, source_of
+from reflex_runtime.feeds.sources.shapes import DETECTOR
 from reflex_runtime.feeds.sources.video import without_secrets
 from reflex_runtime.run.coordinator import BatchConfig, BatchProcessor
 from reflex_runtime.run.model_files import check_kind
@@ -101,7 +102,9 @@ def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> li
         left, equals, value = text.partition("=")
         name, _, setting = left.rpartition(".")
         if equals and name and (setting := setting.replace("-", "_")) in PER_FEED:
-            own.setdefault(name, {})[setting] = value
+            if setting in own.setdefault(name, {}):
+                raise ConfigError(f"{one_line(left)}: is given twice")
+            own[name][setting] = value
         else:
             feeds.append(text)
     specs = [
@@ -109,7 +112,8 @@ def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> li
         *(_of_text(text, config, own) for text in feeds),
     ]
     if not specs:
-        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or --config FILE with tables [[feed]]")
+        where = "--config FILE with tables [[feed]]" if file is None else f"tables [[feed]] in {file}"
+        raise ConfigError(f"no feeds: give NAME=SOURCE, {_EXAMPLE}, or {where}")
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
@@ -186,16 +190,14 @@ def source_of_spec(spec: FeedSpec) -> Source:
         feed, _, setting = spec.name.rpartition(".")
         hint = did_you_mean(setting, PER_FEED) if feed else ""
         why = f"no such setting {setting}{hint}" if hint else "no such file"
+        if feed and setting.replace("-", "_") in hints_of(FeedsConfig):
+            why = f"not a setting of one feed: give {flag(setting)}"
         raise ConfigError(f"{spec.name}={_public(spec.source)}: {why}")
     with refusals_of(spec.name):
         if spec.kind == FOLDER:
             pictures_in(Path(spec.source))
         return source_of(
-            spec.source,
-            realtime=own.realtime,
-            loop=own.loop,
-            read_timeout=own.read_timeout_s,
-            hwaccel=own.hwaccel,
+            spec.source, realtime=own.realtime, loop=own.loop, read_timeout=own.read_timeout_s, hwaccel=own.hwaccel
         )
 
 
@@ -212,13 +214,15 @@ class FeedPlan:
     file: Path | None = None
 
     def limits(self, general: FeedsConfig) -> dict[str, dict[str, Any]]:
-        """By feed, the `score` and `classes` that differ from the detector's, which are those of `general`."""
-        found: dict[str, dict[str, Any]] = {}
-        for spec in self.specs:
-            score, classes = spec.config.score, spec.config.classes
-            if (score, classes) != (general.score, general.classes):
-                found[spec.name] = {"score": score, "classes": [name.strip() for name in classes]}
-        return found
+        """By feed, the settings that differ from the detector's, which are those of `general`."""
+        each = {spec.name: _limits(spec.config) for spec in self.specs}
+        return {name: limits for name, limits in each.items() if limits != _limits(general)}
+
+
+def _limits(config: FeedsConfig) -> dict[str, Any]:
+    """The settings of a detector that a feed may have of its own."""
+    stages = [name for name in ("track", "zone", "line") if getattr(config, name)]
+    return {"score": config.score, "classes": [name.strip() for name in config.classes], "stages": stages}
 
 
 def plan_of(texts: Sequence[str], file: Path | None, flags: Mapping[str, Any]) -> FeedPlan:
@@ -277,15 +281,19 @@ def processor_of(text: str) -> BatchProcessor:
     return processor
 
 
+def _graph_of(config: FeedsConfig) -> Path:
+    return DETECTOR if config.onnx == "shapes" else Path(config.onnx)
+
+
 def detector_of(config: FeedsConfig) -> OnnxFrames:
     """The detector of --onnx. Raises ConfigError."""
     from reflex_runtime.feeds.detectors.recognise import names_of_file
-    from reflex_runtime.feeds.sources.shapes import DETECTOR
     from reflex_runtime.run.onnx_session import PROVIDERS, check_provider
 
-    path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
+    path = _graph_of(config)
     if not path.is_file():
-        raise ConfigError(f"--onnx={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
+        why = "is a directory" if path.is_dir() else "no such file (shapes is the bundled detector)"
+        raise ConfigError(f"--onnx={one_line(config.onnx)}: {why}")
     check_kind(path.with_name(f"{path.name}.data"))  # its weights may be there
     provider = PROVIDERS.get(config.provider, config.provider)
     try:
@@ -298,13 +306,12 @@ def detector_of(config: FeedsConfig) -> OnnxFrames:
         path,
         provider=provider,
         threads=config.threads,
-        score=config.score,
         iou=config.iou,
         max_detections=config.max_detections or None,
-        classes=[name.strip() for name in config.classes],
         size=_size(config.size) if config.size else None,
         resize=None if config.resize == "auto" else config.resize,
         names=names,
+        **_limits(config),
     )
 
 
@@ -340,7 +347,7 @@ def refusal_of(config: FeedsConfig, error: Exception) -> ConfigError:
     words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
     if cause is not None and not isinstance(cause, ConfigError):
         words = f"on_start failed: {told(cause)}"
-    return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
+    return ConfigError(f"{named}: {words.removeprefix(f'{_graph_of(config)}: ')}")
 
 
 def deferred_changes(before: FeedsConfig, after: FeedsConfig) -> list[str]:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -20,9 +20,9 @@ from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.detectors.onnx import OnnxFrames
 from reflex_runtime.feeds.outputs import ResultFiles
 from reflex_runtime.feeds.outputs.output import ResultOutput
-from reflex_runtime.feeds.plan import FeedPlan, FeedSpec, batching_of, deferred_changes, refusal_of
+from reflex_runtime.feeds.plan import OF_STAGES, FeedPlan, FeedSpec, batching_of, deferred_changes, refusal_of
 from reflex_runtime.feeds.runtime.health import FeedEnded, FeedFailed, FeedStageError, StageError, words_of
-from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
+from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source, refusals_of
 from reflex_runtime.feeds.runtime.runtime import Runtime, StopReport
 from reflex_runtime.feeds.stages import stages_of
 from reflex_runtime.feeds.table import EVERY_S, begin_log, lines_of, print_summary, undecoded
@@ -148,7 +148,9 @@ class FeedsSession:
         logging.info("%s/dashboard, /feeds, /metrics and /health", url)
 
     def _pipeline(self, spec: FeedSpec) -> Pipeline:
-        return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)
+        own = any(getattr(spec.config, name) != getattr(self._config, name) for name in OF_STAGES)
+        with refusals_of(spec.name) if own else nullcontext():
+            return Pipeline(batch=self._coordinator, after=stages_of(spec.config), region=spec.region)
 
     def _add(self, spec: FeedSpec, source: Source, pipeline: Pipeline) -> None:
         sinks = [*self._files.sinks_of(spec.name), *(each.take for each in self._outputs)]

@@ -12,12 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from reflex_runtime.feeds.runtime.health import (
-    FeedSnapshot,
-    OutputSnapshot,
-    RuntimeSnapshot,
-    frames,
-)
+from reflex_runtime.feeds.runtime.health import FeedSnapshot, OutputSnapshot, RuntimeSnapshot, frames
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.observe.top_view import ms, state_text
 from reflex_runtime.run.modules import in_one_line, told
@@ -159,6 +154,5 @@ def _batches(name: str, metrics: BatchMetrics, uptime: float) -> str:
     failed = f", {frames(metrics.failed)} failed" if metrics.failed else ""
     busy = f", busy {100 * work.total / uptime:.0f} % of the time" if uptime else ""
     return (
-        f"{name}: {n} batch{'es'[: 2 * (n != 1)]} of {size:.1f} frames on average{failed}, "
-        f"{ms(work.mean)} each{busy}"
+        f"{name}: {n} batch{'es'[: 2 * (n != 1)]} of {size:.1f} frames on average{failed}, {ms(work.mean)} each{busy}"
     )

@@ -1,7 +1,6 @@
 """Output files: links are refused, an existing file is kept, and a file has one writer.
 
-Functions raise OSError with a readable `strerror`. A device or a pipe is written as it is; a pipe needs its reader
-first.
+Functions raise OSError with a readable `strerror`. A device, and a pipe that is read, is written as it is.
 """
 
 from __future__ import annotations

@@ -482,8 +482,7 @@ class LiveParts:
     def _own(self, name: str, batches: list[LiveBatch]) -> Iterator[LiveBatch]:
         """Batches of a process, with ids that are unique over all processes."""
         for batch in batches:
-            number = batch.id * APART + self._numbers[name]
-            yield msgspec.structs.replace(batch, id=number, process=name)
+            yield msgspec.structs.replace(batch, id=batch.id * APART + self._numbers[name], process=name)
 
 
 def added(one: Any, other: Any) -> Any:

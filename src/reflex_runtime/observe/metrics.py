@@ -494,10 +494,7 @@ class SlotSeries:
 
     def answered(self, event: RequestAnswered) -> None:
         key = event.outcome, event.wire
-        found = self.answers.get(key)
-        if found is None:  # a wire of the program's own
-            found = self.answers[key] = self._answers(*key)
-        requests, latency = found
+        requests, latency = self.answers.get(key) or self.answers.setdefault(key, self._answers(*key))
         requests.value += 1.0
         latency.observe(event.latency)
         ticket = event.ticket

@@ -461,8 +461,7 @@ def whole(trace: Journal) -> list[Text]:
         cut = " and its last line is cut off" if trace.torn else ""
         shown.append(Text(f"the trace has no footer{cut}: still being written, or the writer was stopped", "yellow"))
     elif trace.footer.dropped:
-        lost = f"{trace.footer.dropped:,} lines were not written: the writer could not keep up"
-        shown.append(Text(lost, "yellow"))
+        shown.append(Text(f"{trace.footer.dropped:,} lines were not written: the writer could not keep up", "yellow"))
     return shown
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.feeds.detectors.heads import CORNER, LETTERBOX, STRETCH, DetectionLimits, Dialect
+from reflex_runtime.feeds.detectors.heads import CORNER, LETTERBOX, STRETCH, Classes, DetectionLimits, Dialect
 from reflex_runtime.feeds.detectors.picture_input import (
     FITTINGS,
     FittedPicture,
@@ -43,7 +43,7 @@ class DetectorSettings:
     classes: names or numbers of the classes that are kept.
     size: width and height of the input, needed if neither the graph nor its metadata has them.
     resize: "letterbox", "corner" (the same in the upper left), "stretch" or "crop".
-    names: labels by number. A label without a name stays a number.
+    names: labels by number. A label without a name stays a number. stages: those that need boxes.
     """
 
     score: float | None = option(None, within=(0, 1))
@@ -53,6 +53,7 @@ class DetectorSettings:
     size: tuple[int, int] | None = None
     resize: str | None = None
     names: Mapping[int, str] | None = None
+    stages: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         validate(self, "OnnxFrames")
@@ -76,7 +77,8 @@ class _Loaded:
     def __str__(self) -> str:
         """Dialect, names and input in one line."""
         dialect, at_once = self.dialect, self.session.batch_size
-        what = "outputs are passed on" if dialect is None else f"{dialect.name}, {len(self.facts.names)} names"
+        names = f"{len(self.facts.names)} names" if self.facts.names else "no names that can be read (see --names)"
+        what = "outputs are passed on" if dialect is None else f"{dialect.name}, {names}"
         size = f"{self.resize} {self.input.size[0]} × {self.input.size[1]}"
         return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
 
@@ -105,7 +107,7 @@ class OnnxFrames:
         pictures, and smaller batches are padded (`batch_size`).
     id: its name in metrics and events.
     provider: "cpu", "cuda", "openvino", or the name of an execution provider. threads: intra-op threads of a call.
-    settings: see `DetectorSettings`. limits: by feed, the `score` and `classes` that differ; see `limit`.
+    settings: see `DetectorSettings`. limits: by feed, those that differ; see `limit`.
 
     The outputs for one blank picture decide how outputs are read; see `detectors.recognise`. A result is {"boxes":
     [[x0, y0, x1, y1], …] in pixels of the frame, "scores": [float, …], "labels": [name, …]}, and `keypoints`, `masks`
@@ -216,6 +218,8 @@ class OnnxFrames:
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
     """The user's limits, else those of the dialect. Raises ConfigError for a setting without effect."""
+    if wanted.stages and (dialect is None or isinstance(dialect, Classes)):
+        raise ConfigError(f"{wanted.stages[0]} has no effect: the graph gives no boxes")
     if dialect is None:
         for name in ("score", "iou", "max_detections", "classes"):
             if getattr(wanted, name) not in (None, (), []):

@@ -103,7 +103,7 @@ class JsonLines:
     ) -> None:
         self._path = Path(target) if isinstance(target, (str, os.PathLike)) else None
         self._stream: Any = None if isinstance(target, (str, os.PathLike)) else target
-        self._every = 0.0 if self._path is None and _is_terminal(self._stream) else self.FLUSH_S
+        self._every = 0.0 if self._stream is not None and self._stream.isatty() else self.FLUSH_S
         self._fresh = True  # this sink has not written to the file yet
         self._clock, self._gone = clock, gone
         self._lock = threading.Lock()
@@ -169,10 +169,3 @@ class JsonLines:
         if self._path is not None and self._stream is not None:
             self._stream, stream = None, self._stream
             stream.close()
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):
-        return False

@@ -21,13 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.feeds.runtime.feed import FILE, Feed, FeedConfig, Sink, close_sink
-from reflex_runtime.feeds.runtime.health import (
-    Health,
-    HealthEvent,
-    OutputSnapshot,
-    RuntimeSnapshot,
-    ThreadDetached,
-)
+from reflex_runtime.feeds.runtime.health import Health, HealthEvent, OutputSnapshot, RuntimeSnapshot, ThreadDetached
 from reflex_runtime.feeds.runtime.pipeline import Pipeline, Source
 from reflex_runtime.run.audience import Sink as EventSink
 from reflex_runtime.run.coordinator import BatchConfig, BatchCoordinator, BatchProcessor
@@ -131,10 +125,7 @@ class Runtime:
     # -- what it owns --------------------------------------------------------------------------------------------------
 
     def coordinator(
-        self,
-        processor: BatchProcessor,
-        config: BatchConfig | None = None,
-        sinks: Iterable[EventSink] = (),
+        self, processor: BatchProcessor, config: BatchConfig | None = None, sinks: Iterable[EventSink] = ()
     ) -> BatchCoordinator:
         """A coordinator that owns this processor. sinks: get its scheduler's events.
 
@@ -401,5 +392,4 @@ class Runtime:
     def _abandon(self, feed: Feed) -> None:
         feed.abandon()
         for thread in feed.detached:
-            log.warning("%s: thread %s did not end in time and is abandoned", feed.name, thread)
             self._emit(ThreadDetached(time.monotonic(), feed.name, error=thread))

@@ -41,12 +41,7 @@ def kind_of(text: str) -> str:
 
 
 def source_of(
-    text: str,
-    *,
-    realtime: bool = False,
-    loop: bool = False,
-    read_timeout: float = 5.0,
-    hwaccel: str = "",
+    text: str, *, realtime: bool = False, loop: bool = False, read_timeout: float = 5.0, hwaccel: str = ""
 ) -> Source:
     """The source that a text names. Raises ConfigError; only `open` finds out whether it exists.
 
@@ -62,15 +57,9 @@ def source_of(
         return DRAWN[scheme](text) if kind == DRAWING else PictureFolder(text)
     if not text or ("://" in text and scheme not in NETWORK):
         known = ", ".join([*(f"{name}://" for name in NETWORK), *(f"{name}:" for name in DRAWN)])
-        name = without_secrets(text)
-        raise ConfigError(f"source={name!r}: must be a path, a device /dev/video*, or start with {known}")
+        raise ConfigError(f"source={without_secrets(text)!r}: must be a path, /dev/video*, or start with {known}")
     return VideoSource(
-        text,
-        realtime=realtime,
-        loop=loop,
-        open_timeout=read_timeout,
-        read_timeout=read_timeout,
-        hwaccel=hwaccel,
+        text, realtime=realtime, loop=loop, open_timeout=read_timeout, read_timeout=read_timeout, hwaccel=hwaccel
     )
 
 

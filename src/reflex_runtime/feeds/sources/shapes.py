@@ -198,8 +198,7 @@ class Shapes:
         self._ground = _ground(rng, self.size)
         self.shapes = [self._shape(rng, speed) for _ in range(count)]
         amount = int(rng.integers(1, _NOISE + 1))
-        roam = (self.size[1] + _ROAM, self.size[0] + _ROAM, 3)
-        self._noise = rng.integers(0, amount, roam, np.uint8)
+        self._noise = rng.integers(0, amount, (self.size[1] + _ROAM, self.size[0] + _ROAM, 3), np.uint8)
 
     def picture(self, i: int) -> Image:
         """Picture i ≥ 0: RGB, uint8 [height, width, 3], a new array."""

@@ -74,8 +74,7 @@ class VideoSource:
     """A video file, a network camera, or a local camera, as a `Source`.
 
     where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
-    realtime: a file is live, and its reader takes the pictures at their times (`paced`), as those of a video over HTTP
-        whose length is known.
+    realtime: a file is live, and read at its times (`paced`), as is a video over HTTP whose length is known.
     loop: a file starts over at its end, and its pts too; the source has no end.
     open_timeout: seconds to wait for a connection, and again for enough data to know the format; in (0, 600].
     read_timeout: seconds to wait for the data of a picture, in (0, 600]. A small value finds a frozen camera sooner.
@@ -203,12 +202,7 @@ class VideoSource:
         # From PyAV 19 on, what is not UTF-8 in a file's texts is always replaced.
         older: dict[str, Any] = {"metadata_errors": "replace"} if version < 19 else {}
         opened: InputContainer = self._av.open(
-            address,
-            format=form,
-            options=options,
-            timeout=(seconds_open, seconds_read),
-            hwaccel=self._hardware,
-            **older,
+            address, format=form, options=options, timeout=(seconds_open, seconds_read), hwaccel=self._hardware, **older
         )
         return opened
 
