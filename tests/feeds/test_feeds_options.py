@@ -40,6 +40,13 @@ def test_feeds_may_stand_before_and_behind_options(capsys: pytest.CaptureFixture
     assert "unrecognized arguments: more" in capsys.readouterr().err
 
 
+def test_a_number_is_called_one_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser(["feeds"]).parse_args(["feeds", "--help"])
+    options = re.findall(r"--[a-z-]+ [A-Z]+", capsys.readouterr().out)
+    assert {"--fps N", "--track-score N", "--host TEXT"} <= set(options)
+
+
 def test_f14_processor_is_imported_from_beside_you_and_answers(tmp_path: Path) -> None:
     ran(f"a={frames(3)}", *SIZES, "--max-batch-size", "1", "--results", "r.jsonl", cwd=scratch(tmp_path))
     assert [line["value"] for line in results(tmp_path / "r.jsonl")] == [{"size": 1, "text": "a"}] * 3

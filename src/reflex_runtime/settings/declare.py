@@ -216,7 +216,7 @@ def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:
         shown = meta["metavar"] or (meta["unit"].upper() if meta["unit"] else None)
         if meta["choices"]:
             shown = "{" + ",".join(meta["choices"]) + "}"
-        shown = shown or ("N" if kind is int else "TEXT")
+        shown = shown or ("N" if kind in (int, float) else "TEXT")
         alone = {} if meta["bare"] is None else {"nargs": "?", "const": meta["bare"]}
         group.add_argument(flag(f.name), metavar=shown, **alone, **common)
 

@@ -8,6 +8,7 @@ TOPIC/status       online or offline, retained. The broker publishes offline whe
 from __future__ import annotations
 
 import ssl
+import sys
 import threading
 from typing import Any, Final
 from urllib.parse import unquote
@@ -15,7 +16,7 @@ from uuid import uuid4
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.outputs.json_lines import path_name
-from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultLine, ResultOutput, address_of
+from reflex_runtime.feeds.outputs.output import ReceiverAddress, ResultLine, ResultOutput, address_of, unreachable
 from reflex_runtime.feeds.runtime.pipeline import library
 
 WINDOW: Final = 20  # messages not yet written to the socket (QoS 0) or acknowledged (QoS 1 and 2)
@@ -41,7 +42,7 @@ class MqttPublisher(ResultOutput):
     kind = "mqtt"
 
     def __init__(self, url: str, qos: int = 0, name: str = "") -> None:
-        address = address_of(url, "mqtt", "mqtt://HOST/TOPIC, or mqtts://HOST/TOPIC over TLS")
+        address = address_of(url, "mqtt", "mqtt://HOST[:PORT]/TOPIC, or mqtts://… over TLS")
         super().__init__(address.shown, name=name)
         self._topic = _topic_of(address)
         self._qos = qos
@@ -144,7 +145,7 @@ class MqttPublisher(ResultOutput):
         self._client.publish(f"{self._topic}/status", "online", qos=1, retain=True)
 
     def _on_connect_fail(self, _: Any, __: Any) -> None:
-        self._lost("there is no answer from an MQTT broker")
+        self._lost(unreachable(sys.exception()))  # the client calls this while it handles the error
 
     def _on_disconnect(self, _: Any, __: Any, ___: Any, reason: Any, ____: Any) -> None:
         known = self._refused or self.time_left is not None

@@ -190,10 +190,9 @@ class ResultOutput:
     def _failed(self, why: object, again: bool = False) -> None:
         """Log a failure, at most one in `SELDOM` seconds."""
         self._error = in_one_line(why)
-        count = self._trouble.count(time.monotonic())
-        if count:
+        if count := self._trouble.count(time.monotonic()):
             times = f" ({count} times)" if count > 1 else ""
-            log.warning("%s: %s%s%s", self.where, self._error, "; trying again" if again else "", times)
+            log.warning("%s: %s%s%s", self.where, self._error, "; trying again" if again else "; dropped", times)
 
     def _settle(self, count: int) -> bool:
         """Take results out of hand. Returns whether they are still to be counted: `join` has counted what was left."""
@@ -215,6 +214,11 @@ class ResultOutput:
         finally:
             self._state = "closed"
             self.signal(0.0)
+
+
+def unreachable(error: BaseException | None) -> str:
+    """Why a receiver cannot be reached, in words."""
+    return f"cannot be reached: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +249,10 @@ def address_of(text: str, scheme: str, expected: str, query: bool = False) -> Re
         port = found.port
     except ValueError:  # a wrong port or address
         raise wrong from None
-    secure = found.scheme == f"{scheme}s"
-    if not (secure or found.scheme == scheme) or not found.hostname or port == 0 or found.fragment:
+    if found.scheme not in (scheme, f"{scheme}s") or not found.hostname or port == 0 or found.fragment:
         raise wrong
     if found.query and not query:
         raise wrong
     path = (found.path or "/") + (f"?{found.query}" if found.query else "")
     user, password = (None if part is None else unquote(part) for part in (found.username, found.password))
-    return ReceiverAddress(secure, found.hostname, port, path, shown, user, password)
+    return ReceiverAddress(found.scheme != scheme, found.hostname, port, path, shown, user, password)

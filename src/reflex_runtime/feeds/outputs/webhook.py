@@ -13,7 +13,7 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Final
 
-from reflex_runtime.feeds.outputs.output import ResultLine, ResultOutput, address_of
+from reflex_runtime.feeds.outputs.output import ResultLine, ResultOutput, address_of, unreachable
 from reflex_runtime.pacing import doubled
 from reflex_runtime.version import __version__
 
@@ -40,7 +40,7 @@ class Webhook(ResultOutput):
     kind = "webhook"
 
     def __init__(self, url: str, name: str = "") -> None:
-        self._address = address = address_of(url, "http", "http://HOST/PATH or https://HOST/PATH", query=True)
+        self._address = address = address_of(url, "http", "http[s]://HOST[:PORT]/PATH", query=True)
         super().__init__(address.shown, name=name)
         self._headers = {"Content-Type": "application/x-ndjson", "User-Agent": f"reflex/{__version__}"}
         if address.user is not None:
@@ -71,8 +71,7 @@ class Webhook(ResultOutput):
         try:
             answer = self._post(b"".join(line.data + b"\n" for line in lines))
         except (OSError, HTTPException) as error:
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._retry(lines, f"cannot be reached: {why}")
+            self._retry(lines, unreachable(error))
             return
         if 200 <= answer.status < 300:
             self._failures = 0
@@ -83,7 +82,7 @@ class Webhook(ResultOutput):
         else:
             self._failures = 0
             more = "; redirects are not followed" if 300 <= answer.status < 400 else ""
-            self._set_away(f"answers {answer.status}{more}; the results are dropped", again=False)
+            self._set_away(f"answers {answer.status}{more}", again=False)
             self._drop("refused", len(lines))
 
     def _retry(self, lines: Sequence[ResultLine], why: str, wait: float = 0.0) -> None:
