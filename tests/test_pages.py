@@ -45,6 +45,13 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_code_below_a_list_is_no_part_of_its_last_item() -> None:
+    """Four spaces there continue the item: the page shows the command as text. Put it in the item, or fence it."""
+    item = re.compile(r"^(?:[-*]|\d+\.) [^\n]*\n(?:[^\n]+\n)*\n {4}[^ ]", re.MULTILINE)
+    unfenced = {page: re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL) for page in PAGES}
+    assert [f"{page.name}: {found[0]}" for page, text in unfenced.items() for found in item.finditer(text)] == []
+
+
 def test_files_that_are_named_are_there() -> None:
     """Those whose name begins with a folder of the package or of the repository; `my_wire.py` is the reader's."""
     places = [ROOT, SOURCE]
