@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 
 from reflex_runtime.core.cost import CostModel, TimeCost
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import TIMES_FIXED, FlushPolicy, Planner
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.settings.declare import Places, again, one_line, option, validate
@@ -270,8 +270,8 @@ def named(where: str) -> Iterator[None]:
     """Puts `where` before errors from within."""
     try:
         yield
-    except ConfigError as error:
-        raise (ConfigError(where + error.message) if where else error) from None
+    except (ConfigError, ProcessorError) as error:
+        raise (type(error)(where + error.message) if where else error) from error.__cause__
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ def test_v13_what_cannot_be_served_is_a_4xx_and_nothing_has_changed(pair: Pair, 
     (no_config / "reflex_config.json").write_text("{")
     wide = write_tiny(tmp_path / "wide", state_dim=7)
     fails = write_tiny(tmp_path / "fails", fails=True)
+    unwell = write_tiny(tmp_path / "unwell", weights=WEIGHTS_OF["v3"] * np.float32("nan"))
     other_kind = write_export(tmp_path / "other_kind", "decomposed", embodiment=None)
     file = tmp_path / "file"
     file.write_text("")
@@ -113,6 +114,7 @@ def test_v13_what_cannot_be_served_is_a_4xx_and_nothing_has_changed(pair: Pair, 
         str(no_config): "reflex_config.json",
         str(wide): "state_dim: found 7",
         str(fails): "does not answer",
+        str(unwell): "NaN or infinity in all its answers",
         str(other_kind): "export_kind",
         "": "path",
         "a\0b": "path",

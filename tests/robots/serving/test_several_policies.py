@@ -642,6 +642,7 @@ def test_p37_a_policy_that_fails_its_warm_up_ends_the_start_of_all(robots: Robot
     broken = write_tiny(tmp_path / "broken", fails=True)
     with Server(robots.arm, "--policy", f"broken={broken}", until="not serving on") as server:
         assert server.get("/health").json["state"] == "warmup_failed"
+        assert f"policy broken: {broken}: it does not answer: " in server.get("/health").json["error"]
         assert server.get("/policies/default/health").status == 503
         assert (server.act().status, server.act().code) == (503, "not_ready")
 

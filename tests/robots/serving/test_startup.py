@@ -8,7 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from forked import reflex
 from reflex_runtime.cli import main
@@ -236,6 +239,7 @@ def make(device):
     [
         ("np.zeroes((len(rows), 4, 2))", r"python:mine:make: it does not answer: AttributeError.*\(mine.py, line 7\)"),
         ("np.zeros((len(rows), 3, 2))", r"python:mine:make: the model answered float32\[1, 3, 2\], not \[1, 4, 2\] .*"),
+        ("np.full((len(rows), 4, 2), np.nan)", "python:mine:make: NaN or infinity in all its answers to noise"),
     ],
 )
 def test_a_mistake_in_a_models_own_code_leaves_with_2_and_one_line_with_its_place(
@@ -249,12 +253,26 @@ def test_a_mistake_in_a_models_own_code_leaves_with_2_and_one_line_with_its_plac
     assert re.search(f"warmup_failed: {line}", found)
 
 
+def test_a_graph_with_a_mistake_leaves_with_2_and_one_line_that_names_its_export(tmp_path: Path) -> None:
+    export = write_tiny(tmp_path / "broken")
+    model = onnx.load(str(export / "model.onnx"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, 9]), "ninth"))
+    model.graph.node.insert(0, helper.make_node("Gather", ["pose", "ninth"], ["picked"], axis=1))
+    model.graph.node[1].input[0] = "picked"
+    onnx.save(model, str(export / "model.onnx"))
+    done = reflex("serve", export, "--port", "0")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"warmup_failed: {export}: it does not answer: InvalidArgument: " in done.stderr
+
+
 def test_a_model_that_fails_at_warm_up_is_told_on_health_and_leaves_with_1(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "broken", fails=True)
     with Server(export, until="not serving on") as server:
         health = server.get("/health")
         assert health.status == 503
         assert health.json["state"] == "warmup_failed"
+        assert health.json["error"].startswith(f"ProcessorError: {export}: it does not answer: Fail: ")
         assert "seven" in health.json["error"]
         assert health.json["model_loaded"] is False
         refused = server.act()

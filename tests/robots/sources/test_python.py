@@ -100,6 +100,13 @@ class Unwell(WholeModel):
 def unwell(device):
     return Unwell(SPEC)
 
+class AtTimes(WholeModel):
+    def chunk(self, rows, noise):
+        return np.where(noise[:, :1, :1] > 0, noise, np.nan)
+
+def at_times(device):
+    return AtTimes(SPEC)
+
 class NoChunk(WholeModel): pass
 
 def no_chunk(device):
@@ -180,11 +187,15 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
     assert WRONG[source] in told[0]
 
 
-def test_p5_a_policy_whose_actions_are_no_numbers_is_warned_of(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_p5_a_policy_none_of_whose_actions_are_numbers_is_refused(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     warmed_up(load_policy("python:my_policy:make"))
     assert not caplog.messages
-    warmed_up(load_policy("python:my_policy:unwell"))
-    assert "python:my_policy:unwell: NaN or infinity in its actions" in caplog.text
+    warmed_up(load_policy("python:my_policy:at_times"))
+    assert "python:my_policy:at_times: NaN or infinity in some answers" in caplog.text
+    with pytest.raises(ConfigError, match="^python:my_policy:unwell: NaN or infinity in all its answers to noise"):
+        warmed_up(load_policy("python:my_policy:unwell"))
 
 
 @pytest.mark.parametrize("words", ["--policy arm=python:no_such:make --policy hand=demo", "python:no_such:make --rtc"])

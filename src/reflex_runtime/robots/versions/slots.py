@@ -168,10 +168,13 @@ class Slot:
 
 # Faults of code. Memory, a device or a file may be there at the next start.
 MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError, ImportError, ArithmeticError)
+GRAPH_MISTAKES: Final = ("InvalidArgument", "NotImplemented")  # classes of onnxruntime, whose module is not imported here
 
 
 def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exception,)) -> WarmUp:
-    """Warm a policy up; ConfigError for one that raises one of `wrong`."""
+    """Warm a policy up; ConfigError for one that raises one of `wrong`, or none of whose answers is finite: the guard
+    would refuse them all."""
+    source = policy.spec.source
     try:
         ran = policy.warm_up(WARM_SIZES)
     except ConfigError:
@@ -180,12 +183,14 @@ def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exceptio
         if type(error) is ProcessorError and error.__cause__ is None:  # its answer has another shape, and always will
             raise ConfigError(error.message) from None
         cause = (isinstance(error, ProcessorError) and error.__cause__) or error
-        if not isinstance(cause, wrong):
-            raise
-        raise ConfigError(f"{policy.spec.source}: it does not answer: {told(cause)}") from error
+        mistake = isinstance(cause, wrong) or type(cause).__name__ in GRAPH_MISTAKES
+        raise (ConfigError if mistake else ProcessorError)(f"{source}: it does not answer: {told(cause)}") from error
     answers = [ticket.outcome.value for ticket in ran.finished if isinstance(ticket.outcome, Done)]
-    if not all(np.isfinite(chunk.actions).all() for chunk in answers):
-        log.warning("%s: NaN or infinity in its actions on noise; reflex doctor looks closer", policy.spec.source)
+    finite = [bool(np.isfinite(chunk.actions).all()) for chunk in answers]
+    if not any(finite):
+        raise ConfigError(f"{source}: NaN or infinity in all its answers to noise; see reflex doctor {source}")
+    if not all(finite):
+        log.warning("%s: NaN or infinity in some answers to noise; see reflex doctor %s", source, source)
     return ran
 
 
