@@ -165,12 +165,14 @@ def test_several_at_once_have_a_connection_each() -> None:
 
 
 def test_a_unix_socket_carries_calls_too(make: Make, tmp_path: Path) -> None:
-    with Stub([reply(), reply()], path=tmp_path / "reflex.sock") as stub:
+    with Stub([reply(), reply(), "close"], path=tmp_path / "reflex.sock") as stub:
         caller = make("http://robot/arm", uds=str(stub.path))
         assert [caller.act().attempts for _ in range(2)] == [1, 1]
         assert [(seen.path, seen.headers["host"], seen.connection) for seen in stub.seen] == [
             ("/arm/act", "robot", 1)
         ] * 2
+        with pytest.raises(Unreachable, match=f"^unreachable: {stub.path} closed the connection"):
+            caller.act()
 
 
 def test_a_proxy_is_asked_with_the_whole_address(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

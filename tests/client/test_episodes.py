@@ -128,3 +128,5 @@ def test_a_report_that_fails_is_logged_and_hides_nothing(make: Make, caplog: pyt
         make(stub.url).report_outcome("ep-1", True)
     with pytest.raises(ValueError, match="reward=nan"):
         make("http://127.0.0.1:1").report_outcome("ep-1", True, float("nan"))
+    with pytest.raises(ValueError, match="success='no': must be True or False"):
+        make("http://127.0.0.1:1").report_outcome("ep-1", "no")

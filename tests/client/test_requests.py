@@ -86,7 +86,9 @@ def test_a_request_id_is_made_and_stays_through_every_attempt(make: Make) -> Non
         ({"images": {"w": PICTURE[0]}}, r"images\['w'\]: must be uint8"),
         ({"state": [[1.0]]}, "state: must be numbers"),
         ({"state": ["a"]}, "state: must be numbers"),
+        ({"images": [PICTURE]}, "images: must be a dict of pictures by camera, is list"),
         ({"deadline_ms": 0.0}, "deadline_ms=0.0: must be in"),
+        ({"deadline_ms": "5"}, "deadline_ms='5': must be in"),
     ],
 )
 def test_what_no_server_could_take_is_not_sent(make: Make, fields: dict[str, Any], told: str) -> None:
@@ -99,7 +101,7 @@ def test_what_no_server_could_take_is_not_sent(make: Make, fields: dict[str, Any
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": "127.0.0.1:8000"}, {"url": "ftp://x"}, {"url": "http://"}, {"timeout": 0.0}, {"timeout": float("nan")},
+        {"url": "127.0.0.1:8000"}, {"url": "http://h:99999"}, {"verify": "ca.pem"}, {"url": "ftp://x"}, {"url": "http://"}, {"timeout": 0.0}, {"timeout": float("nan")},
         {"retries": -1}, {"encoding": "gif"}, {"api_key": "a\r\nb"},
     ],
 )  # fmt: skip
@@ -119,3 +121,5 @@ def test_wrong_arguments_are_named_as_callers_write_them() -> None:
         pytest.raises(TypeError, match=r"^BaseClient\.predict\(\) got an unexpected keyword argument 'deadlin'"),
     ):
         client.predict(1, deadlin=3)  # type: ignore[call-arg]
+    with Client("http://127.0.0.1:1") as client, pytest.raises(TypeError, match=r"^act\(\) has no deadline; it has image,"):
+        client.act(deadline=3)  # type: ignore[call-arg]

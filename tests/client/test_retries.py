@@ -17,12 +17,15 @@ from .callers import Make, Time
 from .stub import Stub, refusal, reply
 
 
-def test_a_refusal_is_asked_again_after_what_the_server_said(make: Make) -> None:
+def test_a_refusal_is_asked_again_after_what_the_server_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with Stub([refusal(after="3"), refusal("not_ready", after="2"), refusal(after=None), reply()]) as stub:
         time = Time()
         assert make(stub.url, time).act().attempts == 4
     assert time.pauses == [3.0, 2.0, 0.4]
     assert stub.connections == 1
+    assert [line.split(":")[0] for line in caplog.messages] == [
+        f"POST /act is repeated in {pause} s" for pause in time.pauses
+    ]
 
 
 def test_attempts_end(make: Make) -> None:

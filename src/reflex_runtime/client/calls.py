@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import uuid
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -60,14 +61,16 @@ def pause_after(error: ClientError, made: int, spread: float) -> float | None:
 def observation(fields: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     """The fields of POST /act; ValueError for values that no server would accept."""
     if unknown := fields.keys() - ActFields.__annotations__.keys():
-        raise TypeError(f"act() has no {', '.join(sorted(unknown))}")
+        raise TypeError(f"act() has no {', '.join(sorted(unknown))}; it has {', '.join(ActFields.__annotations__)}")
     sent = {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in fields.items()
         if value is not None
     }
     sent.setdefault("request_id", uuid.uuid4().hex)  # made here, so that every attempt has the same noise
-    images = dict(sent.pop("images", {}))
+    images = sent.pop("images", {})
+    if not isinstance(images, Mapping):
+        raise ValueError(f"images: must be a dict of pictures by camera, is {type(images).__name__}")
     if "image" in sent:
         sent["image"] = _picture(sent["image"], "image", encoding)
     if images:
@@ -79,7 +82,7 @@ def observation(fields: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]
 
 
 def check_deadline(deadline_ms: float | None) -> None:
-    if deadline_ms is not None and not 0.0 < deadline_ms <= 600_000.0:
+    if deadline_ms is not None and not (isinstance(deadline_ms, Real) and 0.0 < deadline_ms <= 600_000.0):
         raise ValueError(f"deadline_ms={deadline_ms!r}: must be in (0, 600000]")
 
 

@@ -78,7 +78,7 @@ def _host_in(url: str) -> str:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ValueError(f"url={url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.host:
+    if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 0) > 65535:
         raise ValueError(f"url={url!r}: expected http://HOST:PORT or https://HOST")
     return parts.host
 
@@ -124,6 +124,8 @@ class BaseClient:
             raise ValueError(f"encoding={encoding!r}: must be 'raw', 'png' or 'jpeg'")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("api_key: must be printable ASCII")
+        if not isinstance(verify, bool | ssl.SSLContext):
+            raise ValueError(f"verify={verify!r}: must be True, False or an ssl.SSLContext")
         self.url, self._api_key, self._timeout, self._retries = url.rstrip("/"), api_key, timeout, retries
         self._encoding, self._clock, self._spread = encoding, clock, spread
         self._sleep: Callable[[float], Any] = sleep or (time.sleep if isinstance(self, Client) else asyncio.sleep)
@@ -209,6 +211,8 @@ class BaseClient:
         self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
     ) -> dict[str, Any]:
         """Report how an episode ended, as `episode` does by itself. robot_id: of its requests."""
+        if success not in (True, False):
+            raise ValueError(f"success={success!r}: must be True or False")
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward={reward!r}: must be finite")
         body: dict[str, Any] = {"success": bool(success)}
@@ -257,6 +261,7 @@ class BaseClient:
                 pause = pause_after(error, made, self._spread())
                 if pause is None or made >= self._retries or self._clock() + pause >= until:
                     raise
+                log.warning("%s %s is repeated in %.1f s: %s", method, path, pause, error)
             made += 1
             await self._pause(pause)
 
@@ -318,7 +323,7 @@ class Client(BaseClient):
     async def _attempt(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
     ) -> Reply:
-        answer = AnswerReader(self.url, limit, self._clock)
+        answer = AnswerReader(self._uds or self.url, limit, self._clock)
         more = {"timeout": answer.timeouts, "trace": answer.trace}
         stream = self._http.stream(method, self.url + path, headers=headers, content=body, extensions=more)
         with answer, stream as came:
@@ -356,7 +361,7 @@ class AsyncClient(BaseClient):
     async def _attempt(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, limit: float
     ) -> Reply:
-        answer = AnswerReader(self.url, limit, self._clock)
+        answer = AnswerReader(self._uds or self.url, limit, self._clock)
         more = {"timeout": answer.timeouts, "trace": answer.trace_awaited}
         stream = self._http.stream(method, self.url + path, headers=headers, content=body, extensions=more)
         with answer:
