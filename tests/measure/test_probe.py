@@ -22,6 +22,7 @@ from feeds.commands import Feeds
 from reflex_runtime.cli import main, probe
 from reflex_runtime.cli.probe import WIRES, example
 from reflex_runtime.client import Client
+from reflex_runtime.demo import POLICY
 from reflex_runtime.web.server_address import ServerAddress
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
@@ -107,6 +108,15 @@ def test_the_table_says_what_is_expected_and_what_comes(server: Server, capsys: 
     for part in ("reflex 0.1.0 tiny@", ": ready", "observation/wrist_image: uint8 [6, 8, 3]", f"[{CHUNK}, {ACTIONS}]"):
         assert part in told
     assert "json-numpy" not in told
+
+
+def test_a_probe_sends_no_word_that_the_policy_may_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(POLICY) as server:
+        status, found = probed(capsys, url(server))
+        assert (status, by_wire(found)["act"]["sent"]["instruction"]) == (0, "text")
+        with Client(url(server)) as client:
+            client.act(image=np.zeros((8, 8, 3), np.uint8), instruction="zebra", state=[0.0] * 4)
+        assert "'zebra'" in server.wait_log("does not know")  # the first line
 
 
 def test_the_time_of_act_begins_when_the_client_is_made(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def status_of(run: Callable[[], int], prefix: Sequence[str]) -> int:
         return 2
     except ReflexError as error:
         print(f"{' '.join(prefix)}: {error.message}", file=sys.stderr)
-        missing = isinstance(error.__cause__, FileNotFoundError)  # a wrong argument
+        missing = isinstance(error.__cause__, FileNotFoundError | IsADirectoryError)  # a wrong argument
         return 1 if error.code == "journal_unreadable" and not missing else 2
     except BrokenPipeError:  # the reader closed the pipe, as in `reflex trace FILE | head`
         return 0

@@ -279,7 +279,8 @@ def look(server: ServerAddress, key: str) -> ServerLook:
 
 
 def example(spec: Any) -> dict[str, Any] | None:
-    """Grey pictures and small numbers as the server describes them; None if it does not."""
+    """Grey pictures, small numbers and an empty text, whose words every policy knows, as the server describes them;
+    None if it does not."""
     import numpy as np
 
     try:
@@ -289,7 +290,7 @@ def example(spec: Any) -> dict[str, Any] | None:
             sizes = {first: int(spec["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
             sizes |= dict(zip(sizes, spec["state"].get("sizes", ()), strict=False))
             found |= {name: np.full(size, 0.1, np.float32) for name, size in sizes.items()}
-        return found | ({str(spec["prompt"]): "pick up the cup"} if spec.get("prompt") else {})
+        return found | ({str(spec["prompt"]): ""} if spec.get("prompt") else {})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None
 
@@ -375,8 +376,8 @@ def advice(error: ClientError) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A type and shape, or a text."""
-    return repr(value) if isinstance(value, str) else f"{value.dtype} {list(value.shape)}"
+    """A type and shape, or `text`."""
+    return "text" if isinstance(value, str) else f"{value.dtype} {list(value.shape)}"
 
 
 def show(url: str, seen: ServerLook, found: list[WireProbe]) -> None:

@@ -190,7 +190,7 @@ class JsonObject:
         names = list(keys)
         for key in self.values:
             if key not in names:
-                near = difflib.get_close_matches(key, names, 1)
+                near = difflib.get_close_matches(key, names, 1, 0.7)
                 hint = f"did you mean {near[0]}?" if near else "there may be " + ", ".join(names)
                 raise ConfigError(f"{self.file}: {self.name(key)}: no such key; {hint}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -418,6 +419,9 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
     for arguments, says in calls:
         assert status("replay", str(path), *arguments) == 2, arguments
         assert says in capsys.readouterr().err
+    assert status("replay", str(path), *model, "--recorded-by", "abc") == 2
+    assert re.search("--recorded-by=abc: no model of this recording, which has [0-9a-f]{16}\n", capsys.readouterr().err)
+    assert status("replay", str(tmp_path), *model) == 2
     path.write_bytes(b"")
     assert main(["replay", str(path), *model]) == 1
     assert "line 1" in capsys.readouterr().err

@@ -248,6 +248,7 @@ NORMS = "there may be mean, std, min, max, q01, q99, q10, q90, epsilon"
 UNKNOWN: list[tuple[str, Change, str]] = [
     ("inputs.wrist", put("inputs", "wrist", value="x"), ROLES),
     ("inputs.time", put("inputs", "time", value="t"), ROLES),
+    ("inputs.image", put("inputs", "image", value="x"), ROLES),
     ("inputs.nois", put("inputs", "nois", value="x"), "did you mean noise?"),
     ("outputs.past_kv", put("outputs", "past_kv", value="k"), "there may be actions"),
     ("action_norm.scale", put("action_norm", "scale", value=[1, 1]), NORMS),

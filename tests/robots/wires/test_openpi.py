@@ -186,7 +186,7 @@ def test_w2_the_stock_clients_key_is_taken(tiny: Path) -> None:
 def test_w11_every_error_is_a_text_and_the_socket_goes_on(tiny: Path) -> None:
     with Server(tiny, "--max-body-bytes", "4096") as server, robot(server) as client:
         for bad, code, field in [
-            ({"reflex/nonsense": 1}, "invalid_request", "nonsense"),
+            ({"reflex/nonsense": 1}, "invalid_request", "reflex/nonsense"),
             ({"observation/state": np.zeros(3)}, "invalid_request", "state"),
             ({"observation/state": np.array([np.nan, 0.0])}, "invalid_request", "state"),
             ({"observation/state": None}, "invalid_request", "observation/state"),
@@ -198,8 +198,10 @@ def test_w11_every_error_is_a_text_and_the_socket_goes_on(tiny: Path) -> None:
             assert (error["error"], error.get("field")) == (code, field)
             assert error["retry_safe"] is False
             assert error["request_id"]
+        near = refused(lambda: client.infer(seen() | {"reflex/deadline": 200}))
+        assert near["message"] == "reflex/deadline: no such field; did you mean reflex/deadline_ms?"
         assert right(client.infer(seen(3) | {"cartesian_position": np.zeros(6)}), 3)
-        assert server.metrics()("reflex_requests_total", outcome="client_error") == 7
+        assert server.metrics()("reflex_requests_total", outcome="client_error") == 8
         with pytest.raises(ConnectionClosed) as info:
             client.infer(seen() | {"picture": np.zeros(5000, np.uint8)})
         assert info.value.rcvd is not None

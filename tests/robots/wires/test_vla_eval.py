@@ -304,7 +304,7 @@ def test_w22_every_error_keeps_the_session(portal: BlockingPortal, tiny: Path) -
     with Server(tiny, *options) as server, robot(portal, server) as client:
         client.begin()
         for bad, field in [
-            ({"reflex/nonsense": 1}, "nonsense"),
+            ({"reflex/nonsense": 1}, "reflex/nonsense"),
             ({"states": np.zeros(3)}, "state"),
             ({"states": np.array([np.nan, 0.0])}, "state"),
             ({"states": None}, "states"),

@@ -69,6 +69,10 @@ def replay_model(
     answered = [line for line in wanted if line.response is not None]
     replay = ModelReplay(compose)
     replay.left_out.update(line.outcome for line in wanted if line.response is None)
+    hashes = {line.model_hash or recording.header.hash_of(line.slot) for line in answered}
+    if recorded_by and recorded_by not in hashes:
+        there = ", ".join(sorted(hashes)) or "none"
+        raise ConfigError(f"--recorded-by={recorded_by}: no model of this recording, which has {there}")
     models = {slot: make(slot) for slot in sorted({line.slot for line in answered})}
     for slot, (policy, _) in models.items():
         chosen = recorded_by or _one_model(recording, slot, policy.spec.model_hash)

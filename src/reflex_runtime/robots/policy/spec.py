@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -180,10 +181,12 @@ class PolicySpec:
         if not self.model_id.strip():
             self.wrong("model_id", "a text")
         for name, low, high in _RANGES:
-            if not low <= getattr(self, name) <= high:
+            if not (isinstance(getattr(self, name), Integral) and low <= getattr(self, name) <= high):
                 self.wrong(name, f"an integer in [{low}, {high}]")
+        if not isinstance(self.images, Mapping):
+            self.wrong("images", "a dict of (height, width) by name")
         for name, size in self.images.items():
-            if len(size) != 2 or not all(1 <= pixels <= 4096 for pixels in size):
+            if np.shape(size) != (2,) or not all(1 <= pixels <= 4096 for pixels in size):
                 self.wrong("images", f"of {name} (height, width), each in [1, 4096]")
         if unknown := sorted(self.optional_images - self.images.keys()):
             there = ", ".join(self.images) or "there are none"
@@ -209,9 +212,9 @@ class PolicySpec:
         robot, dim = self.embodiment, self.action_dim
         for name, count in (("state_norm", self.state_dim), ("action_norm", dim)):
             norm: Norm | None = getattr(self, name)
-            shapes = [] if norm is None else [np.shape(norm.offset), np.shape(norm.scale)]
-            if shapes and shapes != [(count,)] * 2:
-                self.wrong(name, f"offset and scale of shape [{count}]", shapes)
+            shapes = [np.shape(getattr(norm, part, None)) for part in ("offset", "scale")]
+            if norm is not None and shapes != [(count,)] * 2:
+                self.wrong(name, f"a Norm with offset and scale of shape [{count}]", shapes)
         ranges = robot.action_ranges
         if ranges is not None and (not isinstance(ranges, np.ndarray) or ranges.shape != (dim, 2)):
             self.wrong("embodiment", f"action_ranges, an array of shape [{dim}, 2]", np.shape(ranges))

@@ -25,6 +25,7 @@ from reflex_runtime.robots.serving.question import (
     WireObservation,
     text_of,
 )
+from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.arrays import array_in, type_of
 from reflex_runtime.web.errors import ClientError, NotFound
 from reflex_runtime.web.fields import brief, check_id, client_errors, invalid_input, printable
@@ -115,7 +116,7 @@ OF_SOCKETS: Final = ("robot_id", "episode_id", "priority", "deadline_ms", "polic
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
     """The limits of one request; the 422 names a wrong field. Numbers may be text."""
-    with client_errors():
+    with client_errors(RequestLimits):
         return msgspec.convert(said, RequestLimits, strict=False)
 
 
@@ -126,7 +127,10 @@ def limits_among(values: Mapping[str, Any]) -> RequestLimits:
 
 def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
     """The limits under `reflex/…` in an observation."""
-    return limits_of({name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)})
+    own = {name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)}
+    for name in own.keys() - set(LIMITS):
+        raise invalid_input(OWN + name, f"no such field{did_you_mean(name, LIMITS, OWN)}")
+    return limits_of(own)
 
 
 def socket_limits(query: Mapping[str, str]) -> RequestLimits:
