@@ -101,8 +101,8 @@ def test_what_no_server_could_take_is_not_sent(make: Make, fields: dict[str, Any
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": "127.0.0.1:8000"}, {"url": "http://h:99999"}, {"verify": "ca.pem"}, {"url": "ftp://x"}, {"url": "http://"}, {"timeout": 0.0}, {"timeout": float("nan")},
-        {"retries": -1}, {"encoding": "gif"}, {"api_key": "a\r\nb"},
+        {"url": "127.0.0.1:8000"}, {"url": "ftp://x"}, {"url": "http://"}, {"timeout": 0.0}, {"timeout": float("nan")},
+        {"retries": -1}, {"encoding": "gif"}, {"api_key": "a\r\nb"}, {"url": "http://h:99999"}, {"verify": "ca.pem"},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
@@ -121,5 +121,6 @@ def test_wrong_arguments_are_named_as_callers_write_them() -> None:
         pytest.raises(TypeError, match=r"^BaseClient\.predict\(\) got an unexpected keyword argument 'deadlin'"),
     ):
         client.predict(1, deadlin=3)  # type: ignore[call-arg]
-    with Client("http://127.0.0.1:1") as client, pytest.raises(TypeError, match=r"^act\(\) has no deadline; it has image,"):
+    told = r"^act\(\) has no deadline; it has image, images, instruction, state,"
+    with Client("http://127.0.0.1:1") as client, pytest.raises(TypeError, match=told):
         client.act(deadline=3)  # type: ignore[call-arg]

@@ -279,8 +279,7 @@ def look(server: ServerAddress, key: str) -> ServerLook:
 
 
 def example(spec: Any) -> dict[str, Any] | None:
-    """Grey pictures, small numbers and an empty text, whose words every policy knows, as the server describes them;
-    None if it does not."""
+    """Grey pictures, small numbers and an empty text, as the server describes them; None if it does not."""
     import numpy as np
 
     try:

@@ -201,8 +201,7 @@ class BaseClient:
         return decoded(reply)
 
     async def _post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> dict[str, Any]:
-        """POST a JSON object to a path, such as /admin/split {"split": 50}; returns the answer. episode: its id, for a
-        balancer."""
+        """POST a JSON object to a path, such as /admin/split {"split": 50}. episode: its id, for a balancer."""
         body = json.dumps(dict(fields)).encode()
         reply, _ = await self._ask("POST", path, body, episode=episode, kind="json")
         return decoded(reply) if reply.body else {}
@@ -215,11 +214,8 @@ class BaseClient:
             raise ValueError(f"success={success!r}: must be True or False")
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward={reward!r}: must be finite")
-        body: dict[str, Any] = {"success": bool(success)}
-        if reward is not None:
-            body["reward"] = float(reward)
-        if robot_id is not None:
-            body["robot_id"] = robot_id
+        told = {"success": bool(success), "reward": reward and float(reward), "robot_id": robot_id}
+        body = {name: value for name, value in told.items() if value is not None}
         return await self._post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id)
 
     async def _ask(
@@ -290,8 +286,7 @@ class BaseClient:
     def episode(
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
     ) -> Episode[Self]:
-        """An episode for `with` or `async with`: its `act` sends the ids, and the end of the block reports its
-        outcome."""
+        """An episode for `with` or `async with`: its `act` sends the ids, its end reports the outcome."""
         return Episode(self, episode_id or f"ep-{uuid.uuid4().hex}", robot_id, instruction)
 
 

@@ -194,7 +194,7 @@ def test_p5_a_policy_none_of_whose_actions_are_numbers_is_refused(
     assert not caplog.messages
     warmed_up(load_policy("python:my_policy:at_times"))
     assert "python:my_policy:at_times: NaN or infinity in some answers" in caplog.text
-    with pytest.raises(ConfigError, match="^python:my_policy:unwell: NaN or infinity in all its answers to noise"):
+    with pytest.raises(ConfigError, match=r"^python:my_policy:unwell: NaN or infinity in all its answers"):
         warmed_up(load_policy("python:my_policy:unwell"))
 
 

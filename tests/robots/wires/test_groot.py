@@ -159,7 +159,7 @@ O_KIND = {"nd": True, "type": "|O", "kind": b"O", "shape": [1], "data": b"\x80\x
         ({"state": {"arm": ARM, "gripper": [["x", 1]]}}, "state.gripper: must be an array of numbers"),
         ({"state": {"arm": ARM, "gripper": GRIPPER * np.nan}}, "NaN"),
         ({"state": {"arm": ARM, "gripper": O_KIND}}, "kind O or V"),
-        ({"video": {"ego_view": np.zeros((1, 1, 6, 8, 4), np.uint8)}}, "image: must be uint8 [height, width, 3], is uint8 [6, 8, 4]"),
+        ({"video": {"ego_view": np.zeros((1, 1, 6, 8, 4), np.uint8)}}, "[height, width, 3], is uint8 [6, 8, 4]"),
         ({"language": {"task": [["a"], ["b"]]}}, "annotation.human.task_description: has another leading axis"),
     ],
 )

@@ -153,8 +153,7 @@ def read_sentencepiece(file: Path) -> SentencePieceTokenizer:
 
 
 def read_tokenizer(file: Path) -> PackagedTokenizer:
-    """A `tokenizer.json` in the Hugging Face format. ConfigError without the package `tokenizers`, or for another
-    file."""
+    """A `tokenizer.json` in the Hugging Face format. ConfigError without the package `tokenizers`."""
     with needed_by(f"{file}, without words of your instructions under `tokenizer` in reflex_config.json,"):
         package: Any = importlib.import_module("tokenizers")
     try:

@@ -83,8 +83,7 @@ class Job:
 
 
 class DecodeOrder:
-    """The order of decoding: fair by pixels between clients, by virtual time as in the scheduler. most: pixels that may
-    wait."""
+    """The order of decoding: fair by pixels between clients, in virtual time. most: waiting pixels."""
 
     def __init__(self, most: float = inf) -> None:
         self.most = most
@@ -157,8 +156,7 @@ class DecodePool:
         self, batcher: Batcher, policy: Policy, question: Question, request_id: str, received: float, share: float,
         settled: Callable[[Ticket], None] | None = None, **terms: Unpack[Terms],
     ) -> tuple[Ticket, Job | None]:  # fmt: skip
-        """Submit a question. Where it has pictures, the ticket is a reservation until they are decoded, and fails with
-        them."""
+        """Submit a question. Where it has pictures, the ticket is a reservation until they are decoded."""
         if not question.images:
             request = policy.request(observe(policy, request_id, question, received), **terms)
             return batcher.submit(request, settled), None

@@ -308,8 +308,7 @@ class ObservationReader:
                 raise self._missing(self.wire.images.get(missing[0], self._video + missing[0]), came)
 
     def _found(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        """The name of a camera's picture in an observation. The only camera takes the only picture, whatever its
-        name."""
+        """The name of a camera's picture in an observation. The only camera takes the only picture."""
         name = self.wire.images.get(camera) or plain.get(camera) or plain.get(self.spec.other_names.get(camera, ""))
         if name is None and len(self.spec.images) == 1:
             only = [name for name in came if name.startswith(("images/", "vision/", "video."))]

@@ -1,5 +1,4 @@
-"""A policy server below its wires: policies on one device, each with settings of its own, slots, their versions and a
-rollout."""
+"""A policy server below its wires: policies on one device, each with its own settings, slots, versions and rollout."""
 
 from __future__ import annotations
 
@@ -252,8 +251,7 @@ class ServedPolicy:
         return version
 
     def _loaded(self, slot: Slot, source: str) -> tuple[Version, WarmUp]:
-        """A version of the source, ready for the slot, and the measurements of its warm-up. Its thread goes on if the
-        exchange is cancelled."""
+        """A version of the source, ready for the slot, and its warm-up. Cancelling does not end it."""
         self.loading = True
         try:
             self._check_room(source)

@@ -1,5 +1,4 @@
-"""A LeRobot checkpoint as a policy source, read without LeRobot: faults of its files are found before gigabytes are
-loaded."""
+"""A LeRobot checkpoint as a policy source, read without LeRobot: faults of its files are found before it is loaded."""
 
 from __future__ import annotations
 

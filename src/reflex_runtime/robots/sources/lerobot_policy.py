@@ -153,8 +153,7 @@ def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
 
 @contextmanager
 def loading(spec: PolicyCheckpoint) -> Iterator[None]:
-    """Silence what LeRobot prints. Errors of LeRobot, transformers and safetensors, a dozen classes, become
-    ConfigErrors."""
+    """Silence what LeRobot prints. Errors of LeRobot, transformers and safetensors become ConfigErrors."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:

@@ -57,8 +57,7 @@ _ZERO: Final = 0.5476  # the model's gripper counts from this angle
 
 
 class _OpenpiRobot(NamedTuple):
-    """optional: images that it may lack. delta: dimensions that are changes from the state, in configurations with
-    delta_actions."""
+    """optional: images that it may lack. delta: dimensions that are changes from the state, with delta_actions."""
 
     state_dim: int
     action_dim: int

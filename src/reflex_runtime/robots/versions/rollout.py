@@ -258,8 +258,7 @@ class Rollout:
             raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
 
     def exchanged(self, slot: str, now: float, watch_until: float | None = None) -> None:
-        """The slot has a new policy without results. watch_until: its guard watches until then, and until it can
-        decide."""
+        """The slot has a new policy without results. watch_until: its guard watches at least until then."""
         if slot not in self.slots:  # the shadow
             return
         self.breaker.reset(slot)

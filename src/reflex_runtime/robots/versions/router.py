@@ -102,8 +102,7 @@ class Router:
         return Routing(episode.slot, key, new, cached, changed, entry, episode)
 
     def move(self, routing: Routing, slot: str) -> Routing:
-        """Move a request that was just routed to another slot, and its episode with it; `changed` if the episode began
-        on the first."""
+        """Move a request that was just routed to another slot, and its episode; `changed` if that began before."""
         if routing.slot == slot:
             return routing
         episode, changed = routing.episode, routing.changed

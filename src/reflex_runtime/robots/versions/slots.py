@@ -168,12 +168,11 @@ class Slot:
 
 # Faults of code. Memory, a device or a file may be there at the next start.
 MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError, ImportError, ArithmeticError)
-GRAPH_MISTAKES: Final = ("InvalidArgument", "NotImplemented")  # classes of onnxruntime, whose module is not imported here
+GRAPH_MISTAKES: Final = ("InvalidArgument", "NotImplemented")  # onnxruntime, which is not imported here
 
 
 def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exception,)) -> WarmUp:
-    """Warm a policy up; ConfigError for one that raises one of `wrong`, or none of whose answers is finite: the guard
-    would refuse them all."""
+    """Warm a policy up; ConfigError for one that raises one of `wrong`, or none of whose answers is finite."""
     source = policy.spec.source
     try:
         ran = policy.warm_up(WARM_SIZES)
@@ -185,8 +184,7 @@ def warmed_up(policy: Policy, wrong: tuple[type[BaseException], ...] = (Exceptio
         cause = (isinstance(error, ProcessorError) and error.__cause__) or error
         mistake = isinstance(cause, wrong) or type(cause).__name__ in GRAPH_MISTAKES
         raise (ConfigError if mistake else ProcessorError)(f"{source}: it does not answer: {told(cause)}") from error
-    answers = [ticket.outcome.value for ticket in ran.finished if isinstance(ticket.outcome, Done)]
-    finite = [bool(np.isfinite(chunk.actions).all()) for chunk in answers]
+    finite = [bool(np.isfinite(t.outcome.value.actions).all()) for t in ran.finished if isinstance(t.outcome, Done)]
     if not any(finite):
         raise ConfigError(f"{source}: NaN or infinity in all its answers to noise; see reflex doctor {source}")
     if not all(finite):

@@ -165,8 +165,7 @@ def question_of(
 
 
 class Episodes:
-    """Names the episodes of one robot. A reset begins a new one; so does a new instruction if the caller names no
-    episode."""
+    """Names the episodes of one robot. A reset begins a new one; so does a new instruction without a name."""
 
     def __init__(self, own: str) -> None:
         """own: the name of the episode if the caller gives none."""

@@ -89,8 +89,7 @@ _AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
 
 
 class GrootObservation:
-    """An observation. flat: names have prefixes, those of the actions too. batched: arrays have a batch axis, the
-    actions too."""
+    """An observation. flat: names have prefixes. batched: arrays have a batch axis. So have the actions."""
 
     def __init__(self, observation: Mapping[str, Any]) -> None:
         self.flat = not any(isinstance(observation.get(name), dict) for name in GROUPS)

@@ -689,8 +689,7 @@ def sent_by_robot(observed: Mapping[str, Any], policy_type: str) -> tuple[bytes,
 
 
 def shape_of(answer: bytes) -> tuple[int, ...]:
-    """(actions, numbers of each) in an answer, () for none; without the second from other servers. ValueError for a
-    broken one."""
+    """(actions, numbers of each) in an answer, () for none; one number from other servers. ValueError: broken."""
     try:
         data = messages.Pickle.FromString(answer).data
         count = Counter(opcode.name for opcode, _, _ in pickletools.genops(data)) if data else Counter()

@@ -1,5 +1,4 @@
-"""Policies as models of the Open Inference Protocol: each row of the inputs is a question, and the actions of all rows
-are one tensor."""
+"""Policies as models of the Open Inference Protocol: each row of the inputs is a question and a row of the actions."""
 
 from __future__ import annotations
 
