@@ -212,7 +212,7 @@ class PolicySpec:
         robot, dim = self.embodiment, self.action_dim
         for name, count in (("state_norm", self.state_dim), ("action_norm", dim)):
             norm: Norm | None = getattr(self, name)
-            shapes = [np.shape(getattr(norm, part, None)) for part in ("offset", "scale")]
+            shapes = [np.shape(getattr(norm, part, 0)) for part in ("offset", "scale")]
             if norm is not None and shapes != [(count,)] * 2:
                 self.wrong(name, f"a Norm with offset and scale of shape [{count}]", shapes)
         ranges = robot.action_ranges
