@@ -41,8 +41,7 @@ MAX_READS = 4 * MAX_PARTS + 1024  # reads of a file by Pillow, some microseconds
 
 
 def turn_of(image: Any) -> int | None:
-    """How to turn an open picture upright, as `PIL.Image.Transpose`; None if it is upright, or its EXIF is broken or
-    too long."""
+    """How to turn an open picture upright, as `PIL.Image.Transpose`; None if it is upright or its EXIF is broken."""
     if image.format != "JPEG":  # a JPEG must not be loaded before `draft`
         # The EXIF may be at the end, and Pillow turns a TIFF in `load`. The `try` below would swallow errors of `load`.
         image.load()

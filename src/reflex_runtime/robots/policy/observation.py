@@ -353,8 +353,7 @@ class ObservationFields:
         return pixels
 
     def pictures(self, sent: Mapping[str, tuple[Sent, str]]) -> tuple[dict[str, Image], dict[str, bool]]:
-        """The picture of every camera, decoded and resized, black for a missing one; and whether it was sent. sent: the
-        result of `found`."""
+        """The picture of every camera, decoded and resized, black if missing; whether it was sent. sent: of `found`."""
         spec, made = self.spec, {}
         for name, size in spec.images.items():
             black = (*size, np.float32 if spec.resize == FLOAT_LEVELS else np.uint8)

@@ -288,8 +288,7 @@ def _done(**told: Any) -> HttpResponse:
 
 
 def _expected(name: str, spec: PolicySpec) -> dict[str, Any]:
-    """The observation that a wire expects; LeRobot's has a number for each motor, and its setup the type of the
-    policy."""
+    """The observation that a wire expects; LeRobot's has a number for each motor and a policy type."""
     own = WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
     found = ObservationReader(spec, own).describe()
     if name == LEROBOT:
