@@ -42,6 +42,14 @@ def test_t4_a_missing_footer_blank_lines_and_a_torn_last_line_are_read(tmp_path:
         assert (len(read.requests), read.footer, read.torn) == (2, None, True)
 
 
+def test_t4_millions_of_blank_lines_are_read_in_chunks(tmp_path: Path, lines: list[bytes]) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(gzip.compress(lines[0] + b"\n" * 3_000_000 + lines[1] + b" \n" * 1_000_000 + b"x\n" + lines[2]))
+    with pytest.raises(JournalError, match=r"line 4000003: not a whole line, and others follow it"):
+        read_journal(path)
+    assert sum(1 for _ in JournalReader(path)._read) < 1_000_000
+
+
 def test_t4_causes_of_older_journals_are_read_in_the_words_of_today(tmp_path: Path, lines: list[bytes]) -> None:
     older = {b"timeout": "held", b"budget_reached": "full", b"single_request_over_budget": "over_budget"}
     for word, now in older.items():

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,15 @@ def test_t1_header_and_footer_have_the_contracts_fields(tmp_path: Path) -> None:
     assert (read.header.hash_of("b"), read.header.hash_of("prod")) == ("hb", HEADER["model_hash"])
     assert read.footer is not None
     assert read.footer.total_requests == 3
+
+
+def test_a_time_that_is_no_number_is_no_null_in_the_file(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    Run(made).batch(asked(0), took=nan)
+    assert made.close()
+    assert made.path is not None
+    (read,) = read_journal(made.path).requests
+    assert (read.latency.total_ms, read.latency.batch_ms) == (0.0, 20.0)
 
 
 def test_t2_a_request_line_has_the_contracts_fields(tmp_path: Path) -> None:

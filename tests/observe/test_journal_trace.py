@@ -151,7 +151,8 @@ def test_t2_every_value_of_a_batch_is_the_schedulers(tmp_path: Path) -> None:
         assert (read.at, read.finished) == (batch.scheduled_at, batch.scheduled_at + elapsed)
         assert (read.elapsed, read.queued, read.size, read.crashed) == (elapsed, behind, len(batch), False)
         assert read.cost == pytest.approx(batch.cost, abs=1e-6)
-        assert (read.expected or 0.0) == pytest.approx(batch.expected, abs=1e-6)
+        assert (read.expected or 0.0) == pytest.approx(batch.predicted, abs=1e-6)
+        assert (read.expected is None) == batch.guessed == (batch.id <= 3)
         assert read.unit == "seconds"
         assert read.notes == {"fanout": "sequential", "bisect_calls": 3}
         assert [(m.seq, m.id, m.client, m.units, m.outcome) for m in read.members] == [

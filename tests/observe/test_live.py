@@ -145,11 +145,15 @@ def test_x4_the_ratio_is_of_batches_with_a_prediction_that_succeeded() -> None:
     play.ask("r1", "r2")
     batch = play.scheduler.next_batch(0.0)
     assert batch is not None
-    batch.expected = 0.3
+    assert batch.guessed  # nothing like it was measured yet
     play.live(BatchFinished(0.2, batch, 0.2, False))
+    assert play.snapshot().groups[0].error is None
+    batch.expected, batch.guessed = 0.3, False
+    play.live(BatchFinished(0.2, batch, 0.3, False))
+    play.live(BatchFinished(0.2, batch, 0.0001, False))  # the end of a stream: a mean of ratios would be 1500
     play.live(BatchFinished(0.2, batch, 0.1, True))
     (group,) = play.snapshot().groups
-    assert group.error == pytest.approx(1.5)
+    assert group.error == pytest.approx(0.6 / 0.3001)
     assert play.snapshot().groups[0].error is None
 
 

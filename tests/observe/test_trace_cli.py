@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.observe.journal_writer import JournalWriter
+from reflex_runtime.run.batched import batched
 
 GROUPS = [GroupConfig(name=name, flush=FlushPolicy.by_size(2, 0.0), cost=UnitCost) for name in ("a", "b")]
 
@@ -127,7 +129,7 @@ def test_the_table_fits_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     assert run(path, "--no-picture") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"every batch: slot prod, partition {partition}"
+    assert lines[1] == f"every batch: group prod, partition {partition}"
     rows = [line for line in lines if line.split()[:1] and line.split()[0].isdigit() and "size_reached" in line]
     rows = [row for row in rows if "batch" not in row]
     assert len(rows) == 40  # each on one line
@@ -157,7 +159,7 @@ def test_calls_that_run_again_in_parts_are_no_loss_and_no_measure(
     (tmp_path / "apart.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
     assert run(tmp_path / "apart.jsonl", "--no-picture") == 0
     out = capsys.readouterr().out
-    assert "predicted ÷ measured: median 1.00, p10 1.00, p90 1.00, over 1 batches" in out
+    assert "predicted ÷ measured: median 1.00, p10 1.00, p90 1.00, over 1 batch\n" in out
     assert "not answered" not in out
 
 
@@ -171,7 +173,7 @@ def test_steps_of_a_group_with_a_budget_of_zero_are_shown(tmp_path: Path, capsys
     head = {"kind": "header", "schema_version": 2, "groups": {"llm": {"unit": "tokens", "budget": 0, "max_size": 8}}}
     (tmp_path / "z.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(step)}\n")
     assert run(tmp_path / "z.jsonl", "--no-picture") == 0
-    assert "1 steps, 4 tokens: mean 4.0 a step, peak 4\n" in capsys.readouterr().out
+    assert "1 step, 4 tokens: mean 4.0 a step, peak 4\n" in capsys.readouterr().out
 
 
 def test_steps_whose_call_failed_are_lost_and_break_no_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +191,7 @@ def test_steps_whose_call_failed_are_lost_and_break_no_rule(tmp_path: Path, caps
     assert run(tmp_path / "s.jsonl", "--no-picture") == 0
     out = capsys.readouterr().out
     assert "8 of them prefill, 0 decode, 4 lost to 1 failed call\n" in out
-    assert "− cached: holds for all 1 requests" in out
+    assert "− cached: holds for all 1 request\n" in out
 
 
 def test_groups_with_equal_ceilings_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,3 +274,18 @@ def test_help_is_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("examples:", "--last N", "exit codes: 0 fine, 1"):
         assert text in out
+
+
+def test_a_batched_function_has_no_units_and_no_guessed_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = batched(lambda items: [2 * item for item in items])
+    with JournalWriter(str(tmp_path / "b.jsonl")) as trace:
+        twice.add_sink(trace)
+        assert twice(1) == 2
+        twice.close()
+    assert run(tmp_path / "b.jsonl", "--no-picture", "--no-color") == 0
+    out = capsys.readouterr().out
+    assert re.search(r" idle +1 +▸#0 +\d+\.\d +\d", out), out
+    assert "1 batch, 1.00 members" in out
+    assert "nothing was predicted" in out

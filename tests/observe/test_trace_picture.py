@@ -251,6 +251,9 @@ def test_batches_without_entries_estimates_or_time_are_drawn(tmp_path: Path) -> 
     batches = [batch(1, [member(1, state="resident")], expected=None, cost=None, elapsed=0.0)]
     assert "requests per batch" in words(draw(tmp_path, trace_of(batches, {})))
     batches[0].unit = None
+    assert "requests per batch" in (drawn := words(draw(tmp_path, trace_of(batches, {}))))
+    assert "1 request in 1 batch | " in drawn
+    batches[0].members[0].units = 3.0
     assert "units per batch" in words(draw(tmp_path, trace_of(batches, {})))
 
 

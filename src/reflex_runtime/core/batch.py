@@ -249,6 +249,7 @@ class Batch:
     extra: units granted beyond those wanted; a part of `grants`.
     part: the part of a failed call that it repeats, or None.
     notes: free for drivers and processors; they are in the trace.
+    guessed: nothing like it was measured yet, so `expected` is a default.
     """
 
     id: int
@@ -267,6 +268,12 @@ class Batch:
     extra: dict[Ticket, float] = field(default_factory=dict)
     part: Part | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    guessed: bool = False
+
+    @property
+    def predicted(self) -> float:
+        """`expected` as observers show it: 0.0 also where nothing was measured."""
+        return 0.0 if self.guessed else self.expected
 
     @property
     def reason(self) -> FlushReason:

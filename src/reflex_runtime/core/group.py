@@ -274,7 +274,7 @@ class Group(ShareHolder):
             ticket.queue.client.counter += price / request.weight
         if model.unit == "seconds":
             evidence.scheduled(batch, kinds)
-            batch.expected = expected
+            batch.expected, batch.guessed = expected, not model.remaining(ticket)
         self.charge(partition, batch.expected)
         self.usual_size += (n - self.usual_size) * (USUAL if self.usual_size else 1.0)
 

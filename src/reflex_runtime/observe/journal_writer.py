@@ -224,7 +224,8 @@ def request_line(
     event: RequestAnswered, a: RequestRecord, entered: list[str], origin: float, began: float
 ) -> RequestLine:
     """The line without `seq` and payload. entered: ids of those that entered with its batch. began: UTC at `origin`."""
-    ticket, error, total = event.ticket, event.error, event.served_in or 0.0
+    ticket, error = event.ticket, event.error
+    total = event.served_in if event.served_in and isfinite(event.served_in) else 0.0
     arrived, queued, ran, batch, share, schedule = event.at - total, 0.0, 0.0, None, 0.0, None
     if ticket is not None:
         arrived, batch, share = ticket.arrived, ticket.admission, ticket.shared
@@ -447,7 +448,7 @@ class JournalWriter:
             at=batch.scheduled_at,
             finished=event.at,
             elapsed=event.elapsed,
-            expected=batch.expected if batch.expected > 0.0 else None,
+            expected=batch.predicted if batch.predicted > 0.0 else None,
             cost=batch.cost,
             unit=info.unit if info is not None else None,
             size=len(members),

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -101,8 +100,8 @@ class LiveClient(msgspec.Struct):
 
 
 class LiveGroup(msgspec.Struct):
-    """A slot or workload. busy: its share of the device's time since the last snapshot. error: mean of predicted over
-    measured time of the batches since then. rate: answers a second. Percentiles: seconds, of the last 512 answers.
+    """A slot or workload. busy: its share of the device's time since the last snapshot. error: predicted over measured
+    time of the batches since then. rate: answers a second. Percentiles: seconds, of the last 512 answers.
     tokens: of answers that come in parts, a second; first, gap: seconds from the arrival to the first of them, and
     between two."""
 
@@ -161,7 +160,8 @@ class _GroupFigures:
     busy: float = 0.0
     batches: int = 0
     requests: int = 0
-    ratios: list[float] = field(default_factory=list)
+    predicted: float = 0.0
+    measured: float = 0.0
     rate: Rate = field(default_factory=_rate)
     tokens: Rate = field(default_factory=_rate)
     latencies: deque[float] = field(default_factory=_window)
@@ -173,7 +173,7 @@ class _GroupFigures:
 class Live:
     """The fold. Called with one event at a time, on the thread that takes snapshots.
 
-    `busy`, `batches` and `ratios` of a group count from the last snapshot, all else from the first event.
+    `busy`, `batches` and the times of a group count from the last snapshot, all else from the first event.
     """
 
     events = frozenset(
@@ -278,8 +278,9 @@ class Live:
         group = self._group(batch.group)
         group.busy += max(0.0, min(elapsed, event.at - self._since))  # the rest is in the snapshots before
         group.batches += 1
-        if batch.expected > 0.0 and elapsed > 0.0 and not ended.failed:
-            group.ratios.append(batch.expected / elapsed)
+        if batch.predicted > 0.0 and elapsed > 0.0 and not ended.failed:
+            group.predicted += batch.predicted
+            group.measured += elapsed
 
     def _client(self, client: Hashable, group: str) -> _ClientFigures:
         if client == "":  # a request without a client, such as a shadow's, counts for its group only
@@ -305,21 +306,20 @@ def _live_batch(batch: Batch, queued: int) -> LiveBatch:
         for t, units in list(batch.grants.items())[:MEMBERS]
     ]
     return LiveBatch(
-        batch.id, batch.group, batch.stage, batch.cause.value, _us(at), _us(batch.expected), batch.cost,
+        batch.id, batch.group, batch.stage, batch.cause.value, _us(at), _us(batch.predicted), batch.cost,
         len(batch), queued, batch.short_of, members,
     )  # fmt: skip
 
 
 def _group(name: str, found: _GroupFigures, passed: float, now: float) -> LiveGroup:
-    error = fmean(found.ratios) if found.ratios else None
+    error = found.predicted / found.measured if found.measured else None
     p50, p95, p99 = _percentiles(found.latencies, 0.5, 0.95, 0.99)
     parts = [*_percentiles(found.firsts, 0.5, 0.99), *_percentiles(found.gaps, 0.5, 0.99)]
     group = LiveGroup(
         name, found.busy / passed, found.batches, found.requests, found.rate.value(now), p50, p95, p99, error,
         dict(found.outcomes), found.tokens.value(now), *parts,
     )  # fmt: skip
-    found.busy, found.batches = 0.0, 0
-    found.ratios.clear()
+    found.busy, found.batches, found.predicted, found.measured = 0.0, 0, 0.0, 0.0
     return group
 
 

@@ -280,9 +280,9 @@ class FailureLog:
         self._throttle = Throttle()
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
+        if not isinstance(event, RequestAnswered) or event.outcome != "failed":
             return
-        if event.ticket is None:
+        if event.ticket is None or event.served_in is None:
             return
         if isinstance(event.ticket.outcome, Failed):
             self.tell(event.at, event.ticket.id, event.ticket.outcome.error)

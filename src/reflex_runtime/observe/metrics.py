@@ -477,8 +477,8 @@ class SlotSeries:
     def finished(self, event: BatchFinished) -> None:
         batch = event.batch
         self.busy.inc(max(0.0, event.elapsed))
-        if batch.expected > 0.0 and event.elapsed > 0.0 and not event.crashed and not event.apart:
-            self.error.observe(batch.expected / event.elapsed)
+        if batch.predicted > 0.0 and event.elapsed > 0.0 and not event.crashed and not event.apart:
+            self.error.observe(batch.predicted / event.elapsed)
         if "captured" in batch.notes:
             self._captured.append(bool(batch.notes["captured"]))
             self.graph.set(sum(self._captured) / len(self._captured))

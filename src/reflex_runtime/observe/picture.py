@@ -34,11 +34,13 @@ from reflex_runtime.observe.trace_tables import (
     WHY_WAITING,
     Colours,
     Waiter,
+    count_of,
     fill,
     ink,
     is_decode,
     is_tokens,
     request_name,
+    unit_of,
     who_waited,
 )
 
@@ -138,7 +140,7 @@ def _newest(batches: Sequence[BatchLine]) -> Sequence[BatchLine]:
 
 def _prepare(trace: Journal, batches: Sequence[BatchLine]) -> _Drawing:
     """Decide what is drawn; the rest only places it. The axis counts requests if groups count in different units."""
-    kinds = {"requests" if b.unit == "seconds" else b.unit or "units" for b in batches}
+    kinds = {unit_of(b) for b in batches}
     unit = kinds.pop() if len(kinds) == 1 else "requests"
     colours = Colours.of(trace, batches)
     notes = [f"one colour per {colours.by}"]
@@ -212,7 +214,8 @@ def _draw(drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> Fi
     marked = draw_bars(main, drawing.bars, drawing.unit, drawing.ceilings, slots)
     if staged:
         kinds = {stage: ("", _STAGES[i % len(_STAGES)], plain(stage or "no stage")) for i, stage in enumerate(stages)}
-        _strip(panels[1], "stage", [stage_of(bar.batch, several) for bar in drawing.bars], kinds)
+        label = "stage" if any(b.stage for b in batches) else "group"
+        _strip(panels[1], label, [stage_of(bar.batch, several) for bar in drawing.bars], kinds)
     draw_times(time, drawing.bars)
     if tokens:
         draw_shortages(why, drawing.bars)
@@ -251,9 +254,9 @@ def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Seque
     requests = len({m.seq for b in batches for m in b.members})
     tokens = sum(m.units for b in batches for m in b.members)
     counted = f"{tokens:,.0f} tokens of " if drawing.unit == "tokens" else ""
-    some = "" if len(batches) == len(trace.batches) else f" of {len(trace.batches):,}"
-    kind = "steps" if is_tokens(batches) else "batches"
-    title = f"{counted}{requests:,} request{'s' * (requests != 1)} in {len(batches):,}{some} {kind}"
+    some = "" if len(batches) == len(trace.batches) else f"{len(batches):,} of "
+    drawn = count_of(len(trace.batches), "step" if is_tokens(batches) else "batch")
+    title = f"{counted}{count_of(requests, 'request')} in {some}{drawn}"
     figure.text(0.012, 0.965, title, fontsize=12.5, fontweight="bold", va="center")
     start, end = trace.seconds(batches[0]), max(trace.seconds(b) + b.elapsed for b in batches)
     notes = [f"{start:.3f} s to {end:.3f} s", *drawing.notes]

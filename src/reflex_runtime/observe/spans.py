@@ -230,8 +230,8 @@ def batch_span(tracer: Tracer, event: BatchFinished, members: Sequence[SpanConte
     }
     if batch.stage:
         found["reflex.batch.stage"] = batch.stage
-    if batch.expected > 0.0:
-        found["reflex.batch.expected_seconds"] = batch.expected
+    if batch.predicted > 0.0:
+        found["reflex.batch.expected_seconds"] = batch.predicted
     if batch.short_of:
         found["reflex.batch.short_of"] = batch.short_of
     if event.apart:

@@ -106,6 +106,17 @@ def why_waiting(batch: BatchLine) -> str:
     return WHY_WAITING.get(batch.short_of, batch.short_of)
 
 
+def count_of(count: int, what: str) -> str:
+    """Such as `1 batch`, `2 batches`."""
+    return f"{count:,} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def unit_of(batch: BatchLine) -> str:
+    """What its units are: requests where costs are seconds; "units" if the writer did not know the group."""
+    plain = batch.unit == "seconds" or (batch.unit is None and all(m.units == 1.0 for m in batch.members))
+    return "requests" if plain else batch.unit or "units"
+
+
 def is_tokens(batches: Sequence[BatchLine]) -> bool:
     """Whether all are steps over tokens whose members record how much was computed."""
     return bool(batches) and all(b.unit == "tokens" and any(m.known is not None for m in b.members) for b in batches)
@@ -249,7 +260,7 @@ def courses(batches: Sequence[BatchLine]) -> list[Course]:
 
 ROWS = 40  # a longer table shows a part, unless --last or --from asked for its rows
 LEAST = 12  # columns for the members, whatever else there is
-PLACE = ("slot", "partition", "stage")
+PLACE = ("group", "partition", "stage")
 
 
 def place_of(batch: BatchLine) -> tuple[str, str, str]:
@@ -382,7 +393,7 @@ def _ms(seconds: float) -> str:
 def _faces(batch: BatchLine, colours: Colours) -> list[Text]:
     """Members in their colours, with the units granted if those are not requests."""
     clients = Counter(m.client for m in batch.members)
-    counted = batch.unit != "seconds" and batch.unit != "requests"
+    counted = unit_of(batch) != "requests"
     faces = []
     for member in batch.members:
         colour, name = colours.hex(member), request_name(member)
@@ -433,14 +444,15 @@ def _chips(batch: BatchLine, faces: Sequence[Text], room: int) -> Text:
 
 
 def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
-    lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
+    size = sum(b.size for b in batches) / len(batches)
+    lines = [f"{count_of(len(batches), 'batch')}, {size:.2f} members each on average"]
     causes = Counter(b.cause for b in batches)
     lines.append(f"why: {', '.join(f'{cause} {n:,}' for cause, n in causes.most_common())}")
     whole_calls = [b for b in batches if not b.crashed and not b.apart]
     ratios = sorted(b.expected / b.elapsed for b in whole_calls if b.expected and b.elapsed > 0.0)
     if ratios:
-        spread = f"p10 {percentile(ratios, 0.1):.2f}, p90 {percentile(ratios, 0.9):.2f}"
-        lines.append(f"predicted ÷ measured: median {median(ratios):.2f}, {spread}, over {len(ratios):,} batches")
+        spread = f"median {median(ratios):.2f}, p10 {percentile(ratios, 0.1):.2f}, p90 {percentile(ratios, 0.9):.2f}"
+        lines.append(f"predicted ÷ measured: {spread}, over {count_of(len(ratios), 'batch')}")
     else:
         lines.append(f"measured: mean {mean(b.elapsed for b in batches) * 1e3:.1f} ms a batch; nothing was predicted")
     waits = sorted(m.age * 1e3 for b in batches for m in b.entered)
@@ -558,12 +570,13 @@ def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     if info is not None and info.budget and len({b.group for b in batches}) == 1:
         used = f"; {sum(tokens) / (len(batches) * info.budget):.0%} of the budget of {info.budget:g}"
     each = sum(tokens) / len(batches)
-    lines = [f"{len(batches):,} steps, {sum(tokens):,.0f} tokens: mean {each:.1f} a step, peak {max(tokens):g}{used}"]
+    steps = count_of(len(batches), "step")
+    lines = [f"{steps}, {sum(tokens):,.0f} tokens: mean {each:.1f} a step, peak {max(tokens):g}{used}"]
     decoded = sum(is_decode(m) for b in batches for m in b.members)
     went = courses(batches)
     cached, lost = sum(c.cached for c in went), sum(c.recomputed for c in went)
     events = ((sum(c.preemptions for c in went), "preemption"), (sum(b.apart for b in batches), "failed call"))
-    causes = " and ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in events if n)
+    causes = " and ".join(count_of(n, what) for n, what in events if n)
     again = f", {lost:g} lost to {causes}" if causes else ""
     found = f"; {cached:g} more found in the prefix cache" if cached else ""
     guesses = sum(m.guessed or 0.0 for b in batches for m in b.members)
@@ -574,7 +587,7 @@ def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     why = Counter(why_waiting(b) or "unknown" for b in batches if waited.get(b.id))
     if why:
         counts = ", ".join(f"{name} {n:,}" for name, n in why.most_common())
-        lines.append(f"requests waited in {why.total():,} step{'s' * (why.total() != 1)}: {counts}")
+        lines.append(f"requests waited in {count_of(why.total(), 'step')}: {counts}")
     lines += _pace(batches)
     shown = list(map(Text, lines))
     if len(batches) == len(trace.batches):
@@ -608,4 +621,4 @@ def _conservation(trace: Journal) -> list[Text]:
     if wrong:
         names = ", ".join(request_name(c.member) for c in wrong[:8])
         return [Text(f"{rule}: violated by {len(wrong)} of {len(done)} requests: {names}", style="bold red")]
-    return [Text(f"{rule}: holds for all {len(done):,} requests")]
+    return [Text(f"{rule}: holds for all {count_of(len(done), 'request')}")]
