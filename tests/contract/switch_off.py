@@ -1,7 +1,7 @@
 """Switch each option off in code, one at a time, and see whether the test of its effect fails.
 
     python tests/contract/switch_off.py                      every option
-    python tests/contract/switch_off.py "serve --trace" slo     those whose name holds one of these words
+    python tests/contract/switch_off.py "serve --trace" slo     those whose flag holds one of these words
     python tests/contract/switch_off.py --missing            those without a row in OPTIONS.md
 
 In a temporary copy of src the option is read as its default, whatever it was set to. Only the tests read what it was
@@ -150,6 +150,9 @@ def main() -> int:
         folder = Path(made)
         shutil.copytree(ROOT / "src", folder / "src")  # with what is compiled
         every = list(switches(folder / "reads"))
+        if words and "--missing" not in words and not any(word in option for word in words for option, *_ in every):
+            print(f"no option holds {' or '.join(words)}; write flags, such as --max-queue", file=sys.stderr)
+            return 2
         table = {option: known.get(option, "") for option, *_ in every}
         for option, test, module, code in every:
             wanted = option not in known if "--missing" in words else not words or any(word in option for word in words)

@@ -11,6 +11,7 @@ from pathlib import Path
 from reflex_runtime.settings.declare import flag
 
 from .effects import EFFECTS, OF_VERBS, options_of
+from .switch_off import rows, switches
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for folder in ("tests", "clients") for file in (ROOT / folder).rglob("test_*.py"))
@@ -43,6 +44,14 @@ def test_h10_every_option_has_a_test_of_its_effect_that_sets_it() -> None:
             if not re.search(rf"--(no-)?{flag(name)[2:]}\b|\b{name}=", text_of_one(test)):
                 wrong += [f"{test} does not set {flag(name)}, or is not there once"]
     assert wrong == []
+
+
+def test_every_option_was_switched_off_once_and_its_test_failed() -> None:
+    table = rows()
+    every = [(option, test) for option, test, *_ in switches(Path("reads"))]
+    assert [option for option, test in every if f"| `{test}` |" not in table.get(option, "")] == []
+    assert [option for option in table if option not in dict(every)] == []
+    assert [option for option, row in table.items() if "SURVIVED" in row or "UNCLEAR" in row] == []
 
 
 def test_every_option_of_a_verb_alone_has_a_test_of_its_effect_that_sets_it() -> None:

@@ -377,6 +377,15 @@ def test_h10_ssl_certfile_and_ssl_keyfile_serve_tls(tiny: Path, certificate: tup
             assert answer.status == 200
 
 
+def test_l9_a_model_server_has_a_unix_socket_and_tls_too(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    small = ("--kv-cache-gb", "0.05")
+    (cert, key), path = certificate, tmp_path / "model.sock"
+    with Server("scribe", *small, "--uds", str(path), until="ready on unix:"), socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+    with Server("scribe", *small, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)) as server:
+        assert "ready on https://" in server.wait_log("ready on")
+
+
 def test_h10_a_handshake_has_the_time_of_a_head(tiny: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     options = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--body-timeout-s", "0.2")

@@ -15,7 +15,7 @@ from reflex_runtime.settings.read import environment
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MOST: Final = 64
-_LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
+LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
 
 
 def devices_of(config: DeviceConfig, places: Places) -> list[str]:
@@ -50,7 +50,7 @@ def _listeners_of(config: DeviceConfig, number: int) -> dict[str, str]:
     """The addresses of a replica for wires with their own ports: consecutive ports; port 0 is any free one and is left
     out."""
     found = {}
-    for name in _LISTENERS:
+    for name in LISTENERS:
         host, _, port = getattr(config, name, "").rpartition(":")
         if port and int(port):
             found[name] = f"{host}:{int(port) + number}"

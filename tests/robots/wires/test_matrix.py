@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.load.wires import meet
 
+from reflex_runtime.cli import probe
 from reflex_runtime.observe.journal import read_journal
+from reflex_runtime.robots.policy.spec import WIRES
+from reflex_runtime.web import replicas
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.requests import WAITING, busy, calm
@@ -335,9 +339,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def test_every_wire_has_a_caller_in_each_place_that_needs_one() -> None:
+    assert {caller.wire for caller in CALLERS.values()} == set(WIRES)
+    assert {wire.config for wire in probe.WIRES.values()} == set(WIRES)
+    assert {caller.config for caller in meet.CALLERS.values()} == set(WIRES)
+    assert {wire.setting for wire in WIRES.values() if wire.listener} == set(replicas.LISTENERS)
+
+
 def test_every_cell_has_a_test_or_a_reason() -> None:
     here: dict[str, Callable[..., Any]] = {name: value for name, value in globals().items() if name.startswith("test")}
-    assert len(here) == 14
+    assert len(here) == 15
     assert all(cell in CELLS for caller in CALLERS.values() for cell in caller.lacks)
     assert table().count("\n") == len(CELLS) + 1
 
