@@ -47,10 +47,10 @@ log = logging.getLogger("reflex.server")
 LIGHT_S: Final = 0.002  # seconds of decoding up to which a request is decoded on the loop
 LIGHT_BYTES: Final = 1 << 18  # up to which the headers of a request's pictures are read on the loop
 TURN_S: Final = 0.004  # seconds of decoding in one turn of the loop
-AHEAD_S: Final = 0.01  # seconds of decoding up to which a request is handed to a busy thread
-FIRST_PACE: Final = 2e-8  # seconds a pixel of PNG, until it is learned
-WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS  # of larger requests: some seconds of decoding
-LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
+AHEAD_S: Final = 0.01  # seconds of decoding up to which a request may wait at a busy thread
+FIRST_PACE: Final = 2e-8  # seconds for a pixel of a PNG, until it is measured
+WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS  # of large requests that wait: some seconds of decoding
+LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers of a request, in decoded pixels
 SHARES: Final = {Priority.URGENT: 10.0, Priority.DEFAULT: 1.0, Priority.BACKGROUND: 0.1}
 
 Done = Callable[[Any, Exception | None], None]
@@ -59,10 +59,10 @@ Done = Callable[[Any, Exception | None], None]
 class Job:
     """One request's pictures.
 
-    client: the client whose share of decoding it uses. share: the weight of that share. size: bytes received.
-    look: returns its number of pixels, or raises; reads headers only. make: returns the value. Both are called on the
-    loop or a thread. done: called on the loop with the value or the error, once; not after `discard`. It may be set
-    after the job is made.
+    client: owner of the share of decoding that it uses. share: weight of that share. size: bytes received. look:
+    returns the number of pixels, or raises; reads headers only. make: returns the value. Both are called on the loop or
+    on a thread. done: called once on the loop, with the value or the error; not after `discard`. It may be set after
+    the job is made.
     """
 
     __slots__ = ("client", "done", "look", "make", "pixels", "share", "size", "tag")
@@ -77,7 +77,7 @@ class Job:
         self.tag = 0.0
 
     def forget(self) -> None:
-        """Drop its functions: its request may keep the job longer."""
+        """Drop its functions, and with them the pictures: the request may keep the job longer."""
         self.look = self.make = int
         self.done = None
 
@@ -96,7 +96,7 @@ class DecodeOrder:
         return len(self._waiting)
 
     def push(self, job: Job, pixels: int) -> Job | None:
-        """Add a job. Returns the one that must be refused for it, perhaps itself, or None."""
+        """Add a job. Returns the job that must be refused for lack of room, which may be the same one, or None."""
         job.pixels = pixels
         job.tag = max(self._now, self._ends.get(job.client, 0.0)) + pixels / job.share
         self._ends[job.client] = job.tag
@@ -122,18 +122,19 @@ class DecodeOrder:
         return job
 
     def discard(self, job: Job) -> None:
-        """Remove a job that waits, if it does."""
+        """Remove a job if it waits."""
         if job in self._waiting:
             self.waiting_pixels -= job.pixels
             self._waiting.discard(job)
 
 
 class DecodePool:
-    """Decodes jobs in turns of the loop and on threads. Everything but `_work` runs on one event loop.
+    """Decodes pictures of small requests on the event loop, of large ones on threads. Only `_run` and `_work` run on
+    those threads.
 
-    decoded: called with the group and the seconds since the admission of each request that `submit` has prepared.
-    workers: threads for large requests. They start with the first ones and end with the process: a shutdown does not
-    wait for a picture that is being decoded.
+    decoded: called for each request that `submit` has prepared, with its group and the seconds since its admission.
+    workers: threads, at most; by default as many as cores but one, and four. They end with the process: a shutdown does
+    not wait for a picture that is being decoded. most: pixels of large requests that may wait.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class DecodePool:
     def _decoded(
         self, batcher: Batcher, policy: Policy, ticket: Ticket, observation: Observation, error: Exception | None
     ) -> None:
-        """The scheduler may run the request, or ends it with the error."""
+        """Make the ticket ready, or end it with the error."""
         admitted = ticket.request
         made: Request | ReflexError
         try:
@@ -178,7 +179,7 @@ class DecodePool:
                 raise error
             made = policy.request(observation, client=admitted.client, priority=admitted.priority)
             self._observe(admitted.group, time.monotonic() - ticket.arrived)
-        except Exception as failure:  # else it would wait for ever
+        except Exception as failure:  # without an outcome the ticket would wait for ever
             made = known(failure, ticket.id)
         batcher.prepared(ticket, made)
 
@@ -195,7 +196,7 @@ class DecodePool:
                 self._loop.call_soon(self._turn)
 
     def discard(self, job: Job) -> None:
-        """Drop a job, or its result if it runs."""
+        """Drop a job; if it is being decoded, its result."""
         job.forget()
         self._light.discard(job)
         self._large.discard(job)
@@ -258,8 +259,8 @@ class DecodePool:
             _deliver(refused, None, full)
 
     def _hand_over(self) -> None:
-        """Give each thread a job, and a short one more, so that it need not wait for a turn of the loop. An urgent
-        request that comes later waits for those."""
+        """Give each thread a job, and one short job more, so that it need not wait for a turn of the loop. (An urgent
+        request that comes later waits for both.)"""
         while self._busy < 2 * self._count and not self._closed:
             job = self._large.take(inf if self._busy < self._count else AHEAD_S / self._pace)
             if job is None:
@@ -268,7 +269,7 @@ class DecodePool:
             self._handed.put(job)
 
     def _run(self) -> None:
-        """On a thread."""
+        """The loop of a thread."""
         while (job := self._handed.get()) is not None and not self._closed:
             self._work(job)
 
@@ -307,7 +308,7 @@ def _deliver(job: Job, value: Any, error: Exception | None) -> None:
 
 
 def check_names(question: Question, known: AbstractSet[str]) -> None:
-    """422 for an image under a name that no served policy reads, or that is given twice."""
+    """422 for an image whose name no served policy reads, or that came before."""
     seen = set()
     for name, field, _ in question.images:
         if name not in known:
@@ -319,7 +320,7 @@ def check_names(question: Question, known: AbstractSet[str]) -> None:
 
 
 def cameras_of(specs: Iterable[PolicySpec]) -> set[str]:
-    """The names that requests may use for the images of these policies."""
+    """The camera names that requests to these policies may use."""
     return {name for spec in specs for name in names_of(spec)}
 
 
@@ -344,7 +345,7 @@ def pixels_in(image: NDArray[Any], field: str) -> NDArray[Any]:
 def job_of(
     policy: Policy, request_id: str, question: Question, received: float, client: Hashable, share: float
 ) -> Job:
-    """The decoding of a question's pictures; its value is the observation."""
+    """The job that decodes a question's pictures. Its value is the observation."""
     sent: dict[str, Sent] = {}  # PNG or JPEG bytes, or arrays, of the cameras that the policy reads
 
     def look() -> int:

@@ -1,5 +1,5 @@
-"""The paths of a policy server beside those of the wires: health, settings, metrics and diagnostics; `/admin/*` and
-`/episodes/*`, by which operators change it while it runs.
+"""The paths of a policy server that are no wires: health, settings, metrics and diagnostics; `/admin/*` and
+`/episodes/*`, which change it while it runs.
 
 The body of a POST is JSON with the fields of its struct, no others.
 """
@@ -53,7 +53,7 @@ class Load(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Faults(msgspec.Struct, forbid_unknown_fields=True):
-    """The faults of a drill, as --inject-fault takes them; none ends it."""
+    """The faults of a drill, as --inject-fault takes them; an empty list ends it."""
 
     faults: Annotated[list[str], Meta(max_length=100)]
 
@@ -74,8 +74,8 @@ BODIES = (Split, SlotName, Load, Faults, Nothing, Outcome)
 
 
 class Endpoints:
-    """Those of one policy. several: those of a whole server of several: health and settings cover all policies, other
-    paths are the default policy's, or 422."""
+    """The paths of one policy. several: of a whole server of several policies: health and settings are of all, other
+    paths of the default policy; without a default they answer 422."""
 
     def __init__(self, handler: RequestHandler, several: bool) -> None:
         self.runtime, self._handler, self._several = handler.runtime, handler, several
@@ -103,7 +103,7 @@ class Endpoints:
         return self.runtime.health if self._several else self._handler.served.health
 
     async def health(self, request: HttpRequest) -> HttpResponse:
-        """200 only when ready; of several policies when any is."""
+        """200 only when ready; with several policies when any of them is."""
         runtime, state = self.runtime, self._state
         if self._several:
             policies = runtime.policies.items()
@@ -141,7 +141,7 @@ class Endpoints:
         return told | served.objective
 
     async def healthz(self, request: HttpRequest) -> HttpResponse:
-        """Health in one word, for clients of openpi."""
+        """Health as one word, for clients of openpi."""
         ready = self._state == "ready"
         return HttpResponse(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
@@ -248,7 +248,7 @@ class Endpoints:
             raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, lerobot:DIR or openpi:DIR")
         task = self.runtime.exchange(self._handler.served, asked.slot, asked.path)
         try:
-            version = await asyncio.shield(task)  # an operator that leaves does not end it
+            version = await asyncio.shield(task)  # the load goes on if the operator leaves
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Closed("the server is shutting down", retry_after=1.0) from None
@@ -267,7 +267,7 @@ class Endpoints:
     async def outcome(self, request: HttpRequest) -> HttpResponse:
         """How an episode ended."""
         path = request.path.removeprefix(self._handler.prefix)
-        episode = path[len("/episodes/") : -len("/outcome")]  # decoded when it was parsed, and not twice
+        episode = path[len("/episodes/") : -len("/outcome")]  # percent-decoded by the ASGI server
         check_id("episode_id", episode)
         asked = await self._sent(request, Outcome)
         fields = {"reward": asked.reward} if asked.reward is not None else {}

@@ -5,8 +5,8 @@ A wire writes, for each request,
     with handler.admit(pending):
         answer = await handler.infer(pending, question)
 
-`admit` counts and records how a request ended, for rollout, objectives and spans too. `infer` reads from top to bottom:
-choose the version, submit, decode the pictures, await the batch. A caller that leaves cancels it.
+`admit` counts and records how a request ended: for metrics, journals, rollout, objectives and spans. `infer` chooses
+the version, submits, has the pictures decoded and awaits the batch. When the caller leaves, it is cancelled.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("reflex.server")
 
 MAX_WARNED = 100  # different warnings in the log
-ROWS: Final = 16  # of a message that are read in one turn of the loop; each takes 0.2 ms
+ROWS: Final = 16  # rows of a message that are read in one turn of the loop, 0.2 ms each
 
 Asked = Question | Callable[[], Question]
-"""A question, or a function that makes it once its request is admitted."""
+"""A question, or a function that makes it, called once the request is admitted."""
 
 
 class PendingRequest(RequestScope):
-    """One request; `RequestHandler` fills it in.
+    """One request, from admission to its end; `RequestHandler` sets its fields.
 
-    wire: one of `WIRES`. counted: the policy that it counts for until its own is known. question, served, routing,
+    wire: one of `WIRES`. counted: the policy that it is counted for until its own is known. question, served, routing,
     version, answer: None until they are known.
     """
 
@@ -81,7 +81,7 @@ class PendingRequest(RequestScope):
         self.answer: ActAnswer | None = None
 
     def rows(self, size: int) -> list[PendingRequest]:
-        """The requests of a message of several robots. Rows without a name are different robots."""
+        """A request for each row of a message. Rows count as different clients, unless their questions name a robot."""
         ids = [(f"{self.request_id}.{row}", (self.client, row)) for row in range(size)]
         return [PendingRequest(self.wire, *own, self.started, self.source) for own in ids]
 
@@ -91,7 +91,7 @@ class PendingRequest(RequestScope):
         return served.groups[served.served[0] if self.routing is None else self.routing.slot]
 
     def ended(self, error: ReflexError | None) -> None:
-        """A message of several requests ends without an answer or error of its own."""
+        """Publish its end. A message of several requests has neither answer nor error, and nothing is published."""
         served = self.served
         try:
             if error is not None:
@@ -170,23 +170,23 @@ class PendingRequest(RequestScope):
 
 
 class RequestHandler:
-    """Takes requests for one policy of a server, or for the one that each request names.
+    """Handles requests for one policy of a server, or for the policy that each request names.
 
-    config: the server's; `served` has its own. prefix: of the policy's paths, "" where no path names a policy.
+    config: of the server; `served` has its own. prefix: of the policy's paths; "" if no path names a policy.
     """
 
     def __init__(self, runtime: PolicyRuntime, policy: str | None = None, prefix: str = "") -> None:
-        """policy: of all requests; None: each request names one, else takes the default."""
+        """policy: of all requests. None: each request names one, or gets the default."""
         self.runtime, self.config, self.prefix = runtime, runtime.config, prefix
         self._fixed = policy is not None
         self._served = runtime.default if policy is None else runtime.policies[policy]
-        self._named: dict[str, RequestHandler] = {}  # others, by the policy that they are fixed to
+        self._named: dict[str, RequestHandler] = {}  # handlers of one policy each, by its name
         self._readings: dict[str, ObservationReader] = {}  # by wire
         self._read_for: list[PolicySpec] = []
 
     @property
     def served(self) -> ServedPolicy:
-        """The policy of requests that name none; 422 where there are several and no default."""
+        """The policy of requests that name none; 422 if there are several and no default."""
         if self._served is None:
             names = ", ".join(self.runtime.policies)
             path = f"/policies/{next(iter(self.runtime.policies))}/act"
@@ -199,7 +199,7 @@ class RequestHandler:
         return self._served is None
 
     def of(self, name: str | None) -> RequestHandler:
-        """The handler of the policy of this name, itself for None; 422 for a wrong name."""
+        """The handler of the policy of this name; this one for None; 422 for a wrong name."""
         if name is None:
             return self
         if self._fixed:
@@ -216,11 +216,11 @@ class RequestHandler:
         return self._named[name]
 
     def one(self, name: str | None) -> RequestHandler:
-        """The handler of a robot that keeps to one policy: its later requests may name no other."""
+        """The handler of a connection that stays with one policy: later requests on it may name no other."""
         return self.of(self.served.name if name is None else name)
 
     def reading(self, wire: str) -> ObservationReader:
-        """A reader of the wire's observations for the versions that the slots have now."""
+        """A reader of the wire's observations, for the versions that the slots have now."""
         specs = list(self.served.specs.values())
         if specs != self._read_for:
             self._read_for, self._readings = specs, {}
@@ -233,7 +233,7 @@ class RequestHandler:
     # -- a request -----------------------------------------------------------------------------------------------------
 
     def admit(self, pending: PendingRequest) -> PendingRequest:
-        """A context that admits the request and counts it and its end; an exception within it is its error."""
+        """A context manager that admits the request and counts it and its end. An exception in it is the error."""
         pending.server, pending.counted = self.runtime, self._served or self.runtime.first
         return pending
 
@@ -242,7 +242,7 @@ class RequestHandler:
         self.admit(pending).refuse(error)
 
     def reported(self, failure: Exception, message: PendingRequest) -> Reported:
-        """The error that answers a message; counted here unless one of its requests was."""
+        """The error that answers a message. It is counted, unless it comes from one of its requests, which were."""
         if isinstance(failure, Reported):
             return failure
         error = known(failure, message.request_id)
@@ -290,7 +290,7 @@ class RequestHandler:
     ) -> ActAnswer:
         """The answer to one request of a message; an error is raised as Reported.
 
-        A message of many does not hold the loop: `ROWS` are read in each of its turns. All are admitted in the first
+        A long message does not block the loop: `ROWS` of its rows are read in each turn. All are admitted in the first
         turn, so that a shutdown refuses none of them.
         """
         try:

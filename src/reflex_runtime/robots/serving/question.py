@@ -1,7 +1,7 @@
 """Questions to a policy and their answers, the same on every wire.
 
 A wire decodes a `Question` and encodes an `ActAnswer`; `RequestHandler` does everything in between. `ObservationReader`
-finds a policy's cameras, state and instruction in the observations of a wire, which has names of its own.
+finds the cameras, state and instruction of a policy in the observations of a wire, where they have other names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEROBOT: Final = "lerobot"
 
 MAX_INSTRUCTION = 16_384  # characters
 MAX_TEXT: Final = 64 * 1024  # bytes of a text in a frame
-LARGEST = 1e30  # absolute value of a number of the state; a larger one may be infinite in the model's units
+LARGEST = 1e30  # absolute value of a number of the state; a larger one could overflow in the model's units
 
 
 class Array(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,14 +54,14 @@ class Array(msgspec.Struct, forbid_unknown_fields=True):
 
 
 Image = str | bytes | Array | NDArray[Any]
-"""A picture as received: base64 text, PNG or JPEG bytes, or an array. It is decoded once the request is admitted."""
+"""A picture as it came: base64 text, PNG or JPEG bytes, or an array. It is decoded after the request is admitted."""
 
 _MOST: Final = {"seed": 2**64 - 1, "executed": 1_000_000, "delay": 1_000_000}
 MAX_DEADLINE_MS: Final = 600_000.0
 
 
 def says(description: str, **checked: Any) -> msgspec.Meta:
-    """The description of a field for /openapi.json and /docs. checked: the checks of `Question`, as JSON Schema."""
+    """The description of a field for /openapi.json. checked: what `Question` checks of the field, as JSON Schema."""
     return msgspec.Meta(description=description, extra_json_schema=checked)
 
 
@@ -75,11 +75,11 @@ _DELAY: Final = "actions that the robot executes until the answer arrives, 0 for
 
 
 class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a request beside its observation, by the same names on every wire. `Question` checks the values."""
+    """The fields of a request other than its observation, named alike on every wire. `Question` checks the values."""
 
     episode_id: Annotated[Id, says("owner of cached prefixes and held actions, with robot_id")] = None
-    request_id: Annotated[Id, says("repeated in the answer and as X-Request-Id; made when absent")] = None
-    robot_id: Annotated[Id, says("whose fair share it takes; else the episode's, else the connection's")] = None
+    request_id: Annotated[Id, says("repeated in the answer and as X-Request-Id; by default made here")] = None
+    robot_id: Annotated[Id, says("owner of the fair share; by default the episode, else the connection")] = None
     seed: Annotated[Whole | None, says(_SEED, minimum=0, maximum=_MOST["seed"])] = None
     priority: Annotated[Level | None, says("urgent goes first and at once, background fills free places")] = None
     deadline_ms: Annotated[float | None, says(_DEADLINE, exclusiveMinimum=0, maximum=MAX_DEADLINE_MS)] = None
@@ -89,10 +89,10 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Question(RequestLimits, kw_only=True, gc=False):
-    """One observation with its limits. Its constructor checks them: the 422 names the field.
+    """One observation with its limits. The constructor checks them: the 422 names the field.
 
-    images: (camera, name of the field for errors, picture). state: in the robot's units. deadline_ms: since the request
-    reached this machine. episode: set: the key of what is kept between its requests.
+    images: (camera, name of the field for errors, picture). state: in the robot's units. deadline_ms: counted from when
+    the request reached this machine. episode: computed; the key of the state that is kept between requests.
     """
 
     images: Sequence[tuple[str, str, Image]] = ()
@@ -131,7 +131,7 @@ class Question(RequestLimits, kw_only=True, gc=False):
                 raise invalid("state", f"state: has shape {list(values.shape)}, must have one dimension")
             wide = values.astype(np.float64)
         else:
-            if sum(map(abs, state)) <= LARGEST:  # the usual case in a tenth of the time: each is finite and within it
+            if sum(map(abs, state)) <= LARGEST:  # then each number is; a tenth of the time of the check below
                 return np.array(state, np.float32)
             wide = np.asarray(state, dtype=np.float64)
         if not (np.abs(wide) <= LARGEST).all():
@@ -140,7 +140,7 @@ class Question(RequestLimits, kw_only=True, gc=False):
 
 
 def array_of(array: Array, field: str) -> NDArray[Any]:
-    """A numpy view of an array of numbers; 422 when type, shape and length do not agree."""
+    """An array of numbers as a numpy view; 422 if type, shape and length do not agree."""
     try:
         found = array_in(array.data, array.dtype, array.shape)
     except ClientError as error:
@@ -151,7 +151,7 @@ def array_of(array: Array, field: str) -> NDArray[Any]:
 
 
 class Timing(msgspec.Struct):
-    """Where the time of a request went."""
+    """queue: until the first batch; batch: from then on; total: since it was read; age: since it came in."""
 
     queue_ms: float
     batch_ms: float
@@ -190,7 +190,7 @@ class ActAnswer(msgspec.Struct, omit_defaults=False):
 
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
-"""Prefixes that other protocols put before a name."""
+"""Prefixes of names in other protocols, which are ignored."""
 PROMPTS: Final = ("prompt", "instruction", "task", "task_description", "language_instruction")
 STATES: Final = ("state", "states", "proprio")
 MAX_STATE: Final = 16_384  # numbers
@@ -206,8 +206,8 @@ UNSERVED: Final = {
     "execution_horizon": "--rtc-horizon sets it for all robots",
     **dict.fromkeys(("image_mask", "image_masks"), "leave out the pictures that are missing"),
 }
-"""Fields that other servers read beside an observation. They would change the answer, so they are refused; other names
-that a policy does not read are ignored."""
+"""Fields that other servers read with an observation. Here they have no effect, but a caller would expect one, so they
+are refused. Any other name that a policy does not read is ignored."""
 
 OWN: Final = "reflex/"
 EPISODES: Final = (f"{OWN}episode_id", "episode_id", "session_id")
@@ -218,10 +218,10 @@ WireObservation = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] 
 
 
 class ObservationReader:
-    """Reads the observations of one wire for one export.
+    """Reads the observations of one wire for one policy.
 
-    others: readers of exports that may answer instead; pictures that only they use are read if they were sent. video:
-    the wire's prefix of a camera's name.
+    others: readers for the other versions that may answer; pictures that only those use are read if they were sent.
+    video: prefix of camera names on the wire.
     """
 
     def __init__(
@@ -230,13 +230,13 @@ class ObservationReader:
         self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
 
     def read(self, observation: Mapping[str, Any]) -> WireObservation:
-        """(images, state, instruction) of a `Question`; the 422 names a missing or wrong field."""
+        """(images, state, instruction) for a `Question`; the 422 names a missing or wrong field."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
         for name in UNSERVED.keys() & {*plain, *(name.partition("/")[0] for name in came)}:
             if name not in self.spec.images and plain.get(name) not in (*self.wire.images.values(), *self.wire.state):
                 raise invalid_input(name, f"is not read here: {UNSERVED[name]}")
-        optional = self.spec.optional_images  # of those that must be sent, `_image` raises for what is missing
+        optional = self.spec.optional_images  # for a missing one of the others `_image` raises
         cameras = [name for name in self.spec.images if name not in optional or self._found(name, came, plain) in came]
         images = {camera: self._image(camera, came, plain) for camera in cameras}
         for other in self._others:
@@ -247,12 +247,12 @@ class ObservationReader:
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
     def split(self, observation: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-        """The observations of N robots that came as one with a leading axis, by their episodes' ids where each has one
-        and else by number; None for an observation of one robot.
+        """The observations of N robots that came as one with a leading axis: by the ids of their episodes if each has
+        one, else by number. None for an observation of one robot.
 
-        Pictures and states with one dimension more than a robot's give N; those that are read must agree. Any other
-        list or array of N, of instructions or limits too, has one value for each robot. Other values apply to all; an
-        id gets the robot's number.
+        N is the length of pictures and states with one dimension too many; those that are read must agree. Any other
+        list or array of length N has one value for each robot, also of instructions or limits. Other values apply to
+        all robots; the number of the robot is added to an id.
         """
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
@@ -267,7 +267,7 @@ class ObservationReader:
         for name in self._prompt_names(plain):
             if many := _many(text_of(came.get(name))):
                 axes[name] = many
-        # Single numbers are the parts of a state that have no dimension of their own.
+        # Parts of a state that are one number have no axis of their own: a list of N numbers has one for each robot.
         differ = [name for name, found in axes.items() if size not in (found, name in states and _axis(came[name], 0))]
         if differ:
             told = ", ".join(f"{name} {found or 'none'}" for name, found in axes.items())

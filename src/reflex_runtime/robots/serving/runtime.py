@@ -50,15 +50,15 @@ from reflex_runtime.web.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
 
-TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
+TICK = 1.0  # seconds between two checks of ramps, guards and versions to unload
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
     """A policy to serve.
 
-    specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with the policy's own settings.
-    weight: its share of the device's time against other policies. where: prefix of its errors.
+    specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: the settings of this policy.
+    weight: its share of the device's time against other policies. where: prefix of errors in its files and settings.
     """
 
     name: str
@@ -72,12 +72,12 @@ class ServedPolicy:
     """The versions of one policy, in slots.
 
     served: the slots that answer requests. groups: by slot, its name in the scheduler, metrics and journals, which
-    begins with `prefix`. cameras: names that requests may use for images, those of exchanged policies too, because
-    callers change one by one. slots: empty before `build`.
+    begins with `prefix`. cameras: names that requests may use for images, also those of versions that were replaced,
+    because callers change one by one. slots: empty before `build`.
     """
 
     def __init__(self, plan: PolicyPlan, server: PolicyRuntime, alone: bool = True) -> None:
-        """alone: it is the only one of its server, and its slots are groups by their own names."""
+        """alone: whether it is the only policy of its server; then groups have the names of slots, without prefix."""
         self.name, self.config, self.weight, self.alone = plan.name, plan.config, plan.weight, alone
         self._sources, self._where = dict(plan.specs), plan.where
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
@@ -94,7 +94,7 @@ class ServedPolicy:
         self.rollout = Rollout(self.served, breaker, split, ramp, guard, self._changed, self._moved, prefix)
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
-        self.loading = False  # a load is in progress, perhaps an abandoned one
+        self.loading = False  # whether a load is in progress, perhaps one that was cancelled
         server.audience.add(self.rollout)
         if self.slo is not None:
             server.audience.add(self.slo)
@@ -103,7 +103,7 @@ class ServedPolicy:
 
     @property
     def policy(self) -> Policy:
-        """The first slot's policy for new requests."""
+        """The policy of the first slot, for new requests."""
         return self.slots[self.served[0]].policy
 
     @property
@@ -112,12 +112,12 @@ class ServedPolicy:
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """By slot, also before `build`."""
+        """The descriptions by slot, also before `build`."""
         return {name: slot.policy.spec for name, slot in self.slots.items()} or {**self._sources}
 
     @property
     def health(self) -> str:
-        """The server's state, or degraded if none of its slots answers."""
+        """The server's state, or `degraded` if no slot of this policy answers."""
         degraded = self._server.state == "ready" and self.rollout.breaker.verdict == "degraded"
         return "degraded" if degraded else self._server.state
 
@@ -127,7 +127,7 @@ class ServedPolicy:
         return {} if self.slo is None else {"slo": {"violated": self.slo.violated, "value_ms": self.slo.value_ms}}
 
     def shown(self) -> dict[str, Any]:
-        """For the live view: health, versions and their comparison."""
+        """Fields for the live view: health, versions and their comparison."""
         told = self.rollout.snapshot(time.monotonic()) | self.objective
         told["state"] = self.health
         told["groups"] = {slot.name: slot.group for slot in self.slots.values()}
@@ -164,7 +164,7 @@ class ServedPolicy:
         return [group_of(config, slot, policy, self.weight, tenant) for slot, policy in policies.items()]
 
     def warm(self) -> list[WarmUpLine]:
-        """Run every slot's policy, on the device thread, so that its cost model learns. Returns lines for journals."""
+        """Run every slot's policy, on the device thread, and teach the cost models. Returns lines for journals."""
         found = []
         for holder in self.slots.values():
             with named(self._where):
@@ -175,7 +175,7 @@ class ServedPolicy:
         return found
 
     def look(self, now: float) -> None:
-        """Check the objective and guards, and unload versions that nothing needs; called once a second."""
+        """Check the objective and guards, and unload unused versions; called once a second."""
         if self.slo is not None:
             self.slo.check(now)
         for name, tripped in self.rollout.evaluate(now).items():
@@ -191,7 +191,7 @@ class ServedPolicy:
                     log.info("slot %s: %s is unloaded", name, version.name)
 
     def _active(self, group: str) -> list[Hashable]:
-        """Partitions of a group that hold tickets; the device thread changes them."""
+        """Partitions of a group that hold tickets; read under the lock, because the device thread changes them."""
         found: list[Hashable] = self._server.batcher.device.input(lambda scheduler, now: scheduler.partitions(group))
         return found
 
@@ -226,7 +226,7 @@ class ServedPolicy:
         """The injected faults in force."""
         return [str(fault) for slot in self.slots.values() for fault in slot.faults]
 
-    # -- hot swap: loaded beside, warmed, switched; the old one is let go, or comes back if `--guard` trips ------------
+    # -- hot swap: load the new version, warm it up, switch; unload the old one, or return to it if `--guard` triggers -
 
     async def exchange(self, name: str, source: str) -> Version:
         """Put the policy of a source into a slot. Conflict while a ramp runs; ConfigError changes nothing."""
@@ -273,7 +273,7 @@ class ServedPolicy:
             )
 
     def _check_room(self, source: str) -> None:
-        """ConfigError when, by file sizes, the policy of a source does not fit the memory beside the others."""
+        """ConfigError if, by file sizes, the policy of a source does not fit into memory beside the others."""
         if not os.path.isdir(directory_of(source)):
             raise NotFound(printable(f"path={source[:200]!r}: there is no such directory"), field="path")
         provider = PROVIDERS.get(self.config.provider, self.config.provider)
@@ -302,7 +302,7 @@ class ServedPolicy:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
 
     def _moved(self, episodes: Sequence[str]) -> None:
-        """The episodes go on in the other slot, where the rest of a chunk of this one would be a jump."""
+        """Forget these episodes: in the new slot the rest of a chunk of the old one would be a jump."""
         for slot in self.slots.values():
             for episode in episodes:
                 slot.policy.forget(episode)
@@ -331,17 +331,17 @@ class PolicyRuntime(BatchServer):
 
     @property
     def default(self) -> ServedPolicy | None:
-        """The policy that answers requests that name none: the only one, or the one of that name."""
+        """The policy of requests that name none: the only one, or the one named `DEFAULT_POLICY`."""
         return self.first if len(self.policies) == 1 else self.policies.get(DEFAULT_POLICY)
 
     @property
     def slots(self) -> list[Slot]:
-        """Those of all policies."""
+        """The slots of all policies."""
         return [slot for served in self.policies.values() for slot in served.slots.values()]
 
     @property
     def health(self) -> str:
-        """Its state, or degraded if none of its policies answers."""
+        """The server's state, or `degraded` if no policy answers."""
         return self.state if any(served.health == self.state for served in self.policies.values()) else "degraded"
 
     async def start(self) -> None:
@@ -376,7 +376,7 @@ class PolicyRuntime(BatchServer):
         super().drain()
 
     def exchange(self, served: ServedPolicy, slot: str, source: str) -> asyncio.Task[Version]:
-        """Begin to put the policy of a source into a slot. An operator that leaves does not end the task, a drain does.
+        """Begin to put the policy of a source into a slot. The task goes on if the operator leaves; a drain ends it.
         Conflict while another one runs."""
         if self._exchange is not None and not self._exchange.done():
             raise Conflict("another policy is being loaded")
@@ -402,7 +402,7 @@ class PolicyRuntime(BatchServer):
     # -- pieces --------------------------------------------------------------------------------------------------------
 
     def _load(self) -> dict[str, dict[str, Policy]]:
-        """By policy and slot."""
+        """The policies by name and slot. Slow."""
         if any(spec.images for served in self.policies.values() for spec in served.specs.values()):
             warm_decoders()
         return {name: served.load() for name, served in self.policies.items()}
@@ -455,7 +455,7 @@ class PolicyRuntime(BatchServer):
 
 
 def header_of(policies: Sequence[ServedPolicy]) -> dict[str, Any]:
-    """The part of a journal's header that describes policies: the first of several, and each by its name."""
+    """The part of a journal's header about policies. Of several: the fields of the first, and `served` with each."""
     first = _head_of(policies[0]) | {"hardware": hardware()}
     if len(policies) == 1:
         return first

@@ -4,10 +4,10 @@ are from the served ones.
 Both policies get the same request with the same noise. Only the ids decide which requests are sampled, so a replay
 samples the same ones.
 
-A shadow cannot disturb callers. Its requests are prepared after those of callers and run only in idle time; those that
-find no time are dropped and counted, as `rejected` answers of the slot `shadow`. A shadow that hangs or kills the
-device thread delays the requests behind it by a second or two: it is given up early, and stopped. If it was only late,
-it runs again after a rest (`Device.REST`); otherwise when an operator resets it or loads another.
+A shadow does not disturb callers. Its requests are prepared after those of callers and run only in idle time. Without
+any, they are dropped, and counted as `rejected` answers of the slot `shadow`. A shadow that hangs or ends the device
+thread delays the requests behind it by a second or two: it is given up early, and stopped. If it was only late, it runs
+again after a rest (`Device.REST`); otherwise after an operator resets it or loads another.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from reflex_runtime.web.errors import known
 
 log = logging.getLogger("reflex.shadow")
 
-TOLD: Final = 60.0  # seconds between log lines about a failing shadow
-CLIENT: Final = ""  # it is no client: it has no line on the dashboard
-SHARE: Final = 0.01  # of decoding, against 1 of a caller
+TOLD: Final = 60.0  # seconds between two log lines about a failing shadow
+CLIENT: Final = ""  # "" is no client: it has no row on the dashboard
+SHARE: Final = 0.01  # weight of its decoding; of a caller 1
 
 
 def sampled(request_id: str, share: float) -> bool:
@@ -67,7 +67,7 @@ class ShadowDivergence:
         self._means = {"per_joint": (0, np.zeros(0)), "per_step": (0, np.zeros(0))}  # rows, and their mean
 
     def add(self, found: Mapping[str, Any] | None) -> None:
-        """Add a difference; None where one of the answers failed, or they cannot be compared."""
+        """Add a difference; None if an answer failed, or if the two cannot be compared."""
         if found is None:
             self.unpaired += 1
             return
@@ -136,7 +136,7 @@ class Shadowing:
             ticket, _ = self._decode_pool.submit(
                 self._server.batcher, version.policy, question, request_id, received, SHARE, settled, client=CLIENT
             )
-        except Exception as error:  # no room, shutting down, or it needs what the request did not bring
+        except Exception as error:  # no room, shutting down, or the request lacks an input of the shadow
             self._unanswered(known(error, request_id), None)
         else:
             self._waiting.add(ticket)
@@ -203,7 +203,7 @@ class Shadowing:
                     self._metrics.slots[self._slot.group].delay.observe(ended - ticket.arrived)
 
     def _paused(self, until: float, seconds: float) -> None:
-        """The device has lost a thread to the shadow or got it back, or an operator has ended the pause."""
+        """The shadow was stopped or rests, because it hung or ended its thread; or an operator has ended the pause."""
         self._paused_until = until
         if seconds == inf:
             log.error("the shadow took the device thread with it and is stopped: %s", self._error)

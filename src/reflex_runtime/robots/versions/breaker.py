@@ -1,8 +1,8 @@
-"""Opens a slot (no requests) that crashes too often, and closes it again after a successful probe.
+"""A circuit breaker: opens a slot that crashes too often (it gets no requests), and closes it after a clean probe.
 
-Two tests decide. A run of crashes is fast when nothing works. An e-process on the crash rate notices a slot that fails
-sometimes (at 20 % a run of five takes 3,900 calls), and moves its callers to the other. A drained slot is probed, one
-routing key at a time, because only a clean answer can bring it back.
+Two tests decide. The count of crashes in a row is fast if nothing works. An e-process on the crash rate notices a slot
+that fails sometimes (at 20 % a run of five takes 3,900 calls), and moves its callers to the other slot. A drained slot
+is probed, one routing key at a time, because only a clean answer can close it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 RATE: Final = 0.01  # an acceptable crash rate
 ALPHA: Final = 1e-3
 ALTERNATIVES: Final = (3 * RATE, 0.05, 0.1, 0.2, 0.5, 0.9)
-CHANCE: Final = 1e-9  # of taking a run of bad requests for a crash of the slot
+CHANCE: Final = 1e-9  # probability of taking a run of bad requests for crashes of the slot
 LEAST: Final = 3  # crashes since the ratios were last at the floor, needed for an alarm
 _GAIN: Final = [log(p / RATE) for p in ALTERNATIVES]
 _PRICE: Final = [log((1.0 - p) / (1.0 - RATE)) for p in ALTERNATIVES]
@@ -69,7 +69,7 @@ class CrashEvidence:
 
 
 class Poison:
-    """The share of a slot's requests that fail while other clients are answered, over about 64 of them.
+    """The share of bad requests in a slot: those that fail while other clients are answered, over about 64 requests.
 
     A failure counts only after another client was answered: a slot without any answers shows nothing.
     """
@@ -77,7 +77,7 @@ class Poison:
     def __init__(self) -> None:
         self.share = 0.0
         self._failed = 0  # since another client was answered
-        self._client: Hashable = None  # whose failed last
+        self._client: Hashable = None  # the one whose request failed last
 
     def failed(self, client: Hashable) -> None:
         self._failed += 1
@@ -91,10 +91,10 @@ class Poison:
 
 
 class _Circuit:
-    """State of one slot; new ones are closed.
+    """The state of one slot; closed at first.
 
-    count: crashes in a row. opened: when it was drained, None while it is in use. by_rate: the evidence opened it.
-    probe: the routing key that is served as a test.
+    count: crashes in a row. opened: when it was opened (drained); None while closed. by_rate: whether the evidence
+    opened it. probe: the routing key that is served as a test.
     """
 
     def __init__(self, cooldown: float) -> None:
@@ -113,7 +113,7 @@ class _Circuit:
 
 
 class Breaker:
-    """Decides for one slot, or for two that replace each other, whether it gets requests. For one thread, pure.
+    """Decides whether a slot gets requests: one slot, or two that replace each other. Pure; used on one thread.
 
     A slot opens at `max_consecutive` crashes in a row, or, while another slot can take over, when the evidence on its
     crash rate is sufficient. For an unbroken run only the counter decides, so that ten in a row are allowed if the

@@ -11,9 +11,9 @@ from collections import deque
 from math import floor, sqrt
 from typing import Any, Final, Literal
 
-BETS: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # bettors, by the share of their wealth in the next block
+BETS: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # of each bettor, the share of its wealth that it bets on a block
 BLOCKS: Final = 32  # blocks that may wait for the other slot
-_MOST: Final = 1e300  # a larger wealth means nothing more, and infinity is no JSON
+_MOST: Final = 1e300  # cap of the wealth: infinity is no JSON
 
 Verdict = Literal["undecided", "a_better", "b_better"]
 

@@ -1,5 +1,5 @@
 """Limits on the answers of a policy: the latency objective of a server, the guard of a version, and the ramp, which
-raises b's share in stages or rolls back by its guard.
+raises b's share in stages, or rolls b back if the guard triggers.
 
 Every decision carries the numbers behind it, for the log.
 """
@@ -27,8 +27,8 @@ log = logging.getLogger("reflex.slo")
 class Change:
     """A change of the versions.
 
-    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended at the begin and end of a drill.
-    numbers: behind it, JSON-safe.
+    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended at the start and end of a drill.
+    numbers: on which it is based, JSON-safe.
     """
 
     at: float
@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """percentile in (0, 100), limit in seconds."""
+    """A limit in seconds for a percentile in (0, 100) of the latencies."""
 
     percentile: float
     limit: float
@@ -65,7 +65,7 @@ class Objective:
         return found
 
     def value(self, latencies: Sequence[float]) -> float | None:
-        """The percentile of these, in seconds; None without any."""
+        """The percentile of these latencies, in seconds; None without any."""
         return percentile(sorted(latencies), self.percentile / 100.0) if latencies else None
 
 
@@ -98,7 +98,7 @@ class SloTracker:
 
     @property
     def value_ms(self) -> float:
-        """The percentile now, in milliseconds."""
+        """The percentile at the last check, in milliseconds."""
         return round(self.value * 1e3, 3)
 
     def admits(self) -> bool:
@@ -132,9 +132,9 @@ _ERROR: Final = re.compile(r"error=([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
 
 @dataclass(frozen=True, slots=True)
 class RampGuard:
-    """The limits of b; None is no limit.
+    """The limits of a version; None is no limit.
 
-    latency: of its 200s. error_rate: share of its answers that failed by the model's fault, in [0, 1).
+    latency: of answers with status 200. error_rate: share of answers that failed because of the model, in [0, 1).
     """
 
     latency: Objective | None = None
@@ -184,7 +184,7 @@ class GuardWatch:
         return len(self._answers) >= self.least
 
     def tripped(self) -> str | None:
-        """Why, with figures, or None."""
+        """Why it triggers, with figures, or None."""
         for why, bad, n, allowed in self._offences():
             if n >= self.least and bad >= LEAST_BAD and wilson(bad, n, BEYOND_CHANCE)[0] > allowed:
                 return why

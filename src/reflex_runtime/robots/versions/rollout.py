@@ -1,7 +1,7 @@
-"""Which version answers which episode, and how each does: router, breaker, comparison and ramp together.
+"""Which version answers which episode, and how well: router, breaker, comparison and ramp together.
 
-There is no HTTP and no clock here: the server passes `now`. An automatic change (a drain, a stage of the ramp, a
-rollback) is a `Change`, logged with its numbers and kept for the diagnostics.
+No HTTP and no clock: the server passes `now`. An automatic change (a drain, a stage of the ramp, a rollback) is a
+`Change`, logged with its numbers and kept for the diagnostics.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
 log = logging.getLogger("reflex.rollout")
 
-EPISODES: Final = 10_000  # episodes kept: the slots that answered them, whether their outcome is known
+EPISODES: Final = 10_000  # episodes remembered: which policies answered them, and whether their outcome is known
 CHANGES: Final = 200  # changes kept for the diagnostics
 
 
 @dataclass(slots=True)
 class SlotRecord:
-    """Results of one policy of a slot.
+    """The results of one policy in a slot.
 
-    number: counts the slot's policies. successes, episodes: of outcomes. watch: the guard of a new policy, at least
-    until `until`; drained: the breaker opened meanwhile.
+    number: of the policy, counted in its slot from 1. successes, episodes: of reported outcomes. watch: the guard of a
+    new policy, at least until `until`. drained: whether the breaker opened meanwhile.
     """
 
     number: int = 1
@@ -49,8 +49,8 @@ class Rollout:
     """The versions of one server, and the sink of their results.
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
-    is ready. guard: for exchanged policies. on_change: called with every change, on the event loop. on_moved: called
-    with the moved episodes. prefix: of the names of the slots' groups; other groups do not count.
+    is ready. guard: for policies that are exchanged. on_change: called with every change, on the event loop. on_moved:
+    called with moved episodes. prefix: of the slots' groups; events of other groups are ignored.
     """
 
     events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
@@ -85,7 +85,7 @@ class Rollout:
         self._warned = False
 
     def begin(self, now: float) -> None:
-        """The server is ready: a ramp starts with its first stage."""
+        """Start the ramp with its first stage: the server is ready."""
         if self._make_ramp is not None:
             self.ramp = self._make_ramp(now)
             self._set_split(100 - self.ramp.share)
@@ -132,12 +132,12 @@ class Rollout:
         return routing
 
     def untold(self, routing: Routing) -> None:
-        """The request failed: the next answer of its episode reports the move."""
+        """Let the next answer of the episode report its move: this request failed."""
         if routing.changed and routing.episode is not None:
             routing.episode.moved = True
 
     def crashed(self, slot: str, now: float) -> None:
-        """A batch of the slot crashed."""
+        """Count a crashed batch of the slot."""
         if self.breaker.crashed(slot, now, self.records[slot].poison.share):
             self._switched("drain", slot, now, f"{slot} crashes: {self.breaker.verdict}, {self.breaker.why(slot)}")
             self.records[slot].drained = True
@@ -145,7 +145,7 @@ class Rollout:
                 self.rollback(now, "b was drained during its ramp")
 
     def computed(self, slot: str, now: float) -> None:
-        """A batch of the slot gave an answer; called once per batch."""
+        """Count a batch of the slot that gave an answer; called once per batch."""
         if self.breaker.answered(slot):
             self._switched("return", slot, now, f"{slot} answers again: {self.breaker.verdict}")
 
@@ -160,8 +160,8 @@ class Rollout:
             watch.add(outcome == "ok", latency)
 
     def outcome(self, episode_id: str, success: bool, robot_id: str | None = None) -> dict[str, Any]:
-        """Count how an episode ended; the first report counts. Episodes that two policies answered, or whose policy was
-        exchanged, count for none. Without a robot, only one robot may have an episode of that name."""
+        """Count how an episode ended; only the first report counts. An episode that two policies answered, or whose
+        policy was exchanged, counts for none. Without robot_id, only one robot may have an episode of this name."""
         episode = episode_key(robot_id, episode_id)
         if robot_id is None and episode not in self._episodes:
             named = [known for known in self._episodes if known.endswith(f"\n{episode_id}")]

@@ -23,7 +23,7 @@ BUCKETS: Final = 100
 def bucket(key: str) -> int:
     """The bucket of a routing key, in [0, 100): SHA-256 of its UTF-8, first 8 bytes big-endian, modulo 100.
 
-    Takes any text: a lone surrogate, which UTF-8 has no code for, counts as the three bytes it would have.
+    Any text will do: a lone surrogate, which UTF-8 cannot encode, counts as the three bytes it would have.
     """
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") % BUCKETS
@@ -31,7 +31,7 @@ def bucket(key: str) -> int:
 
 @dataclass(slots=True)
 class RunningEpisode:
-    """An episode, or a robot or connection without one. moved: to another slot since the client was last informed."""
+    """An episode, or a robot or connection without one. moved: to another slot, which no answer has reported yet."""
 
     slot: str
     used: float
@@ -74,7 +74,7 @@ class Router:
         self._connections: Lru[str, RunningEpisode] = Lru(episodes)  # apart, so that they push no episode out
 
     def set_split(self, split: int) -> None:
-        """For episodes that begin from now on. ConfigError outside [0, 100]."""
+        """Set the split for episodes that begin from now on. ConfigError outside [0, 100]."""
         self.split = _checked(split)
 
     def route(
@@ -85,7 +85,7 @@ class Router:
         robot_id: str | None = None,
         connection: Hashable = None,
     ) -> Routing:
-        """The slot of a request. An empty episode_id names no episode. connection: a text or (address, port)."""
+        """The slot of a request. An empty episode_id counts as none. connection: a text or (address, port)."""
         self._forget(now)
         table = self._table
         if key := episode_id or robot_id or "":

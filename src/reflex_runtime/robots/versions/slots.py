@@ -1,4 +1,4 @@
-"""The slots of a server: versions of a policy, their processors and the faults of a drill; and the hot swap.
+"""The slots of a server: versions of a policy, their processors, the faults of a drill, and the hot swap.
 
 Each loaded version of a slot's policy has its own partitions, so two versions never share a batch. Requests that were
 prepared for the old version run on it, residents included; new requests go to the new version from the next batch on.
@@ -40,8 +40,8 @@ log = logging.getLogger("reflex.server")
 
 SHADOW = "shadow"
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
-GAP_CHANCE = 0.5
-WARM_SIZES = (1, 2, 4)
+GAP_CHANCE = 0.5  # see `GroupConfig`
+WARM_SIZES = (1, 2, 4)  # batches of a warm-up
 
 
 class Version:
@@ -49,7 +49,7 @@ class Version:
 
     number: counts the slot's versions from 1; from the second on it is part of the policy's shape, so that versions
     share neither batches nor learned costs. users: requests that need it, counted by the server. name:
-    `model_id@hash`. told: its fields in every answer: inference mode, model hash and config hash.
+    `model_id@hash`. told: fields of every answer: inference mode, model hash and config hash.
     """
 
     def __init__(self, policy: Policy, processor: Processor, number: int = 1) -> None:
@@ -65,16 +65,16 @@ class Version:
 class Slot:
     """One slot: the version for new requests (`version`), and those of earlier requests.
 
-    It is the processor of its group, and runs each batch on the version it was prepared for. `start`, `run`, `drop` and
-    `stop` run on the device thread, everything else on the event loop; they share one dictionary, written by single
-    operations. A later version is started on the device thread before its first batch.
+    It is the processor of its group, and runs each batch on the version that it was prepared for. `start`, `run`,
+    `drop` and `stop` run on the device thread, everything else on the event loop; both use one dictionary, which is
+    changed by atomic operations only. A later version is started on the device thread before its first batch.
     """
 
     repeatable = True
 
     def __init__(self, name: str, config: ServeConfig, policy: Policy, faults: Sequence[Fault]) -> None:
         self.name, self._config = name, config
-        self.faults = list(faults)  # of all its versions, later ones too
+        self.faults = list(faults)  # of all its versions, also of later ones
         self._made = 0
         self.version = self.made(policy)
         self.previous: Version | None = None  # kept while the guard watches the one that replaced it
@@ -166,7 +166,7 @@ class Slot:
             version.processor.stop()
 
 
-# Faults of code. Memory, a device or a file may be there at the next start.
+# Errors of code: they do not go away. Memory, a device or a file may be there at the next start.
 MISTAKES: Final = (NameError, AttributeError, TypeError, ValueError, LookupError, ImportError, ArithmeticError)
 GRAPH_MISTAKES: Final = ("InvalidArgument", "NotImplemented")  # onnxruntime, which is not imported here
 
@@ -223,7 +223,7 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0
     # Of values alone, so that it keeps no policy in memory.
     cost = partial(TimeCost, policy.stages, sizes=policy.captured_sizes, padded_stages=policy.padded_stages)
     if slot == SHADOW:
-        # One request, one step at a time: the others wait for no more.
+        # One request, one step at a time: so long, at most, other groups wait.
         budget = BUDGET if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
         return GroupConfig(
             name=policy.slot,
@@ -237,7 +237,7 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, weight: float = 1.0
 
 
 def check_alike(specs: Mapping[str, PolicySpec]) -> None:
-    """Versions behind one router drive the same robot: ConfigError unless states and actions have the same sizes."""
+    """ConfigError unless states and actions have the same sizes: versions behind one router drive the same robot."""
     first_slot, first = next(iter(specs.items()))
     for slot, spec in specs.items():
         for name in ("state_dim", "action_dim"):
@@ -249,7 +249,7 @@ def check_alike(specs: Mapping[str, PolicySpec]) -> None:
 
 
 def faults_of(texts: Sequence[str], slots: Sequence[str], option: str) -> dict[str, list[Fault]]:
-    """Faults by slot; ConfigError for a slot that is not served. option: of the texts."""
+    """Faults by slot; ConfigError for a slot that is not served. option: the option that gave the texts."""
     found: dict[str, list[Fault]] = {slot: [] for slot in slots}
     for text in texts:
         fault = parse_fault(text)

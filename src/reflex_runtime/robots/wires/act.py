@@ -1,4 +1,4 @@
-"""POST /act: requests and answers in JSON and msgpack, and json-numpy beside them, over HTTP.
+"""POST /act over HTTP: requests and answers in JSON, msgpack, and json-numpy.
 
 msgspec decodes and validates in one pass; its messages carry the path of the field. The two formats differ only in
 images and arrays: base64 text in JSON, bytes in msgpack.
@@ -50,7 +50,7 @@ from reflex_runtime.web.request import LARGE, OPERATOR_BODY, HttpRequest, HttpRe
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 MAX_IMAGES = 64
-MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
+MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of a base64 text as \/
 
 Number = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -LARGEST, "maximum": LARGEST})]
 Numbers = Annotated[list[Number], msgspec.Meta(max_length=MAX_STATE)]
@@ -67,8 +67,8 @@ class _ActBody(RequestLimits, forbid_unknown_fields=True, kw_only=True):
 class ActJson(_ActBody, kw_only=True):
     """The JSON body."""
 
-    image: Annotated[Picture | None, says("PNG or JPEG as base64; a data URL will do")] = None
-    image_wrist: Annotated[Picture | None, says("likewise, for the camera of that name")] = None
+    image: Annotated[Picture | None, says("PNG or JPEG as base64, or a data URL of it")] = None
+    image_wrist: Annotated[Picture | None, says("the same, for the camera of that name")] = None
     images: Annotated[Annotated[dict[str, Picture], _MANY] | None, says("further cameras by name")] = None
     state: Annotated[Numbers | None, says("the robot's state in its own units; finite")] = None
 
@@ -107,7 +107,7 @@ def _images(sent: ActJson | ActMsgpack) -> Sequence[tuple[str, str, Image]]:
 
 
 def _decode_json(body: bytes) -> ActJson:
-    # A decoder holds the interpreter, so what it gets is bounded.
+    # A decoder holds the interpreter's lock, so its input is bounded.
     if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise _too_many_values(body)
     if len(body) > MAX_ESCAPES and body.count(b"\\") > MAX_ESCAPES:
@@ -134,7 +134,7 @@ def _decode_json(body: bytes) -> ActJson:
 
 
 def _too_many_values(body: bytes) -> InvalidRequest:
-    """The 422 for a body with more values than all fields may hold: the first error, else the field that has them."""
+    """The 422 for a body with more values than all fields may have: its first error, else the field with the values."""
     enough = len(body) - len(body.split(b",", MAX_VALUES)[-1])
     try:
         _json.decode(memoryview(body)[:enough])
@@ -198,7 +198,7 @@ class Act:
                     questions = asked.questions(self.handler.of(asked.policy).reading(asked.block))
                 if len(questions) == 1:
                     answers = [await self.handler.infer(pending, questions[0], request.received)]
-            if len(questions) > 1:  # observations of several robots in one: each is a request, the message is none
+            if len(questions) > 1:  # one message of several robots: each is a request, and the message itself is not
                 answers = await self.handler.infer_all(pending, questions, request.received)
         except CallerLeft:
             raise
@@ -206,7 +206,7 @@ class Act:
             request.request_id = reported.request_id
             return request.app.refuse(request, reported.error)
         except ReflexError as error:
-            if isinstance(error, NotReady) and not request.received:  # robots that wait for a load tell answers by id
+            if isinstance(error, NotReady) and not request.received:  # callers match answers by their own request ids
                 with suppress(ReflexError):
                     asked = await _read(request)
                     pending.request_id = (isinstance(asked, Question) and asked.request_id) or pending.request_id
@@ -220,7 +220,7 @@ class Act:
         return HttpResponse(200, encode_json(answers[0]), JSON, _routed(pending))
 
     async def reset(self, request: HttpRequest) -> HttpResponse:
-        """Clients of GR00T send it before an episode. Nothing is kept of requests that name no episode."""
+        """For clients of GR00T, which send it before an episode. Changes nothing: they name no episodes."""
         self.handler.runtime.need_loaded()
         await request.body()
         return HttpResponse(200, b"{}")
@@ -247,7 +247,7 @@ async def _read(request: HttpRequest) -> Question | JsonNumpy | GrootJson:
 
 
 def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
-    """The question in a body. Only a body that /act's own fields refuse is tried as json-numpy."""
+    """The question in a body. A body that is no /act request is tried as json-numpy."""
     try:
         return decode(body, packed)
     except InvalidRequest:
@@ -258,7 +258,7 @@ def asked_in(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
 
 
 def _routed(pending: PendingRequest) -> Headers:
-    """Headers that name policy and version; none with one of each, or before they are known."""
+    """Headers that name policy and version, if there are several and they are known."""
     routing, served = pending.routing, pending.served
     if routing is None or served is None:
         return []

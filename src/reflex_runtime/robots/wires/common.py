@@ -1,4 +1,4 @@
-"""Parts that several wires need: bounded msgpack and arrays, identity and limits of a request, websocket sessions."""
+"""What several wires need: bounded msgpack and arrays, identity and limits of a request, websocket sessions."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from reflex_runtime.web.request import (
 
 
 def array_of_map(found: dict[str, Any]) -> Any:
-    """The array, number or encoded picture that a map represents in one of the forms of the field; another map as it
-    is. Nothing is unpickled, and PNG and JPEG stay encoded.
+    """The array, number or encoded picture that a map represents in one of these forms; any other map unchanged.
+    Nothing is unpickled, and PNG and JPEG stay encoded.
 
     openpi:        {"__ndarray__": True, "data": bytes, "dtype": "<f8", "shape": [8]}
                    {"__npgeneric__": True, "data": 0.5, "dtype": "<f8"}
@@ -79,7 +79,7 @@ def array_of_map(found: dict[str, Any]) -> Any:
 
 
 def _npy(data: Any) -> Any:
-    """The array in a file of numpy.save, as a view: numpy reads only its header."""
+    """The array in a file of numpy.save, as a view: numpy parses only the header."""
     if not isinstance(data, bytes):
         raise ClientError("as_npy is no file of numpy.save")
     file, form = io.BytesIO(data), np.lib.format
@@ -93,7 +93,7 @@ def _npy(data: Any) -> Any:
 
 
 def packer(form: Callable[[NDArray[Any]], Mapping[Any, Any]]) -> Callable[[Any], bytes]:
-    """Writes values with arrays as msgpack. form: makes the map that represents an array."""
+    """A function that encodes values with arrays as msgpack. form: makes the map that represents an array."""
 
     def array(value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -134,10 +134,10 @@ def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
 
 
 def socket_limits(query: Mapping[str, str]) -> RequestLimits:
-    """The limits in the query of a websocket's URL; an error refuses the handshake."""
+    """The limits in the query of a websocket's URL. An error refuses the handshake."""
     said = limits_of(query)
     for name in query.keys() - set(OF_SOCKETS):
-        raise invalid_input(name, f"is of a request, not of a websocket, which takes {', '.join(OF_SOCKETS)}")
+        raise invalid_input(name, f"belongs to a request; the URL of a websocket takes {', '.join(OF_SOCKETS)}")
     for name in ("robot_id", "episode_id"):
         if (id := getattr(said, name)) is not None:
             check_id(name, id)
@@ -152,8 +152,8 @@ def question_of(
     said: RequestLimits | None = None,
     part: str = "",
 ) -> Question:
-    """A question. limits: of the request; said: of its websocket. robot_id: used if `limits` has none. part: the suffix
-    of robot and request, of one of several in a message."""
+    """A question. limits: of the request; said: of its websocket. robot_id: used if `limits` has none. part: suffix of
+    the ids of robot and request, if a message has several."""
     images, state, instruction = observed
     robot, request = limits.robot_id or robot_id, limits.request_id
     own = msgspec.structs.asdict(limits) | {"robot_id": robot and robot + part, "episode_id": episode_id}
@@ -181,7 +181,7 @@ class Episodes:
         """The episode of an observation. name: the caller's, if it gave one."""
         if name is not None:
             check_id("episode_id", name)
-        seen = None if prompt is None else hash(prompt)  # not the text, which may have thousands of characters
+        seen = None if prompt is None else hash(prompt)  # the text may have thousands of characters
         if (name or self._own) != self._name:
             self._name, self._epoch = name or self._own, 0
         elif name is None and self._prompt is not None and seen != self._prompt:
@@ -191,7 +191,7 @@ class Episodes:
 
 
 def answer_details(answer: ActAnswer) -> dict[str, Any]:
-    """The fields of an answer beside its actions that every wire sends."""
+    """The fields of an answer that every wire sends with the actions."""
     return {name: getattr(answer, name) for name in _TOLD}
 
 
@@ -206,9 +206,9 @@ Hook = Callable[[dict[str, Any]], Any]
 def unpack(data: bytes, hook: Hook = array_of_map) -> Any:
     """The value of a frame; ClientError for a malformed one. Keys of maps become text. Each map passes through `hook`.
 
-    A frame has at most `FRAME_VALUES` values, keys included. The library bounds only single containers, and 16 MB of
-    empty maps take a gigabyte: so its hooks count all values. Nested lists reserve their lengths first: 160 MB at most,
-    while the library reads.
+    A frame has at most `FRAME_VALUES` values, keys included. The library bounds only each container, and 16 MB of empty
+    maps would take a gigabyte, so its hooks count all values. For nested lists the library allocates their announced
+    lengths first: at most 160 MB, while it reads.
     """
     left, most = FRAME_VALUES, min(FRAME_VALUES, len(data))
 
@@ -267,14 +267,14 @@ def socket_route(
 
 
 async def _websocket_only(request: HttpRequest) -> HttpResponse:
-    """Answers a plain request on the path of a websocket."""
-    raise NotFound(f"{request.path} is for websockets; docs/wires.md says which protocol it speaks")
+    """Refuse a plain request on the path of a websocket."""
+    raise NotFound(f"{request.path} is for websockets; docs/wires.md describes their protocol")
 
 
 class MessageSession(ABC):
-    """The base of a wire's session. Clients send one request at a time.
+    """The base of a wire's session on a websocket. Clients send one request at a time.
 
-    robot: its name. said: limits of the URL's query. first: `hello` opens the session; else it answers the client's.
+    robot: its name. said: limits of the URL's query. first: whether the server sends `hello` before any message comes.
     """
 
     first: ClassVar = False
@@ -291,7 +291,7 @@ class MessageSession(ABC):
 
     @abstractmethod
     async def take(self, message: SocketMessage, sent: Any) -> Frame | None:
-        """The frame that answers what was decoded, or None. Exceptions are answered as errors."""
+        """The frame that answers a decoded message; None for no answer. Exceptions are answered as errors."""
 
     @abstractmethod
     def hello(self) -> bytes:
@@ -342,7 +342,7 @@ class MessageSession(ABC):
         return PendingRequest(self._wire, message.id, self.robot, message.started, self.socket)
 
     def report(self, episode: str, result: dict[str, Any], robot: str) -> None:
-        """Count the success of a robot's ended episode, if the result reports it and the policy answered in it."""
+        """Count whether a robot's episode succeeded, if the result reports it and the policy answered in it."""
         success = _success_in(result)
         if success is not None and self.socket.may_change:
             with suppress(NotFound):
@@ -350,7 +350,7 @@ class MessageSession(ABC):
 
 
 def _success_in(result: dict[str, Any]) -> bool | None:
-    """The success in the result of an episode; None without one."""
+    """Whether the result of an episode is a success; None if it has no such field."""
     for found in (result.get("metrics"), result.get("result"), result):
         success = found.get("success") if isinstance(found, dict) else None
         if isinstance(success, (bool, int, float)) and success in (0, 1):

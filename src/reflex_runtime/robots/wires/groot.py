@@ -1,10 +1,10 @@
 """GR00T's protocol over ZeroMQ. Each row of a call is a request.
 
 Messages are msgpack, with arrays in one of two forms of `common.array_of_map`: numpy.save until the release of N1.7,
-msgpack-numpy since. Answers have the first one, which all clients read.
+msgpack-numpy since. Answers have the first form, which all clients read.
 
 Observations have flat or nested names. The number of an array's dimensions shows whether it has a batch axis. Of
-several steps T the last counts.
+several steps T the last one is used.
 
     {"video.front": [T, H, W, C], "state.arm": [T, D], "annotation.human.task": [text]}                      N1.5
     {"video": {"front": [B, T, H, W, C]}, "state": {"arm": [B, T, D]}, "language": {"task": [[text]]}}       N1.6, N1.7
@@ -100,7 +100,7 @@ class GrootObservation:
         self.batched = any(array.ndim == _axes(name) + 2 for name, array in self._arrays.items())
 
     def rows(self, reading: ObservationReader) -> list[dict[str, Any]]:
-        """The last step of each robot, for `ObservationReader`."""
+        """The observation of each robot at the last step, for `ObservationReader`."""
         wire, seen = reading.wire, {}
         states = [name for name in self._arrays if name.startswith(STATE)]
         for name, array in self._arrays.items():
@@ -120,7 +120,7 @@ class GrootObservation:
         return [seen] if rows is None else list(rows.values())
 
     def actions(self, reading: ObservationReader, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The actions of all rows, split into groups."""
+        """The actions of all rows, split into the groups of the export."""
         stacked = np.stack(chunks) if self.batched else chunks[0]
         found, at = {}, 0
         for name, size in groups_of(reading):
@@ -142,12 +142,12 @@ class GrootObservation:
 
 
 def groups_of(reading: ObservationReader) -> Sequence[tuple[str, int]]:
-    """The groups of an action."""
+    """(name, size) of each group of an action, in order."""
     return reading.wire.actions or (("actions", reading.spec.action_dim),)
 
 
 def modalities(reading: ObservationReader, flat: bool) -> dict[str, Any]:
-    """The answer to get_modality_config. flat: with the names of N1.5."""
+    """The answer to get_modality_config. flat: with the flat names of N1.5."""
     wire, spec = reading.wire, reading.spec
     names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
     names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if spec.takes_state else []
@@ -180,7 +180,7 @@ def _axes(name: str) -> int:
 
 
 def array_of(name: str, value: Any) -> NDArray[Any]:
-    if _is_numbers(value, 5):  # for a text among them numpy would allocate the longest text for each value
+    if _is_numbers(value, 5):  # if a text were among them, numpy would allocate the longest text for each value
         try:
             value = np.asarray(value)
         except (ValueError, OverflowError):
@@ -223,7 +223,7 @@ MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one 
 
 
 class GrootClient:
-    """The state of one routing id. name: the robot's. said: options of its last reset."""
+    """The state of one routing id. name: of the robot. said: options of its last reset."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -231,13 +231,13 @@ class GrootClient:
         self._episodes: dict[str, Episodes] = {}
 
     def episodes(self, part: str) -> Episodes:
-        """The episodes of one row or environment."""
+        """The episodes of one row or environment. part: the suffix of its name."""
         if part not in self._episodes and len(self._episodes) >= MAX_ROWS:
             raise invalid("env_id", f"env_id: a connection may have {MAX_ROWS} environments")
         return self._episodes.setdefault(part, Episodes(self.name + part))
 
     def reset(self, options: Mapping[str, Any]) -> None:
-        """Begin new episodes, of the named environments or of all."""
+        """Begin new episodes: of the environments that the options name, else of all."""
         said = {name: options[name] for name in ("robot_id", "episode_id", "policy") if options.get(name) is not None}
         limits_of(said)
         for name, value in said.items():
@@ -250,7 +250,7 @@ class GrootClient:
 
 
 def listener(app: App, handler: RequestHandler) -> ZmqListener:
-    """Clients' messages wait until a policy is loaded."""
+    """The listener at --gr00t. Messages wait until a policy is loaded."""
     from reflex_runtime.web.zeromq import ZmqListener
 
     config, session = handler.config, GrootSession(handler, handler.config.gr00t_config)
@@ -265,14 +265,14 @@ def listener(app: App, handler: RequestHandler) -> ZmqListener:
 
 
 class GrootSession:
-    """The session of all clients of a listener. form: of get_modality_config, n1.5 or n1.6."""
+    """The session of all clients of a listener. form: of answers to get_modality_config, n1.5 or n1.6."""
 
     def __init__(self, handler: RequestHandler, form: str) -> None:
         self._handler, self._form = handler, form
         self._clients: Lru[tuple[bytes, ...], GrootClient] = Lru(MAX_CLIENTS)
 
     async def answer(self, message: ZmqMessage) -> bytes:
-        """The answer to a message, also an error."""
+        """The bytes that answer a message; errors are answers too."""
         try:
             return await self._answer(message)
         except Exception as failure:
@@ -303,7 +303,7 @@ class GrootSession:
         raise NotFound(printable(f"Unknown endpoint: {brief(endpoint)}"))
 
     def failed(self, message: ZmqMessage, failure: Exception) -> bytes:
-        """The message for an error, which is counted."""
+        """The bytes that answer with an error, which is counted."""
         client = self._clients.get(message.peer)
         reported = self._handler.reported(failure, _pending(message, message.id if client is None else client.name))
         told = describe_error(reported.error, reported.request_id)
@@ -311,16 +311,16 @@ class GrootSession:
         return encode(told | {"error": reported.error.message, "code": reported.error.code})
 
     def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> RequestHandler:
-        """The handler of the policy that a client's options name, or those of its last reset."""
+        """The handler of the policy that the options name; by default the options of the client's last reset."""
         name = (self._client(message).said if options is None else options).get("policy")
         return self._handler.of(limits_of({"policy": name}).policy)
 
     def _client(self, message: ZmqMessage) -> GrootClient:
-        """The client of a message. Named after the message, because routing ids repeat after a restart."""
+        """The client of a message, named after its first message, because routing ids repeat after a restart."""
         return self._clients.use(message.peer, lambda: GrootClient(f"gr00t-{message.id}"))
 
     async def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> bytes:
-        """One get_action: its rows are requests that are answered together."""
+        """Answer one get_action. Its rows are requests of their own, answered in one message."""
         client, nested = self._client(message), "observation" in data
         if nested:
             only(data, ("observation", "options"))
@@ -362,14 +362,14 @@ def _map(sent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def only(sent: Mapping[str, Any], names: Collection[str], where: str = "") -> Mapping[str, Any]:
-    """A map that holds these names alone; 422 for others."""
+    """The map itself; 422 if it has other names than these. where: prefix of the name in the error."""
     for name in sent.keys() - names:
         raise invalid_input(where + name, f"is not read here, only {', '.join(sorted(names))}")
     return sent
 
 
 def options_of(data: Mapping[str, Any], names: Collection[str] = OPTIONS) -> dict[str, Any]:
-    """The options of a message. Ids may be numbers."""
+    """The options of a message. Ids that are numbers become texts."""
     found = data.get("options")
     if found is None:
         return {}
@@ -378,7 +378,7 @@ def options_of(data: Mapping[str, Any], names: Collection[str] = OPTIONS) -> dic
 
 
 def _parts(environments: Any, rows: int | None = None) -> list[str]:
-    """The suffix of each row's robot and episode: its environment, else its number. rows: of an observation."""
+    """The suffix of each row's robot and episode: its environment, else its number. rows: None for a reset."""
     if environments is None:
         return [""] if rows is None or rows == 1 else [f"/{row}" for row in range(rows)]
     named = environments if isinstance(environments, list) else [environments]

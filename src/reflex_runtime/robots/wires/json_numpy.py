@@ -57,15 +57,15 @@ _MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"', b'"proprio"', b
 
 @dataclass(slots=True)
 class JsonNumpy:
-    """A decoded observation. quoted: it is JSON within JSON. form: of its answer. arrays: the client reads json-numpy,
-    because it sent no nested lists."""
+    """A decoded observation. quoted: it was JSON in a text of JSON. form: of the answer. arrays: the answer has arrays
+    as json-numpy, because the client sent no nested lists."""
 
     block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
     quoted: bool
     form: str
     arrays: bool
-    together: bool = False  # of several robots, with a leading axis
+    together: bool = False  # whether it has several robots, with a leading axis
 
     @property
     def policy(self) -> str | None:
@@ -73,7 +73,7 @@ class JsonNumpy:
         return limits_of({"policy": self.observation.get("policy")}).policy
 
     def questions(self, reading: ObservationReader) -> list[Asked]:
-        """One for each robot; the 422 names a missing or wrong field."""
+        """A question for each robot; the 422 names a missing or wrong field."""
         if self.form == ACTION:
             self._name_views(reading)
         rows = reading.split(self.observation)
@@ -96,7 +96,7 @@ class JsonNumpy:
         return encode(written.decode()) if self.quoted else written
 
     def _name_views(self, reading: ObservationReader) -> None:
-        """The views of X-VLA are the policy's cameras in order, unless the export names them."""
+        """Name the views of X-VLA: they are the policy's cameras in order, unless the export names them."""
         seen = self.observation
         for i, camera in enumerate(reading.spec.images):
             name, view = reading.wire.images.get(camera, camera), f"image{i}"
@@ -117,7 +117,7 @@ class JsonNumpy:
 
 
 class GrootJson:
-    """A decoded observation of GR00T. arrays: the client reads json-numpy."""
+    """A decoded observation of GR00T. arrays: the answer has arrays as json-numpy, not as lists."""
 
     block: ClassVar = GROOT
 
@@ -127,7 +127,7 @@ class GrootJson:
         self._reading: ObservationReader | None = None
 
     def questions(self, reading: ObservationReader) -> list[Asked]:
-        """One for each row; the 422 names a missing or wrong field."""
+        """A question for each row; the 422 names a missing or wrong field."""
         self._reading = reading
         rows = self.observation.rows(reading)
         parts = [""] if len(rows) == 1 else [f"/{row}" for row in range(len(rows))]
@@ -146,17 +146,17 @@ def _asked(reading: ObservationReader, seen: Mapping[str, Any], limits: RequestL
 
 
 def is_json_numpy(body: bytes) -> bool:
-    """Whether a body that is no /act request may have one of these forms."""
+    """Whether a body that is no /act request may be json-numpy, by a quick search."""
     return any(mark in body for mark in _MARKS)
 
 
 def decode(body: bytes) -> JsonNumpy | GrootJson | None:
-    """Decode a body; None if it has no array and is not quoted. ClientError for a malformed array."""
+    """Decode a body; None if it is no json-numpy: it has no array and is not quoted. ClientError for a wrong array."""
     value = _parse(body)
     quoted = isinstance(value, dict) and isinstance(value.get("encoded"), str)
     if quoted:
         if len(value) > 1:
-            raise ClientError("encoded: must be alone")
+            raise ClientError("encoded: must be the only key")
         body = value["encoded"].encode()
         value = _parse(body)
     if not isinstance(value, dict):
@@ -204,7 +204,7 @@ def _is_quoted(name: str, sent: Any) -> bool:
 
 
 def _is_nested(sent: Any) -> bool:
-    """Whether it is a list of lists of numbers, by its first one."""
+    """Whether it is a list of lists of numbers, judged by the first element."""
     depth = 0
     while isinstance(sent, list) and sent:
         sent, depth = sent[0], depth + 1

@@ -5,15 +5,15 @@
     SendObservations         sends one observation; it replaces an older one that still waits
     GetActions               waits for an observation and returns its actions; empty data after 2 s without one
 
-Messages name neither robots nor observations, so a connection is one robot, and a second one on it is refused. Clients
-of one process share a connection if their channels have equal options, and so do clients behind a proxy that pools
-connections; the metadata `x-reflex-robot` tells them apart.
+Messages name neither robots nor observations, so a connection counts as one robot, and a second robot on it is refused.
+Clients of one process share a connection if their channels have equal options, and so do clients behind a proxy that
+pools connections; with the metadata `x-reflex-robot` each has a name.
 
 A client sends its instructions once. If its connection breaks, gRPC makes another, and the client continues without
-instructions: those of earlier robots with the same names hold, else the export's motors and cameras. The order of
-motors in an observation is not that of the state: HopeJR's arm reads its shoulder last, and names it first.
+instructions: then those of earlier robots with the same names hold, else the export's motors and cameras. The order of
+motors in an observation need not be that of the state: HopeJR's arm reads its shoulder last, and names it first.
 
-Messages hold pickles. Nothing that they name is loaded or called. Answers are written opcode by opcode, without torch.
+Messages hold pickles. Nothing that they name is imported or called. Answers are written by opcodes, without torch.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ BEGIN, MIDDLE, END = 1, 2, 3
 PART: Final = 2 << 20  # bytes of an observation in one message
 
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
-STALE: Final = 10.0  # seconds after which an observation without a GetActions is dropped
+STALE: Final = 10.0  # seconds without a GetActions after which an observation is dropped
 LEFT: Final = 10.0  # seconds of silence after which another robot may use the connection
-PAUSE: Final = 1.0  # seconds before a refused GetActions is answered: clients repeat it at once
+PAUSE: Final = 1.0  # seconds until a refusal of GetActions is sent: clients repeat it at once
 NAME: Final = b"x-reflex-robot"
 MAX_SETUPS: Final = 64  # kinds of robots remembered
 APART: Final = (
@@ -69,7 +69,7 @@ APART: Final = (
     " the metadata x-reflex-robot: NAME with every call"
 )
 MAX_ROBOTS: Final = 4096  # beyond it the least recently used one is forgotten
-MAX_MOTORS: Final = 1024  # of a robot; a small pickle can repeat one list in every feature
+MAX_MOTORS: Final = 1024  # of a robot; a small pickle can refer to one list in every feature
 MAX_NAME: Final = 256  # characters of a motor's name
 RATE_HZ: Final = 30.0  # of actions, if the export gives no rate
 TYPES: Final = ("act", "smolvla", "diffusion", "tdmpc", "vqbet", "pi0", "pi0_fast", "pi05", "groot")
@@ -82,7 +82,7 @@ _AS_PYTHON_READS: Final = (
     "\x80\x95.N\x88\x89)]}(t\x85\x86\x87aeqr\x94hjc\x93"  # PROTO … STACK_GLOBAL: structure, memo and names
     "JKM\x8aGX\x8c\x8dCB\x8e"  # numbers, texts and bytes
 )
-"""Codes of the opcodes that Python's pickler writes from protocol 2 on, without those that `_PickleReader` reads."""
+"""Codes of the opcodes from protocol 2 on that Python's methods read; `_PickleReader` has methods for the others."""
 _GLOBALS: Final = {
     (HELPERS, SETUP), (HELPERS, OBSERVATION), ("numpy", "ndarray"), ("numpy", "dtype"),
     *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
@@ -139,11 +139,11 @@ class LerobotSetup(msgspec.Struct):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for robots of one kind, whatever the length of their chunks."""
+        """What is equal for robots of one kind; the length of chunks may differ."""
         return self.policy, self.motors, self.cameras
 
     def check(self, reading: ObservationReader) -> None:
-        """Raises 422 for a difference from the export."""
+        """Raise the 422 if the setup differs from the export."""
         spec = reading.spec
         if spec.model_type in TYPES and self.policy_type != spec.model_type:
             raise invalid_input("policy_type", f"is {self.policy_type}, the export has {spec.model_type}")
@@ -155,7 +155,7 @@ class LerobotSetup(msgspec.Struct):
         reading.read({name: np.zeros(len(names)) for name, names in self.motors.items()} | pictures | {"task": ""})
 
     def observation(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """An observation under the names of its features; 422 for a missing one."""
+        """An observation by the names of its features; 422 if one is missing."""
         found: dict[str, Any] = {}
         for name, motors in self.motors.items():
             found[name] = np.array([_number(raw, motor) for motor in motors], np.float64)
@@ -170,8 +170,8 @@ class LerobotSetup(msgspec.Struct):
 
 
 class LerobotObservation(msgspec.Struct):
-    """One observation. Set while it waits for GetActions: question; steps: of the chunk, that its robot takes; started:
-    its arrival; held: its bytes that `Bodies` counts."""
+    """One observation. Set while it waits for GetActions: question; steps: actions that its robot takes of a chunk;
+    started: when it arrived; held: its bytes that `Bodies` counts."""
 
     timestamp: float
     timestep: Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
@@ -194,7 +194,7 @@ def read(kind: type[T], sent: Mapping[str, Any]) -> T:
 
 
 class LerobotRobot:
-    """One robot, with its newest observation that still waits for GetActions. named: by its own metadata."""
+    """One robot, with its newest observation while that waits for GetActions. named: whether metadata give its name."""
 
     def __init__(self, name: str, named: bool, bodies: Bodies) -> None:
         self.name, self.named, self.episodes = name, named, Episodes(name)
@@ -205,7 +205,7 @@ class LerobotRobot:
         self._came = asyncio.Event()
         self._stale: asyncio.TimerHandle | None = None
         self._ends = False
-        # The GetActions that waits: its connection, and a future of its end: True if the client gave it up.
+        # The GetActions that waits: its connection, and a future that is set at its end: True if the client gave it up.
         self._turn: tuple[str, asyncio.Future[bool]] | None = None
         self._used = 0.0  # time of its last call
         self._timestep = 0  # of its last observation
@@ -219,10 +219,10 @@ class LerobotRobot:
     def check_alone(self) -> None:
         """Raise if its connection is shared."""
         if self.shared:
-            raise Conflict(f"two robots use this connection, and nothing tells whose an answer is: {APART}")
+            raise Conflict(f"two robots use this connection, and their calls cannot be told apart: {APART}")
 
     def at(self, timestep: int) -> None:
-        """Note its timestep; one that goes back begins a new episode."""
+        """Note the timestep of an observation. A smaller one than before begins a new episode."""
         self._used = time.monotonic()
         if timestep < self._timestep:
             self.episodes.reset()
@@ -239,8 +239,8 @@ class LerobotRobot:
 
     @asynccontextmanager
     async def turn(self, peer: str) -> AsyncIterator[None]:
-        """The turn of a GetActions. A robot has one at a time, unless it gave up the last or lost its connection. Two
-        calls that wait on one connection come from two robots."""
+        """The turn of one GetActions. A robot sends one at a time, unless it gave up the last or lost its connection:
+        two that wait on one connection come from two robots."""
         while self._turn is not None:
             other, ends = self._turn
             await asyncio.wait([ends], timeout=WAIT)
@@ -279,7 +279,7 @@ class LerobotRobot:
             self._bodies.release(seen)
 
     def end(self) -> None:
-        """The server shuts down: wake `next`."""
+        """End the wait in `next`: the server shuts down."""
         self._ends = True
         self._came.set()
 
@@ -309,7 +309,7 @@ class LerobotService:
     def __init__(self, handler: RequestHandler, bodies: Bodies) -> None:
         self._handler, self._bodies = handler, bodies
         self._robots: Lru[tuple[bool, str], LerobotRobot] = Lru(MAX_ROBOTS, LerobotRobot.drop)
-        # By the names of observations, the one with the shortest chunks; None where two kinds of robots have them.
+        # By the names in observations: the setup with the shortest chunks; None if two kinds of robots have them.
         self._setups: Lru[frozenset[str], LerobotSetup | None] = Lru(MAX_SETUPS)
         self.methods = {"Ready": self.ready, "SendPolicyInstructions": self.instruct, "GetActions": self.actions}
         self.streams = {"SendObservations": self.observe}
@@ -319,7 +319,7 @@ class LerobotService:
         self._handler.refused(PendingRequest(LEROBOT, call.request_id, call.client, call.started, call), error)
 
     def end(self) -> None:
-        """The server shuts down: answer the calls that wait for an observation."""
+        """Answer the calls that wait for an observation: the server shuts down."""
         for robot in self._robots.values():
             robot.end()
 
@@ -394,7 +394,7 @@ class LerobotService:
         return serialize(messages.Pickle(data=pickled))
 
     def _setup_of(self, seen: Mapping[str, Any]) -> LerobotSetup:
-        """The setup of an observation that came without one: that of robots with the same names, else the export's."""
+        """The setup for an observation that came without one: that of robots with the same names, else the export's."""
         missing = "SendPolicyInstructions, which describes observations, has not come on this connection"
         names = frozenset(seen.keys() - {TASK})
         if names in self._setups:
@@ -422,7 +422,7 @@ class LerobotService:
         )
 
     def _key(self, call: GrpcCall) -> tuple[bool, str]:
-        """Whether the robot of a call has a name; the name or the connection."""
+        """(whether metadata name the robot of a call, that name or the connection)."""
         name = call.headers.get(NAME)
         if name is None:
             return False, call.client
@@ -431,7 +431,7 @@ class LerobotService:
         return True, robot
 
     def _robot(self, call: GrpcCall) -> LerobotRobot:
-        """The robot of a call. One without a name is named after its first call, because ports repeat."""
+        """The robot of a call. Without a name it is named after its first call, because ports are reused."""
         named, key = place = self._key(call)
         return self._robots.use(
             place, lambda: LerobotRobot(key if named else f"lerobot-{call.request_id}", named, self._bodies)
@@ -439,7 +439,7 @@ class LerobotService:
 
 
 def _instructions(spec: PolicySpec, seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Instructions made of an observation: its motors in the order of the export, and its cameras."""
+    """The instructions that an observation implies: its motors in the order of the export, and its cameras."""
     motors = {name.removesuffix(MOTOR): name for name, value in seen.items() if type(value) in (int, float)}
     known = _plain(spec.embodiment.state_names or ())
     if spec.takes_state and set(known) != set(motors):
@@ -518,7 +518,7 @@ class _Global(NamedTuple):
 
 
 class _Part:
-    """An object as a pickle describes it: its class or function, the arguments, and the state of BUILD."""
+    """An object that a pickle describes: name of its class or function, arguments, and the state from BUILD."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -529,7 +529,7 @@ class _Part:
 
 
 class _Opcodes(dict[int, Any]):
-    """What reads each opcode, for `MAX_OPCODES` of them."""
+    """The function that reads each opcode. ClientError after `MAX_OPCODES` look-ups."""
 
     left = MAX_OPCODES
 
@@ -541,7 +541,7 @@ class _Opcodes(dict[int, Any]):
 
 
 class _Message(BytesIO):
-    """The bytes of a pickle; pictures are views of them."""
+    """The bytes of a pickle as a file. Large parts, such as pictures, are read as views."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -556,11 +556,11 @@ class _Message(BytesIO):
 
 
 class _PickleReader(pickle._Unpickler):
-    """Python's reader in Python with few of its opcodes: it makes numbers, texts, lists, maps and `_Part`s, and neither
-    loads nor calls what a pickle names. (The reader in C would set attributes of it, and hash tuples of tuples.)
+    """Python's unpickler (the one in Python) with few opcodes. It makes numbers, texts, lists, maps and `_Part`s, and
+    neither imports nor calls what a pickle names. (The one in C would set attributes, and hash nested tuples.)
 
-    Lists and maps may share parts, even hold themselves: 60 lists that hold the one before twice have 2^60 parts. So
-    what reads a value looks for fields of known types, and never walks through all of it.
+    Lists and maps may share parts, or contain themselves: 60 lists, each with the one before twice, have 2^60 parts. So
+    code that reads a value looks for fields of known types, and never walks through all of it.
     """
 
     stack: list[Any]
@@ -619,7 +619,7 @@ def _value(part: Any) -> Any:
 
 
 def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> NDArray[Any]:
-    """dtype: the part that describes it: its name without the order of bytes, and a state with that."""
+    """The array. dtype: the `_Part` of it: an argument has the name without the byte order, the state has the order."""
     if not isinstance(shape, tuple):  # a list of a long text would be eight times as large
         raise TypeError
     order = dtype.state[1] if dtype.state[1] in ("<", ">") else "|"
@@ -652,11 +652,11 @@ def _whole(value: int) -> bytes:
     return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
 
 
-# -- a client: `reflex probe` and the load generator, without LeRobot's package ----------------------------------------
+# -- a client without LeRobot's package, for `reflex probe` and the load generator -------------------------------------
 
 
 def sent_by_robot(observed: Mapping[str, Any], policy_type: str) -> tuple[bytes, list[bytes]]:
-    """The setup of a robot that sees this, and its observation in parts.
+    """The messages of a robot with this observation: its setup, and the observation in parts.
 
     observed: pictures, numbers and a text. Single numbers are motors of one state, in order; a vector is another state,
     whose motors get names.

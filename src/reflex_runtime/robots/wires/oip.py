@@ -53,8 +53,8 @@ def listener(app: App, handler: RequestHandler) -> GrpcListener:
 
 
 def models(handler: RequestHandler) -> OipModels:
-    """The policies of a handler as models. Several have their own names; the only policy, or the one that the path
-    names, has the name of its model."""
+    """The policies of a handler as models. If there are several, a model has the name of its policy. An only policy, or
+    the one that the path names, has the name of its model."""
     runtime = handler.runtime
     sequences = _SEQUENCES.setdefault(runtime, Sequences())
     if len(runtime.policies) == 1 or handler.prefix:
@@ -70,7 +70,7 @@ def model_name(spec: PolicySpec) -> str:
 
 
 class PolicyAsModel:
-    """One policy. name: "" for that of its model."""
+    """One policy as a model. name: "" for the name of its model."""
 
     def __init__(self, handler: RequestHandler, name: str, sequences: Sequences) -> None:
         self._handler, self._name, self._sequences = handler, name, sequences
@@ -94,7 +94,7 @@ class PolicyAsModel:
         return [(ACTIONS, "FP32", [-1, spec.chunk_size, spec.action_dim])]
 
     async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
-        """Actions, and the parameter `reflex`: for each row the other fields of an answer of /act, as JSON."""
+        """The actions of all rows, and the parameter `reflex`: the other fields of each row's answer, as JSON."""
         asked = questions(self._handler.served.spec, self._sequences, sent, call.left_ms)
         answers = await self._handler.infer_all(_pending(call), asked, call.received or None)
         actions = np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
@@ -110,7 +110,7 @@ def _pending(call: OipCall) -> PendingRequest:
 
 
 def inputs_of(spec: PolicySpec) -> list[Described]:
-    """Tensors of the cameras, the state, the instruction and the seed."""
+    """The inputs of a policy: its cameras, the state, the instruction and the seed."""
     inputs: list[Described] = [(camera, "UINT8", [-1, *size, 3]) for camera, size in spec.images.items()]
     if spec.takes_state:
         inputs.append((_STATE, "FP32", [-1, spec.state_dim]))
@@ -135,8 +135,8 @@ class PolicyParameters(InferParameters, kw_only=True):
 
 
 class Sequences:
-    """Episodes of sequence ids, for all clients of a server. `sequence_start` begins a new one, and so does the next
-    request after `sequence_end`."""
+    """The episodes of sequence ids, for all clients of a server. A new episode begins with `sequence_start`, and with
+    the next request after `sequence_end`."""
 
     def __init__(self) -> None:
         self._episodes: Lru[str, Episodes] = Lru(MAX_SEQUENCES)
@@ -163,7 +163,7 @@ _SEQUENCES: Final[WeakKeyDictionary[PolicyRuntime, Sequences]] = WeakKeyDictiona
 def questions(
     spec: PolicySpec, sequences: Sequences, sent: InferRequest, most_ms: float | None = None
 ) -> list[Question]:
-    """A question for each row; the 422 names a wrong field. most_ms: the longest time that the caller waits."""
+    """A question for each row; the 422 names a wrong field. most_ms: milliseconds that the caller waits, or None."""
     prompted = {_INSTRUCTION} if spec.default_prompt is not None else set()
     optional = {_SEED, *spec.optional_images, *prompted}
     rows = sent.rows([name for name, _, _ in inputs_of(spec)], optional, [ACTIONS], MAX_ROWS)

@@ -1,9 +1,9 @@
 """openpi's websocket: the metadata first, then an answer for each observation. One socket is one robot.
 
 An error is a text frame with our JSON; stock clients raise it and may go on. `{"batch": [...]}` has many observations,
-each answered or refused by itself. docs/wires.md lists what a caller may send. Frames are msgpack; answers have the
-form of the question's arrays, openpi's own (see `common.array_of_map`) or msgpack-numpy's; the first one where the
-question has both. Their keys are bytes, which stock clients need.
+each answered or refused by itself. docs/wires.md lists what a caller may send. Frames are msgpack. Arrays of an answer
+have the form of those in the request: openpi's own (see `common.array_of_map`) or msgpack-numpy's; openpi's if the
+request has both. Their keys are bytes, which stock clients need.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def decode(frame: bytes) -> dict[str, Any]:
 
 
 def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
-    """The same, and whether its arrays have the form of msgpack-numpy."""
+    """The map in a frame, and whether all its arrays have the form of msgpack-numpy."""
     forms: set[bool] = set()
 
     def array(found: dict[str, Any]) -> Any:
@@ -61,7 +61,7 @@ def decode_form(frame: bytes) -> tuple[dict[str, Any], bool]:
 
 
 def encode(value: Any, packaged: bool = False) -> bytes:
-    """A frame. packaged: with arrays in the form of msgpack-numpy."""
+    """The frame of a value. packaged: with arrays in the form of msgpack-numpy."""
     return (_packaged if packaged else _plain)(value)
 
 
@@ -75,7 +75,7 @@ _packaged = packer(
 
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
-MAX_EPISODES: Final = 4 * MAX_ROWS  # of a socket
+MAX_EPISODES: Final = 4 * MAX_ROWS  # kept of one socket
 RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text frame that is not an error
 
 
@@ -90,9 +90,9 @@ class OpenpiSession(MessageSession):
 
     def __init__(self, handler: RequestHandler, socket: WebSocket) -> None:
         super().__init__(OPENPI, handler, socket)
-        self._packaged = False  # the form of the present answer
+        self._packaged = False  # form of arrays in the next answer
         self._episodes: Lru[str, Episodes] = Lru(MAX_EPISODES)  # by the suffix of a robot's name
-        self._spent: float | None = None  # milliseconds until the last answer
+        self._spent: float | None = None  # milliseconds that the last answer took
 
     def read(self, frame: bytes) -> dict[str, Any]:
         sent, self._packaged = decode_form(frame)
@@ -144,7 +144,7 @@ class OpenpiSession(MessageSession):
         return [self._told(one) if isinstance(one, ActAnswer) else _error_in(one) for one in found]
 
     def _question(self, observation: Any, part: str) -> Question:
-        """part: the suffix of a robot's name, where a message has several."""
+        """The question of one observation. part: suffix of the robot's name, if a message has several."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
         limits = limits_in(observation)
@@ -184,5 +184,5 @@ def _error_in(raised: BaseException) -> dict[str, Any]:
 def _batch_of(sent: dict[str, Any]) -> dict[str, Any]:
     batch = sent["batch"]
     if len(sent) > 1 or not isinstance(batch, list) or not 0 < len(batch) <= MAX_ROWS:
-        raise ClientError(f"batch: must be a list of 1 to {MAX_ROWS} observations, and alone")
+        raise ClientError(f"batch: must be a list of 1 to {MAX_ROWS} observations, without other keys beside it")
     return {str(row): observation for row, observation in enumerate(batch)}

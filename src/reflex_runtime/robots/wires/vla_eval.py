@@ -1,6 +1,6 @@
 """vla-eval's websocket: a benchmark sends a hello, begins an episode, and gets one action for each observation.
 
-The policy answers with chunks. A session keeps the rest of the last chunk and answers the next observations from it. A
+The policy answers with chunks. A session keeps the rest of the last chunk and answers the next observations with it; a
 new episode drops it. docs/wires.md lists what a benchmark may send. Frames are msgpack maps
 {type, payload, seq, timestamp}, with arrays and pictures in the forms of `common.array_of_map`.
 """
@@ -27,7 +27,7 @@ from reflex_runtime.web.request import Route, SocketMessage, WebSocket
 
 
 class EvalMessage(msgspec.Struct, frozen=True):
-    """One message. seq: number of the sender; an answer repeats it."""
+    """One message. seq: the sender's number of it, which the answer repeats."""
 
     type: str
     payload: dict[str, Any]
@@ -35,12 +35,12 @@ class EvalMessage(msgspec.Struct, frozen=True):
 
 
 def decode(frame: bytes) -> EvalMessage:
-    """The message in a frame, arrays as views of it; ClientError when there is none. PNG and JPEG stay encoded."""
+    """The message in a frame, with arrays as views of the frame; ClientError if it is wrong. Pictures stay encoded."""
     try:
         return msgspec.convert(unpack(frame), EvalMessage)
     except msgspec.ValidationError as error:
         raise ClientError(printable(f"the frame must be a map with type, payload and seq: {error}")) from None
-    except AttributeError:  # of msgspec, which looks for the keys of an array
+    except AttributeError:  # msgspec raises it for an array in the place of a map
         raise ClientError("the frame must be a map with type, payload and seq: found an array for a map") from None
 
 
@@ -75,9 +75,9 @@ class VlaEvalSession(MessageSession):
         self._asked_as = self.robot  # the robot of the last observation
         self._episodes = 0
         self._left: deque[Any] = deque()  # actions of the last chunk
-        self._executed: int | None = None  # how many of the episode's last chunk
-        self._told: tuple[Any, ...] = ()  # texts and ids of the last observation, for which the chunk was made
-        self._seq = self._hello = 0  # of the present message, and of the hello
+        self._executed: int | None = None  # actions of the episode's last chunk that were sent
+        self._told: tuple[Any, ...] = ()  # texts and ids of the observation that the last chunk was made for
+        self._seq = self._hello = 0  # numbers of the present message and of the hello
 
     def read(self, frame: bytes) -> EvalMessage:
         self._seq = 0
