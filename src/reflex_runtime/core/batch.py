@@ -99,8 +99,8 @@ class Suspects:
 class Offenders:
     """Clients of one group whose last request failed alone, and the share of such requests among the others.
 
-    With 20 % bad requests of few clients it brings 65 % of the mean, and p99 is a hundredth; the limit brings 30 % of
-    the rate where bad ones come from everywhere.
+    An offender runs alone; if bad requests come from all clients, `limit` makes batches smaller. What both bring is in
+    docs/benchmarks.md#the-schedulers-rules.
     """
 
     def __init__(self) -> None:

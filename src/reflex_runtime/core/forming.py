@@ -36,8 +36,8 @@ Newcomers join if they gain more, but not if the longest latency would grow, or 
 would meet if they waited. Regular clients that join meet again in each cycle, and the residents lose again. A client
 that waits instead comes later in each cycle: it waits once. So the gain must be a multiple of the loss, by the share of
 the device that they would take if each came in turn (`ThinkTimes.in_turns`). Up to a share of 1 none joins. Above it
-some must share, and the multiple falls from 2 to 1. Joining brings 9 to 15 % of the mean latency of 8 and 16 robots;
-the multiple 5 to 14 % of that of few regular ones.
+some must share, and the multiple falls from 2 to 1. Without joining the mean latency of 8 and 16 robots is 10 to 14 %
+longer; without the multiple that of few regular ones 5 to 14 %.
 
 Ahead. The next batch may be formed while one still runs, to start when the device is free. Only a batch is formed ahead
 that waiting could not change: it is full, of one call, in the first turn, and no deadline of it is at risk. The driver
@@ -65,10 +65,10 @@ from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.order import MAX_PASSED_OVER, Partition, in_order
 from reflex_runtime.core.request import BACKGROUND, RESIDENT, RUNNING, URGENT, WAITING, Priority, Ticket
 
-_ANY = 1 << 30  # places, where another rule counts them
-KEPT = 64  # of so many places one is kept for a client that has none
-LATER = 1.25  # batches after which a ticket must still be in time, or it goes before its equals
-BESIDE = 1.0  # seconds for which a client that left counts as there
+_ANY = 1 << 30  # places, if another rule counts them
+KEPT = 64  # of each 64 places one is kept for clients that have none
+LATER = 1.25  # batches; a ticket that would be late after so many goes before its equals
+BESIDE = 1.0  # seconds for which a client that left still counts as present
 _SAME = 1e-9  # relative: plans that differ by less are equal
 
 
@@ -153,7 +153,7 @@ class Filling:
                 filled.short_of = "room" if outside else "places"
                 break
             client = ticket.request.client
-            if client in passed_over or ticket.held:  # preempted while held: skipped until its resume
+            if client in passed_over or ticket.held:  # it was preempted while held: skipped until `resume`
                 continue
             if resources is not None:
                 over = self._come_up_to(ticket.request.priority)
@@ -161,7 +161,7 @@ class Filling:
                     filled.short_of = closed
                     break
             apart = client in offenders
-            if apart and grants:  # its turn comes when it is the first
+            if apart and grants:  # it runs alone, when it is the first
                 why = "apart"
             elif over is None and (
                 (shares is not None and shares[client] <= 0) or (left is not None and left[client] <= 0)
@@ -561,7 +561,7 @@ class Former:
         return together, chosen, tally_of(self.group.cost, together)
 
     def _enters(self, base: dict[Ticket, float], entering: list[Ticket], sigma: float) -> bool:
-        """Whether new requests run their first stage before the residents' next step; see the module docstring."""
+        """Whether new requests run their first stage before the residents' next step, see the module docstring."""
         model, now = self.group.cost, self.now
         first = [t for t in entering if t.stage == entering[0].stage]
         takes = model.fixed(first[0]) + sum([model.marginal(t, 1.0) for t in first])

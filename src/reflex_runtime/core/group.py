@@ -55,8 +55,8 @@ class Resources(Protocol):
 
 IDLE_PARTITIONS = 256
 USUAL = 1.0 / 32.0  # weight of a batch in the usual size
-CHEAPER, DEARER = 0.75, 1.25  # of a price: what changes it
-KINDS = 1024  # whose prices are kept
+CHEAPER, DEARER = 0.75, 1.25  # cost over its price, beyond which the price changes
+KINDS = 1024  # kinds of requests whose prices are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class GroupConfig:
     """The settings of a group.
 
     capacity: most waiting tickets; beyond it QueueFull.
-    max_queued_units: most units (tokens, steps) that waiting tickets want together; beyond it QueueFull. An empty queue
-        admits any ticket. It bounds the wait if requests differ in length.
+    max_queued_units: most units (tokens, steps) that waiting tickets may want together; beyond it QueueFull. An empty
+        queue admits any ticket. It bounds the wait if requests differ in length.
     max_queued_seconds: most predicted device seconds that may wait ahead of a request, in its priority or an earlier
         one; beyond it QueueFull, unless its client has less than its even share of them waiting. Unmeasured work
         counts as 0. Background work neither counts nor is refused.
@@ -359,7 +359,7 @@ class Group(ShareHolder):
         return price
 
     def steady_price(self, kind: Hashable, cost: float) -> float:
-        """The cost of such a request, as it was when its estimate last changed by more than a quarter.
+        """The cost of a kind of request, as it was when its estimate last changed by more than a quarter.
 
         Equal requests with slightly different charges overtake each other by a whole round (128 callers on one core:
         p99 496 instead of 398 ms).

@@ -18,7 +18,7 @@ Turns. Of a group's partitions, the next turn is for
 
 A deadline is at risk if another partition's batch could make it late. A partition is within its share up to `CREDIT`
 above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
-its share explains. (Of six it brings 2 %; it is a promise.)
+its share explains. (Without it six partitions lose 1.7 %; it stays because the contract promises it.)
 
 All orders are heaps that change only with a partition's own tickets: it is put into `touched`, and the next decision
 updates the heaps. A turn costs O(log partitions), however many tickets wait.
@@ -41,9 +41,9 @@ T = TypeVar("T", bound=Hashable)
 Place = tuple[float, int]
 K = TypeVar("K", float, Place, tuple[float, float, int])
 
-FEW = 8  # dead entries that may stay however few live
+FEW = 8  # stale entries that may stay, however few valid ones there are
 SORTED = 256  # entries that are sorted at once; of more they come off the heap one by one
-AT_ONCE = 256  # touched partitions; beyond them every arrival sorts them in
+AT_ONCE = 256  # touched partitions; with more of them every arrival refreshes the heaps
 
 
 class LazyHeap(Generic[T, K]):
@@ -116,7 +116,7 @@ class LazyHeap(Generic[T, K]):
 
     def _walk(self) -> Iterator[tuple[K, T]]:
         heap, entries = self._heap, self._entries
-        ahead = [(heap[0], 0)] if heap else []  # those whose parents have come, with their places
+        ahead = [(heap[0], 0)] if heap else []  # entries whose parent was passed, with their places in the heap
         while ahead:
             entry, at = heappop(ahead)
             if entries.get(entry[2]) is entry:
@@ -138,9 +138,9 @@ class ShareHolder:
 
 
 class Shares(ShareHolder):
-    """The active members. The counter of one may grow at any time; only `charge` may make it smaller.
+    """The active members. A counter may grow at any time; only `charge` may make it smaller.
 
-    over: shares of which all of them are one member together, or None.
+    over: shares in which all these members together are one member, or None.
     """
 
     __slots__ = ("_active", "_over", "_rest")
@@ -348,7 +348,7 @@ _EMPTY = Tier()  # shared by all tiers without tickets: most partitions use one 
 
 
 class Partition(ShareHolder):
-    """Tickets that may share a batch: the waiting ones by tier, the residents, and every unsettled one by arrival."""
+    """Tickets that may share a batch: waiting ones by tier, residents, and all unsettled ones by arrival."""
 
     def __init__(self, key: Hashable, promotions: LazyHeap[Ticket, float]) -> None:
         """promotions: its group's background tickets by the time they count as default."""
@@ -360,7 +360,7 @@ class Partition(ShareHolder):
         self.unsettled: dict[Ticket, None] = {}  # tickets, by arrival
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
         self.paused_until = -inf
-        self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
+        self.hold_until = -inf  # decided after input number `hold_input`; only `Holding` writes the hold_ fields
         self.hold_input = -1
         self.hold_for = 0  # clients that come before it is decided again
         self.hold_came = False  # whether some of them have
@@ -432,7 +432,7 @@ class Partition(ShareHolder):
         """Drop all entries of an empty partition's queues."""
         for tier in self.tiers:
             if tier is not _EMPTY:
-                tier.queues = LazyHeap()  # it remembers queues that left, and those their tier: a reference cycle
+                tier.queues = LazyHeap()  # stale entries refer to queues, and those to their tier: a reference cycle
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.suspects.clear()
         self.deadlines = LazyHeap()

@@ -17,7 +17,7 @@ and passes the events of `take_events` to its sinks and waiters.
  2. Tenants, then the groups of one, take turns by device time over weight, the least served first (`_turns`).
  3. Partitions of a group take turns: urgent work, deadlines at risk near the least share, then the least served
     (`Turns.in_order`). Requests of different partitions never share a batch.
- 4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
+ 4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `Suspects`).
  5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share,
     of equals the oldest (`Filling.fill`, `in_order`). If deadlines are at risk, the set of largest value is chosen
@@ -125,7 +125,7 @@ class Scheduler:
         self._holding = Holding(configs)
         self._in_flight: dict[Batch, None] = {}
         self._ahead = Ahead()
-        self._started: Batch | None = None  # formed ahead, and begins when the one before is complete
+        self._started: Batch | None = None  # formed ahead; it begins when the batch before it is complete
         self._leaving = Leaving(self._groups)
         self._paused: dict[Group | Partition, Group] = {}
         self._events: list[Event] = []
@@ -268,7 +268,7 @@ class Scheduler:
         return not drain and self._leaving.behind
 
     def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
-        """The batch came back: one outcome per ticket, in the order of its grants. elapsed: seconds."""
+        """The batch has returned, with one outcome per ticket, in the order of its grants. elapsed: seconds."""
         if batch not in self._in_flight:
             raise ValueError(f"batch {batch.id} is not in flight")
         if (n := len(outcomes)) != len(batch):
@@ -277,7 +277,7 @@ class Scheduler:
         apart = isinstance(outcomes[0], Apart)
         failed = sum([isinstance(outcome, _BAD) for outcome in outcomes])
         faults = failed and sum([isinstance(outcome, _BAD) and is_fault(outcome.error) for outcome in outcomes])
-        if not failed:  # first: if it raises, the batch is still in flight, and a driver can let it fail
+        if not failed:  # first, because it may raise: then the batch is still in flight, and a driver can let it fail
             group.cost.observe(batch, elapsed)
         self._input(now)
         del self._in_flight[batch]

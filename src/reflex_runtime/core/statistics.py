@@ -7,8 +7,8 @@ The time of a batch is a robust affine fit per executable. (Time ÷ size would c
     T(batch) = a + Σ_k b_k · n_k        a ≥ 0 (fixed), b_k ≥ b_min (marginal, per cost class k)
 
 Exponentially decayed least squares with relative errors, Huber weights, and a ridge towards a slowly moving anchor, so
-that directions that the load does not vary cannot drift. A two-sided CUSUM drops the past when the device changes: on a
-device that stays three times as slow it brings 31 % of the answers on time. Plain Python: at most five unknowns.
+that directions that the load does not vary cannot drift. A two-sided CUSUM drops the past when the device changes:
+without it 31 % fewer answers are on time on a device that becomes three times as slow. At most five unknowns.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _FORGET, _RIDGE, _HUBER = 0.98, 0.02, 2.0
 _CUSUM_SLACK, _CUSUM_ALARM = 0.75, 6.0
 _CLAMP_UP, _CLAMP_DOWN = 2.5, 4.0  # most deviations of one batch: an alarm takes four slow ones, or two fast ones
 _CUT = 0.92  # mean of the squares of normal deviations when those beyond two are cut to two
-_KEPT = 0.02  # of what was measured before a change
+_KEPT = 0.02  # weight that measurements keep after a change of the device
 _SHARE = 0.2  # of a batch's time per member: the ridge of a smaller slope is no tighter, or it could not grow again
 _SIGMA_START, _SIGMA_MIN, _SIGMA_MAX = 0.15, 0.01, 0.5
 _WARM_SAMPLES, _WARM_SIZES = 3, 2

@@ -143,8 +143,8 @@ COLD = 64.0  # prompt tokens of a step, while too little was measured
 COLD_ROWS = 8.0  # and sequences, where a gap is promised
 TIMES_FIXED = 8.0  # times its fixed part that a step may take if no gap is given: 1/8 of the time goes to fixed parts
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
-EVEN = 2.0  # times the rows of a step, that it may take whatever gap a request asks for
-SHARED = 2.5  # times the rows of the others, that a step may take because a client has more than they
+EVEN = 2.0  # times the time of its rows, that a step may take whatever gap a request has
+SHARED = 2.5  # times the time of the other rows, that a step may take because one client has more rows
 LONGEST = 2.0  # seconds of a step because of its fixed part, or because its rows allow a long gap
 
 # The fit wants numbers of similar size: rows, prompt tokens and pairs are counted in these units.

@@ -33,11 +33,11 @@ class Cancels:
 
     @property
     def pending(self) -> bool:
-        """Whether some are not cancelled yet."""
+        """Whether some requests are still to be cancelled."""
         return bool(self._later)
 
     def add(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel it now, or after those that are pending. loop: the running one."""
+        """Cancel a request now, or after those that are pending. loop: the running one."""
         if not self._cancelled:
             loop.call_soon(self._next_turn, loop)
         self._cancelled += 1
@@ -64,7 +64,7 @@ class Cancels:
 
 
 class Idle:
-    """Lets a coroutine wait until a driver has nothing left to do. idle: whether that is so."""
+    """A coroutine can wait here until a driver has nothing left to do. idle: returns whether that is so."""
 
     def __init__(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
@@ -146,7 +146,7 @@ class Audience:
         return bool(self._untold)
 
     def _tell_some(self) -> None:
-        """The events of one turn, by count and by time: an answer costs much more than others, a large one most."""
+        """Deliver the events of one turn. It is bounded by count and by time: answers take longest, large ones most."""
         untold, sinks_of, clock = self._untold, self._sinks_of, self._clock
         answers, end = 0, clock() + TURN
         for _ in range(16 * SLICE):
@@ -193,7 +193,7 @@ def resolve(ticket: Ticket) -> None:
         else:
             waiter.set_exception(outcome.error)
     elif waiter is not None:
-        ticket.waiter = None  # it may hold the ticket: this breaks the reference cycle
+        ticket.waiter = None  # it may refer to the ticket: this breaks the reference cycle
         try:
             waiter(ticket)
         except Exception:

@@ -1,11 +1,11 @@
 """The asyncio driver: an event loop submits, cancels and awaits; device work runs in a separate thread.
 
-Futures are resolved and sinks are called on the loop, once per batch. Brief batches run there too: one after each turn
-of the loop, of the requests submitted in it. While the device is busy, one loop timer handles expiry and the watchdog;
-while it is free, its thread sleeps until the next deadline. The loop never waits for the device thread.
+Futures are resolved and sinks are called on the loop, once per batch. Brief batches run on the loop too: one after each
+turn, with the requests submitted in it. While the device is busy, one loop timer handles expiry and the watchdog; while
+it is free, its thread sleeps until the next deadline. The loop never waits for the device thread.
 
-`Dispatcher` drives calls that are awaited, not run. Everything happens on the loop, without a lock. It decides at the
-end of each turn of the loop, so that requests of one turn share a call. In between one timer waits for `wake_at`.
+`Dispatcher` is for calls that are awaited on the loop. It needs no thread and no lock, and decides at the end of each
+turn of the loop, so that requests of one turn share a call. Between turns one timer waits for `wake_at`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from reflex_runtime.run.processor import Processor, Value, kind_of, reflex_error
 T = TypeVar("T")
 
 
-_TICK: Final = 0.00051  # s; uvloop counts whole milliseconds, and half of one would be now, again and again
+_TICK: Final = 0.00051  # seconds; uvloop rounds to milliseconds: a shorter timer would fire at once, again and again
 
 
 class LoopDriver:
@@ -91,7 +91,7 @@ class LoopDriver:
         raise NotImplementedError
 
     def _arm(self, at: float) -> None:
-        """Set the timer to `at`, unless it is set to an earlier time: that one sets it anew."""
+        """Set the timer to `at`, unless it is set to an earlier time: when that comes, it is set anew."""
         if at >= self._timer_at:
             return
         assert self._loop is not None
@@ -219,15 +219,15 @@ class Batcher(LoopDriver, Generic[Value]):
             return value
         except asyncio.CancelledError:
             if not waiter.cancelled():
-                waiter.exception()  # it failed in the same turn, and nobody else looks
+                waiter.exception()  # it failed in the same turn: mark the error as retrieved
             self.cancel(ticket)
             raise
         finally:
             ticket.waiter = waiter = None  # its exception holds this frame
 
     def flush(self) -> None:
-        """Call the sinks with the events so far, as many as fit in a turn of the loop. Else events without an answer
-        are delivered with the next answer."""
+        """Call the sinks with the events so far, as many as fit into a turn of the loop. Without it, events that answer
+        nothing are delivered with the next answer."""
         self._pump()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
@@ -258,7 +258,7 @@ class Batcher(LoopDriver, Generic[Value]):
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
     def _wake_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._wake_due:  # requests that came in one turn of the loop wake the device once
+        if not self._wake_due:  # requests of one turn of the loop wake the device once
             self._wake_due = True
             loop.call_soon(self._wake)
 
@@ -273,7 +273,7 @@ class Batcher(LoopDriver, Generic[Value]):
             self._arm(self._clock() + self.device.soonest)
 
     def _notified(self) -> None:
-        """An answer is among the events; called on any thread."""
+        """Deliver events soon: an answer is among them. Called on any thread."""
         if self._pump_due or self._loop is None:
             return
         self._pump_due = True
@@ -290,7 +290,7 @@ class Batcher(LoopDriver, Generic[Value]):
     def _on_timer(self) -> None:
         self._timer, self._timer_at = None, inf
         at = self.device.look()
-        if not self._pump_due:  # else it is called in this turn anyway, and one call of it fills a turn
+        if not self._pump_due:  # else it is called in this turn anyway, and one call is enough for a turn
             self._pump()
         self._arm(at)
 
@@ -299,7 +299,7 @@ class Batcher(LoopDriver, Generic[Value]):
             self._from_thread(self._on_fatal)
 
     def _from_thread(self, call: Callable[[], None]) -> None:
-        """Let the loop call it, unless it is closed and its waiters are gone."""
+        """Call it on the loop, unless that is closed: then nothing waits any more."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(call)

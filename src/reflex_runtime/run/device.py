@@ -3,11 +3,11 @@
 The device thread completes a batch and takes the next one while it holds the lock once; other threads submit, cancel
 and wake it. It sleeps, without polling. Drivers deliver the results.
 
-- A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
-  second time, or with a GPU that is lost, the device itself is given up (`on_fatal`): open requests are answered with
-  errors, and none is admitted. A thread lost to an expendable group stops only that group; if the thread comes back,
-  the group runs again after a rest. With `one_thread` there is no replacement: the device waits for a thread that
-  hangs, and ends with one that dies.
+- A thread that hangs in a processor, or ends with an exception, is given up: its batch fails at once, and one
+  replacement is started. The second time, or if a GPU is lost, the device itself is given up (`on_fatal`): open
+  requests are answered with errors, and none is admitted. A thread that an expendable group hangs or ends stops that
+  group only; if the thread comes back, the group runs again after a rest. With `one_thread` there is no replacement:
+  the device waits for a thread that hangs, and ends with one that ends.
 - `FormingAhead`: a second thread forms a full batch shortly before the running one ends.
 - `BriefBatches`: batches that take less than a hand-over to a thread run on the event loop, in `turn`.
 """
@@ -47,7 +47,7 @@ def complete(scheduler: Scheduler, batch: Batch, outcomes: Sequence[Outcome], el
         scheduler.complete(batch, [failed] * len(batch), elapsed, now)
 
 
-# -- one sleeping thread, which others wake ----------------------------------------------------------------------------
+# -- a thread that others wake -----------------------------------------------------------------------------------------
 
 
 class Wakeable:
@@ -59,7 +59,7 @@ class Wakeable:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._rung = threading.Lock()  # held but for the moment between a ring and the thread waking up
+        self._rung = threading.Lock()  # locked, except between a ring and the moment when the thread wakes up
         self._rung.acquire()
         self.waiting = False
         self.until = inf
@@ -90,8 +90,8 @@ class Wakeable:
 
 WAKING = 0.0002  # seconds from the end of a thread's sleep until it has the interpreter's lock
 SLACK = 0.0002  # seconds by which it may form too early, rather than sleep once more
-ERROR = 0.05  # of a predicted time
-PAYS = 0.01  # least share of a batch's time that forming takes
+ERROR = 0.05  # relative error of a predicted time
+PAYS = 0.01  # least share of a batch's time that forming must take, to form ahead
 FULL = frozenset({Cause.SIZE, Cause.FULL})
 
 
@@ -120,7 +120,7 @@ class FormingAhead:
         self._ends = False
 
     def formed(self, batch: Batch, seconds: float) -> None:
-        """The device thread formed a batch itself, in so many seconds."""
+        """Note how many seconds the device thread took to form a batch itself."""
         if batch.cause in FULL:
             self._took(seconds)
 
@@ -142,7 +142,7 @@ class FormingAhead:
             self._bell.ring()
 
     def rest(self) -> None:
-        """Nothing runs on the device thread: form nothing before the next `began`."""
+        """Form nothing before the next `began`: nothing runs on the device thread."""
         self._at = inf
 
     def end(self) -> None:
@@ -172,18 +172,18 @@ class FormingAhead:
         batch = self._scheduler.form_ahead(now)
         if batch is not None:
             self._took(self._clock() - now)
-            # It is needed again when this batch is about to end: with a time of its own nobody has to wake it.
+            # The thread is needed again when this batch is about to end. It wakes by itself, so no other must wake it.
             self._next = planned + batch.expected
 
 
 # -- brief batches run on the event loop -------------------------------------------------------------------------------
 
-# A hand-over to a thread and back costs more than a small model. But a batch on the loop holds up everything else, so a
-# kind of batch runs there only after many in a row were brief, and the first long one sends it back.
+# A hand-over to a thread and back costs more than a small model. But a batch on the loop blocks everything else, so a
+# kind of batch runs there only after many in a row were brief; after the first long one it runs on the thread again.
 
-BRIEF: Final = 0.0003  # seconds; a hand-over costs 0.05 to 0.15 ms of them
+BRIEF: Final = 0.0003  # seconds of a batch; a hand-over takes 0.05 to 0.15 ms
 PROOF: Final = 32  # batches in a row that must be brief
-MOST_PROOF: Final = 4096  # after long ones that came soon, at most so many
+MOST_PROOF: Final = 4096  # the most that are needed; each long batch that comes soon doubles the number
 KINDS: Final = 256  # kinds that are measured; with more of them all are measured anew
 
 
@@ -227,8 +227,7 @@ class BriefBatches:
         return kind.seconds * max(1.0, len(batch) / kind.size) <= self.limit
 
     def ran(self, batch: Batch, seconds: float, failed: bool = False) -> None:
-        """A batch came back after so many seconds, on any thread. One that failed proves nothing, unless it was
-        long."""
+        """Measure a batch that ran, on any thread. One that failed counts only if it was long."""
         if self.limit <= 0.0:
             return
         key = (batch.group, batch.partition, batch.stage)
@@ -240,7 +239,7 @@ class BriefBatches:
             kind = self._kinds[key] = _Proof()
         if seconds > self.limit:
             proof = kind.proof
-            if kind.brief >= 2 * proof:  # the first one in a long time
+            if kind.brief >= 2 * proof:  # the first long one in a long time
                 proof = PROOF
             elif kind.brief >= proof:
                 proof = min(2 * proof, MOST_PROOF)
@@ -276,22 +275,22 @@ class Device:
         so that they stay in order. Events that answer nothing (a request queued, a batch scheduled) come with the next
         answer.
     on_fatal: called once, on any thread, when the device is given up. watchdog: seconds after which a batch hangs.
-    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit`). A thread
-        lost to one is replaced without being counted, and the group is paused: until its thread comes back and `REST`
-        times its time has passed, or until `resume`.
+    expendable: groups whose answers no caller waits for. Their batches are given up much earlier (see `limit`). A
+        thread lost to one is replaced without being counted, and the group is paused: until its thread comes back and
+        `REST` times its time has passed, or until `resume`.
     one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
         its late results are dropped.
     ahead: whether a full batch is formed while the one before runs (`FormingAhead`); that is completed while the next
         one runs. For a driver that takes the events on another thread.
     brief: seconds up to which batches may run on the thread that calls `turn`; 0: none do.
-    on_stuck: called on the device thread, once a watchdog, while a batch that runs in `turn` has taken longer than
-        that: the thread that could answer is not free.
+    on_stuck: called on the device thread, once in each `watchdog` seconds, while a batch in `turn` takes longer than
+        that: the thread that could answer is blocked.
     hung: batches given up for their time. lost: why the device was given up, if it was.
     """
 
     RESTARTS = 1
     EXPENDABLE_S = 1.0  # seconds that a batch of an expendable group may take, whatever its prediction
-    REST = 60.0  # a late group takes at most a sixtieth of the time from the others
+    REST = 60.0  # times its lateness; so a late group takes at most 1/60 of the time from the others
 
     def __init__(
         self,
@@ -516,7 +515,7 @@ class Device:
             settled = self.scheduler.settled
             try:
                 batch = self._form_here() if self._has_news() else None
-            except BaseException:  # it fails on the device thread, too, which gives up the device
+            except BaseException:  # it will fail on the device thread too, which then gives up the device
                 self._bell.ring()
                 raise
             news = settled != self.scheduler.settled
@@ -562,7 +561,7 @@ class Device:
                 self._complete(outcomes, self.clock())
                 self._settle()
             dropped = not all(isinstance(outcome, Done) for outcome in outcomes) and self.scheduler.idle
-            if self._stopping or ring or dropped:  # residents that left, and no next batch names them
+            if self._stopping or ring or dropped:  # the thread drops residents that no next batch names
                 self._bell.ring()
 
     def _look_here(self, now: float) -> None:
@@ -571,7 +570,7 @@ class Device:
         if self._running is None or now - self._running[1] < self.watchdog:
             return
         batch, since = self._running
-        log.error("batch %d has run for %.0f s on the event loop, which stands still", batch.id, now - since)
+        log.error("batch %d has run for %.0f s on the event loop, which is blocked", batch.id, now - since)
         if self._on_stuck is not None:
             self._on_stuck()
 
@@ -594,7 +593,7 @@ class Device:
             while (batch := self._next(generation, outcomes)) is not None:
                 outcomes = run_batch(self._processors[batch.group], batch)
                 del batch  # while this thread sleeps it keeps nothing of the batch alive
-        except BaseException as error:  # the thread is about to die: its batch is answered first
+        except BaseException as error:  # the thread ends: its batch is answered first
             self._died(generation, error)
             return
         with self._lock:
