@@ -119,6 +119,7 @@ def test_a_hidden_shape_is_not_in_the_truth() -> None:
         (lambda: shapes_source("shapes:size=32x9999"), r"^shapes:size=\(32, 9999\): must be .* \[32, 4096\]$"),
         (lambda: shapes_source("shapes:size=axb"), r"^shapes:size=axb: must be a size like 320x240$"),
         (lambda: shapes_source("shapes:colour=red"), "^shapes:colour: must be one of seed, fps"),
+        (lambda: shapes_source("shapes:seed=1,seed=2"), "^shapes:seed: is given twice$"),
         (lambda: shapes_source("shapes:size=320"), "must be a size like 320x240"),
         (lambda: shapes_source("shapes:realtime=perhaps"), "must be true or false"),
     ],

@@ -89,8 +89,7 @@ class PictureFolder:
         self._stop = threading.Event()
         self._files: Iterator[str] = iter(())
         self.total: int | None = None
-        self.corrupt = 0
-        self.file = ""
+        self.corrupt, self.file = 0, ""
 
     def open(self) -> None:
         """List the pictures. Raises SourceError if there are none."""

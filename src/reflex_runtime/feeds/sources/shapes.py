@@ -110,6 +110,8 @@ def made_of(text: str, make: Callable[..., Made], known: Mapping[str, Any]) -> M
     for name, _, value in (item.partition("=") for item in options.split(",") if item):
         if name not in known:
             raise ConfigError(f"{scheme}:{name}: {one_of(name, known)}")
+        if name in found:
+            raise ConfigError(f"{scheme}:{name}: is given twice")
         kind, where = known[name], f"{scheme}:{name}"
         found[name] = convert(value, kind, where) if isinstance(kind, type) else kind(value, where)
     try:

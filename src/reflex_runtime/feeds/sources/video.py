@@ -125,8 +125,7 @@ class VideoSource:
         self._frames: Iterator[VideoFrame] = iter(())
         self.live, self.paced = self._remote or realtime, realtime  # paced, over HTTP: set by `open`
         self.total: int | None = None
-        self.corrupt = 0
-        self.step = 0.04
+        self.corrupt, self.step = 0, 0.04
         self._aspect = 1.0  # of a pixel: width over height
         self._timed = True  # False: the times are made up by FFmpeg
 
