@@ -281,6 +281,10 @@ def test_f14_a_pipe_that_nobody_reads_ends_it_with_2(tmp_path: Path) -> None:
 def test_f14_a_video_that_failed_is_not_among_those_that_were_written(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"")
     (tmp_path / "b.mp4").symlink_to("elsewhere")
+    (tmp_path / "c.mp4").write_bytes(b"of the run before")
+    (tmp_path / "c.txt").write_text("no video")
+    feeds = ran("c=c.txt", "--annotate", ".", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
+    assert not any("wrote" in line for line in feeds.log)
     two = ("a=markers:feed=1,frames=3,live=0", "b=markers:feed=2,frames=3,live=0")
     feeds = ran(*two, "--annotate", ".", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
     assert feeds.log[-1].endswith("wrote videos: a.mp4")

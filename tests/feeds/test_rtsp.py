@@ -202,8 +202,9 @@ def test_the_clock_of_pyav_is_replaced_where_it_is_kept(camera: RtspCamera) -> N
 
 
 @contextmanager
-def web(data: bytes, size: int | None = None) -> Iterator[str]:
-    """A server that answers with `data` and, if `size` says there is more, keeps the connection open until the end."""
+def web(data: bytes, size: int | None = None, closes: bool = False) -> Iterator[str]:
+    """A server that answers with `data` and, if `size` says there is more, keeps the connection open until the end,
+    unless it `closes` it."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -212,7 +213,7 @@ def web(data: bytes, size: int | None = None) -> Iterator[str]:
             self.send_header("Content-Length", str(size or len(data)))
             self.end_headers()
             self.wfile.write(data)
-            if size:
+            if size and not closes:
                 over.wait()
 
         def log_message(self, *arguments: object) -> None:
@@ -253,6 +254,11 @@ def test_f14_a_video_over_http_plays_at_its_own_pace() -> None:
     assert feed.state == "ended"
     assert len(pauses) == 30
     assert pauses == sorted(pauses)
+
+
+def test_f14_a_page_in_place_of_a_video_is_said() -> None:
+    with web(b"<html>log in</html>", size=1000, closes=True) as url, pytest.raises(SourceError, match="or is no video"):
+        VideoSource(url, open_timeout=PATIENCE).open()
 
 
 def test_f14_a_host_that_nobody_knows_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,7 @@ class ResultFiles:
             logging.error("--results=%s: %d results are not in it", config.results, self._results.lost)
         elif config.results not in ("", "-"):
             lines.append(f"results: {config.results}")
-        videos = [video for _, video in sorted(self._videos.items())]
-        made = [str(video.path) for video in videos if video.path.is_file() and not video.failed]
+        made = [str(video.path) for _, video in sorted(self._videos.items()) if video.whole]
         if made:
             lines.append(f"videos: {', '.join(made) if len(made) <= 4 else f'{len(made)} in {config.annotate}'}")
         if self.trace is not None and (self.trace.error is not None or self.trace.dropped):

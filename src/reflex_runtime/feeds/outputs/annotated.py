@@ -215,7 +215,7 @@ class AnnotatedVideo:
         self._container: Any = None
         self._stream: Any = None
         self._size = (0, 0)
-        self._over = self.failed = False  # over: closed, or failed
+        self._over = self.whole = False  # over: closed, or failed. whole: begun, and nothing is missing
         self._before, self._shown = 0.0, 0.0  # times of the last picture: of its source, in the video
         self._tick = -1
 
@@ -241,7 +241,7 @@ class AnnotatedVideo:
             self._over = True
             with suppress(Exception):  # the same error again
                 self._open_files.close()
-            self.failed = True
+            self.whole = False
             why = getattr(error, "strerror", None) or error
             raise SinkError(f"video to {self.path} failed: {why}; no more is written") from error
 
@@ -270,6 +270,7 @@ class AnnotatedVideo:
             # The encoder holds no pictures back, so that the flush at the stop is short.
             self._stream.options = {"preset": "veryfast", "crf": "23", "tune": "zerolatency"}
         self._stream.codec_context.thread_count = 1  # the default is one per core, for every feed
+        self.whole = True
         self._container.start_encoding()  # so that a failure shows now, not when the encoder is full
 
     def _finish(self) -> None:

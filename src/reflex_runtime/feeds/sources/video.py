@@ -322,7 +322,7 @@ class VideoSource:
         elif isinstance(error, known.InvalidDataError):
             why = "no video that FFmpeg can read" + ("" if self._remote else ", or its end is missing")
         elif self._scheme and getattr(error, "errno", 0) == errno.EIO:  # also for a name that it cannot find
-            why = _unknown_host(self._where) or why
+            why = _unknown_host(self._where) or "it broke off, or is no video"
         return SourceError(f"{self.name}: {why}", retryable=self._remote and not refused)
 
     def _interrupted(self) -> SourceError:
