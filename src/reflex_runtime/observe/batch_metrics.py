@@ -291,5 +291,5 @@ class BatchMeter:
 
 
 def _left(ticket: Ticket) -> bool:
-    """Whether it left without a call, such as a frame that was too old when its batch began."""
+    """Whether an item left without a call, such as a frame that was too old when its batch began."""
     return isinstance(ticket.outcome, Failed) and isinstance(ticket.outcome.error, Dropped)

@@ -44,8 +44,8 @@ def append(path: str | os.PathLike[str], private: bool = False) -> FileIO:
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raises the errors of `create`. Creates an empty file if there was none. A pipe is not opened: at the close its
-    reader would read the end."""
+    """Raise the errors of `create`. Creates an empty file if there is none. A pipe is not opened: its reader would get
+    the end of the file when it is closed."""
     if not Path(path).is_fifo():
         append(path).close()
 
@@ -75,7 +75,7 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
 
 @contextmanager
 def refused(setting: str, cannot: str = "be written") -> Iterator[None]:
-    """Turns an OSError from within, or the ValueError of an invalid name, into a ConfigError of that setting."""
+    """In this block an OSError, or the ValueError of an invalid name, becomes a ConfigError of that setting."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ def refused(setting: str, cannot: str = "be written") -> Iterator[None]:
 
 
 def _make_way(path: Path) -> bool:
-    """Move an existing regular file to PATH.1. Returns False for a device or a pipe, which stays."""
+    """Move an existing regular file to PATH.1. Returns False for a device or a pipe, which is written as it is."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

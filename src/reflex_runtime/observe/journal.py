@@ -2,7 +2,7 @@
 
 One JSON object a line: `header`, `warm`, `request`, `batch`, `ended`, `footer`, and notes of any other kind (`outcome`,
 `decision`, `shadow`, …). With payloads (`--record`) request lines carry what was asked and answered; without
-(`--trace`) they carry ids, times and outcomes. Readers skip unknown kinds and keys.
+(`--trace`) they have ids, times and outcomes. Readers skip unknown kinds and keys.
 
 Clocks: `timestamp` is UTC. `arrival` counts seconds from the header's `origin`. Times of the scheduler (`schedule`,
 batches, `ended`) are seconds of its monotonic clock, unrounded: a schedule replayed with them is the same to the last
@@ -643,7 +643,7 @@ class JournalReader:
 
 
 def _header_of(header: Header, policy: str, path: Path) -> Header:
-    """The header that a journal of this policy alone would have."""
+    """The header as in a journal of this policy alone."""
     if not header.served or policy not in header.served:
         there = f"only {', '.join(header.served)}" if header.served else "one policy without a name"
         raise ConfigError(f"--policy={policy}: not in {path}, which has {there}")

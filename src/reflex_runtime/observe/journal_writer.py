@@ -1,9 +1,9 @@
 """Writes journals: a sink that copies values and references, and a thread that does everything else.
 
 `--trace FILE` is one file without payloads, opened at once; so is the answer of GET /diagnostics/journal. `--record
-DIR` is a `Recording`: files with payloads, opened at the first request. The sink only appends to a bounded queue; the
-thread writes the lines of a fraction of a second at once, so that it wakes a few times a second at most. A killed
-process loses little. A disk error ends the journal, is kept in `error`, and never affects serving.
+DIR` is a `Recording`: files with payloads, opened at the first request. The sink only appends to a bounded queue. The
+thread wakes a few times a second at most, and writes all lines that came; a killed process loses those of less than a
+second. A disk error ends the journal, is kept in `error`, and never affects serving.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ log = logging.getLogger("reflex.observe")
 
 CAPACITY = 4096  # lines that wait to be written; a batch of 256 members takes some 30 kB
 EARLY = 1000  # notes kept until the first request
-KEPT = 4096  # batches whose newcomers are remembered until their requests are answered
+KEPT = 4096  # batches whose entered requests are remembered until these are answered
 IMAGE_BYTES = 256 << 20  # most bytes of images that wait; further requests are dropped
 GATHER = 0.2  # seconds the thread waits for more lines after the first
 FLUSH = 0.5  # seconds of work between flushes; a killed process loses at most this much
-PLENTY = 256  # lines that end the wait
+PLENTY = 256  # lines that end this wait
 _LEVEL = 1  # of compression: half the size of level 6 is not worth three times its time
 _CHUNK = 1 << 18  # bytes handed to the file at a time
-_TURN = 0.0005  # seconds of work until the thread releases the interpreter; it adds this to other threads' p99
-_BREATH = 0.0001  # seconds that it pauses then
+_TURN = 0.0005  # seconds of work until the thread pauses; other threads wait so long for the interpreter
+_BREATH = 0.0001  # seconds of such a pause
 
 
 class LineTarget(Protocol):
@@ -405,7 +405,7 @@ class JournalWriter:
     # -- the sink ------------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """Take an event: references and a few numbers. Never waits, never raises for the disk."""
+        """Keep references and a few numbers of an event. Never waits; never raises for a disk error."""
         if isinstance(event, (RequestSettled, RequestProgressed)):
             if self._open is not None:
                 self._outcome(self._open, event)

@@ -1,6 +1,6 @@
 """Figures for the dashboard and `reflex top`: a fold over the events of a server, read as snapshots.
 
-It is a sink only while somebody watches, so it costs nothing otherwise; its figures begin with the first watcher. Every
+It is a sink only while there are watchers, and costs nothing otherwise; its figures begin with the first watcher. Every
 list in a snapshot is bounded, and the rest is counted.
 """
 
@@ -42,10 +42,10 @@ MEMBERS = 64  # of a batch
 CLIENTS = 64  # in a snapshot: those answered last
 NAME = 48  # characters of a client's name: names often differ at their end
 REMEMBERED = 1024  # clients whose figures are kept
-WINDOW = 512  # latencies of a group, and
-OWN = 64  # of a client, that percentiles are taken from
+WINDOW = 512  # newest latencies of a group that percentiles are taken from
+OWN = 64  # newest latencies of a client, likewise
 UNSEEN: Final = 2.0  # seconds after the last snapshot until the fold ends
-APART: Final = 1024  # between the numbers of two batches of one of several processes
+APART: Final = 1024  # step between ids of one process's batches, so that those of several processes differ
 RATE_S = 5.0  # seconds over which rates are taken
 
 
@@ -210,7 +210,7 @@ class Live:
             self._lost(event.at, request.client, request.group, event.error)
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
-        """Everything since the last one. now: on the clock of the events."""
+        """The figures since the last snapshot. now: on the clock of the events."""
         passed = max(now - self._since, 1e-9)
         for batch in self._running.values():
             self._group(batch.group).busy += max(0.0, now - max(batch.at, self._since))
@@ -340,7 +340,7 @@ def _name(client: Hashable) -> str:
 
 
 def _us(seconds: float) -> float:
-    """In whole microseconds: half of the text."""
+    """Seconds rounded to microseconds: half of the text in JSON."""
     return round(seconds, 6)
 
 
@@ -450,7 +450,7 @@ class LiveParts:
         self._new[name] = self.newest[name] = snapshot
 
     def forget(self, name: str) -> None:
-        """The process has ended, or sends no snapshots now."""
+        """Drop the process: it has ended, or sends no snapshots now."""
         self.newest.pop(name, None)
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
@@ -486,7 +486,7 @@ class LiveParts:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Two figures of queues as one: numbers are added, everything else is that of the first one."""
+    """One figure from two of queues: numbers are added; of anything else the first one is taken."""
     if isinstance(one, dict) and isinstance(other, dict):
         return other | {key: added(value, other[key]) if key in other else value for key, value in one.items()}
     number = isinstance(one, int | float) and isinstance(other, int | float) and not isinstance(one, bool)

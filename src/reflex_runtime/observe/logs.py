@@ -1,7 +1,7 @@
 """The log of a server on standard error: lines for people, or JSON for a collector (`--log-format json`).
 
 A reader that stops reading must not stop the server: `LogStream` never waits for it, and drops lines that do not fit.
-Text from outside (messages, exceptions) can neither forge a line nor command a terminal: `escaped`.
+Text from outside (messages, exceptions) is `escaped`: it can neither forge a line nor control a terminal.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LogStream(io.TextIOBase):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Also in a fork, which has no thread: the parent writes the lines that wait."""
+        """Reset the state. Also called in a fork: it has no thread, and the parent writes the lines that wait."""
         self._lock = threading.RLock()  # a signal handler may print
         self._line = ""  # the beginning of a line
         self._waiting: deque[bytes] = deque()

@@ -55,11 +55,11 @@ class HistogramChild:
 
 
 class SeriesRow(NamedTuple):
-    """A series: a histogram where there are buckets, a counter where the name ends in `_total`, any other one a gauge.
+    """A series: a histogram if it has buckets, a counter if its name ends in `_total`, else a gauge.
 
-    labels: beside those that all series of its server have.
-    value: of those that are read from snapshots at a scrape: a number; None for no sample; with a label a mapping of
-    numbers by its values; with buckets (the last one inf) the counts below each, and their total.
+    labels: in addition to those that all series of its server have.
+    value: of a series that is read from snapshots at a scrape. It returns a number; None for no sample; with a label a
+    mapping of numbers by its values; with buckets (the last one inf) the counts below each, and their total.
     """
 
     name: str
@@ -88,7 +88,7 @@ class SeriesRow(NamedTuple):
 
 
 class SeriesSet(Collector):
-    """The series of these rows in a registry. labels: that all of them have, before their own."""
+    """The series of these rows in a registry. labels: those that all of them have, before their own."""
 
     def __init__(self, rows: Iterable[SeriesRow], registry: CollectorRegistry, labels: Sequence[str] = ()) -> None:
         self._rows: dict[str, SeriesRow] = {}  # of counters and histograms: read from their series
@@ -361,17 +361,16 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """A sink that keeps every series of the contract.
+    """A sink that counts every series of a policy server.
 
-    Chunks of actions give their cache outcome and steps through `value.cache` and `value.denoising_steps`. What was
-    done to them is in their batch's notes: `on_loop`, `clamped`, `held`, `refused`, `rtc`, `steps_spared`,
-    `injected_ms`.
+    Of a chunk of actions it reads `value.cache` and `value.denoising_steps`, and from the notes of its batch `on_loop`,
+    `clamped`, `held`, `refused`, `rtc`, `steps_spared` and `injected_ms`.
     """
 
     events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
 
     def __init__(self, several: bool = False) -> None:
-        """several: whether there are several policies, whose name is a label then."""
+        """several: whether there are several policies; then their name is a label."""
         self.registry = CollectorRegistry()
         labels = ("embodiment", "policy_slot", *(["policy"] if several else []))
         self.series = SeriesSet(POLICIES, self.registry, labels)
@@ -402,7 +401,7 @@ class Metrics:
         self.slots[slot] = SlotSeries(self.series, labels, wires)
 
     def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
-        """The recording's series, read at scrape time. One file serves all slots: they carry the label of the first."""
+        """Add the recording's series, read at scrape time. All slots share a file: the label is of the first slot."""
         labels = next(iter(self.slots.values())).labels
         self._recording = dropped, self.series.counter("reflex_recording_dropped_total", *labels)
         self.series.gauge("reflex_recording_failed", *labels).set_function(failed)
@@ -423,7 +422,7 @@ class Metrics:
 
 
 class SlotSeries:
-    """The series of one slot, looked up once: that costs more than the observation."""
+    """The series of one slot. Looked up once, because a look-up costs more than an observation."""
 
     def __init__(self, series: SeriesSet, labels: tuple[str, ...], wires: Iterable[str]) -> None:
         def counter(name: str, *more: str) -> CounterChild:

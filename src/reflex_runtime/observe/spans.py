@@ -1,8 +1,8 @@
 """The spans of a server (`--otel`): a fold over its events on OpenTelemetry's SDK, and the queue to the collector.
 
-A batch is a span of a trace of its own, with links to the spans of its requests: it belongs to all of them. Times of
-events are monotonic seconds. docs/tracing.md lists every attribute. A collector that is down or slow costs spans, and
-never delays an answer.
+A batch has a trace of its own, and its span has links to the spans of all its requests. Times of events are monotonic
+seconds. docs/tracing.md lists every attribute. If a collector is down or slow, spans are lost, and no answer is
+delayed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHUNK: Final = 512  # spans of a message: the SDK's default
 GATHER_MS: Final = 500.0  # longest wait for a full message
 LONGEST: Final = 200  # characters of a text
 LONGEST_HEADER: Final = 512  # bytes of a caller's traceparent or tracestate: each span that waits holds them
-APART_NS: Final = 20_000  # between readings of the two clocks
+APART_NS: Final = 20_000  # most nanoseconds between the readings of two clocks that are compared
 TRIES: Final = 8
 SELDOM: Final = 60.0  # seconds between two log lines about lost spans
 RESULTS: Final = ("exported", "queue_full", "failed")
@@ -68,7 +68,7 @@ def note(span: Span, attributes: Mapping[str, AttributeValue]) -> None:
 
 
 def _short(text: str) -> str:
-    """A text that UTF-8 can carry, and not too much of it."""
+    """A text as an attribute: encodable as UTF-8, and cut."""
     return text[:LONGEST].encode("utf-8", "backslashreplace").decode()
 
 
@@ -142,7 +142,7 @@ class Spans:
 
 
 class StepSpans(Spans):
-    """The same for a model's steps. The parent of a sequence may be a span of another process: `traceparent`."""
+    """The spans of a language model's steps. A sequence's parent may be a span of another process: `traceparent`."""
 
     events = Spans.events | {RequestQueued}
 
@@ -155,7 +155,7 @@ class StepSpans(Spans):
 
 
 class FrameSpans(Spans):
-    """The same for the frames of feeds, which have no answer: a span is a frame's way through the scheduler."""
+    """The spans of the frames of feeds, which have no answer: from admission to the end in the scheduler."""
 
     events = frozenset({RequestQueued, RequestRejected, BatchFinished, RequestSettled})
 

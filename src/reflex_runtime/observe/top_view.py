@@ -48,7 +48,7 @@ class TopView:
         """A column for each batch, a cell for one or more of its requests, in the colour of the client."""
         batches = list(self._batches)[-width:]
         if not batches:
-            return Text("no batch yet: batches are kept while somebody watches", "dim")
+            return Text("no batch yet: batches are kept while this view is open", "dim")
         per = ceil(max(batch.size for batch in batches) / STRIP)
         rows = []
         for row in reversed(range(min(STRIP, ceil(max(b.size for b in batches) / per)))):
@@ -221,7 +221,7 @@ def fitting(
 ) -> Table:
     """A table with one line a row. texts: columns that are not figures. spared: columns to leave out, in this order,
     until the others fit; a long `why` is cut. A column without a value in any row is left out, too. Texts of
-    cameras and models can neither break a row nor command the terminal."""
+    cameras and models can neither break a row nor control the terminal."""
     rows = [[plain(cell, TEXT) if isinstance(cell, str) else cell for cell in row] for row in rows]
     wide = {
         column: max(cell_len(str(cell)) for cell in (column, *cells)) + 2

@@ -40,8 +40,8 @@ class Colours:
 
     @classmethod
     def of(cls, trace: Journal, batches: Sequence[BatchLine]) -> Colours:
-        """In order of appearance: clients in the trace, so that a window of it shows the same colours; requests in the
-        batches shown, so that few of them need no hatching."""
+        """Colours in order of appearance: of clients in the whole trace, so that they are the same in a part of it; of
+        requests in the shown batches, so that few of them need no hatching."""
         by = "client" if len({m.client for b in trace.batches for m in b.members}) > 1 else "request"
         index: dict[Hashable, int] = {}
         names = []
@@ -84,7 +84,7 @@ def pale(face: str) -> str:
 
 
 def fill(colour: int, light: bool = False) -> dict[str, Any]:
-    """Face, hatching and a white edge that separates neighbours. light: pale, and outlined in the colour itself."""
+    """The style of a segment: face, hatching, a white edge between neighbours. light: pale, with a coloured edge."""
     face, hatch = PALETTE[colour % len(PALETTE)], HATCHES[colour // len(PALETTE) % len(HATCHES)]
     if light:
         return {"facecolor": pale(face), "hatch": hatch, "edgecolor": face, "linewidth": 0.8}
@@ -107,12 +107,12 @@ def why_waiting(batch: BatchLine) -> str:
 
 
 def count_of(count: int, what: str) -> str:
-    """Such as `1 batch`, `2 batches`."""
+    """A number with its noun: `1 batch`, `2 batches`."""
     return f"{count:,} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def unit_of(batch: BatchLine) -> str:
-    """What its units are: requests where costs are seconds; "units" if the writer did not know the group."""
+    """The unit of a group's grants: requests if costs are seconds; "units" if the writer did not know the group."""
     plain = batch.unit == "seconds" or (batch.unit is None and all(m.units == 1.0 for m in batch.members))
     return "requests" if plain else batch.unit or "units"
 
@@ -130,7 +130,7 @@ def is_decode(member: Member) -> bool:
 
 
 def unused(member: Member) -> float:
-    """Its wrong guesses: tokens that were computed for nothing."""
+    """The wrong guesses of a member: tokens that were computed for nothing."""
     return (member.guessed or 0.0) - max(0, (member.outputs or 1) - 1)
 
 
@@ -258,7 +258,7 @@ def courses(batches: Sequence[BatchLine]) -> list[Course]:
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
-ROWS = 40  # a longer table shows a part, unless --last or --from asked for its rows
+ROWS = 40  # of a table; a longer one is shortened, unless --last or --from is given
 LEAST = 12  # columns for the members, whatever else there is
 PLACE = ("group", "partition", "stage")
 

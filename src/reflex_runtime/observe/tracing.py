@@ -38,13 +38,13 @@ def current_span() -> SpanIds | None:
 
 
 def follow(span: SpanIds) -> None:
-    """The rest of this task belongs to the span."""
+    """Let the rest of this task belong to the span: log lines have its ids."""
     _current.set(span)
 
 
 @contextmanager
 def within(span: SpanIds) -> Iterator[None]:
-    """The code inside belongs to the span."""
+    """A block of code that belongs to the span: log lines have its ids."""
     token = _current.set(span)
     try:
         yield

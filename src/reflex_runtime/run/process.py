@@ -1,8 +1,8 @@
 """A process around its drivers: event loop, slow calls, forks, memory, and no telemetry.
 
-By default glibc has a pool of memory for each thread, and gives little back once arrays of some megabytes were freed.
-Pictures are decoded on several threads and batches filled on two, so every pool grows to its own peak: of a server of
-245 MB, 120 MB were unused.
+By default glibc has a memory pool for each thread, and returns little to the system after arrays of some megabytes were
+freed. Pictures are decoded on several threads and batches filled on two, so every pool grows to its own peak: of a
+server of 245 MB, 120 MB were unused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words. status: as of `subprocess`."""
+    """How a process ended, in words. status: as `subprocess` gives it."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -126,12 +126,12 @@ class ForkedLock:
 
 
 LARGE: Final = 16 * 2**20
-"""Bytes: a larger array has memory of its own, which goes back when it is freed. Its fresh pages cost 1 ms per 20 MB,
-more than copying batches of 32 pictures."""
+"""Bytes: larger arrays get memory from the system, which they return when they are freed. Fresh pages cost 1 ms per
+20 MB, more than copying batches of 32 pictures."""
 KEPT: Final = 2 * LARGE  # bytes at the end of the pool that may stay unused
-IDLE: Final = 0.25  # seconds without a new request after which freed memory may go back
-BUSY: Final = 40  # times that long with requests, after which it may go back too
-LONGEST: Final = 600.0  # most seconds between tries that give nothing back
+IDLE: Final = 0.25  # seconds without a new request after which freed memory is returned
+BUSY: Final = 40  # times as long with requests, after which it is returned too
+LONGEST: Final = 600.0  # most seconds between two tries, after some that returned nothing
 
 COLLECTIONS: Final = (10_000, 3, 1_000)  # `gc.set_threshold`: requests make few cycles, and each collection visits the
 # waiting ones, 1.5 ms for 10,000 of them

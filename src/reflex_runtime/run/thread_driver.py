@@ -1,8 +1,8 @@
 """What the drivers of threads share: callers wait for answers, and whichever thread causes events delivers them.
 
-Answered threads are woken one after another: each wakes the next one as soon as it runs itself. Woken together they
-contend for the interpreter's lock: twice the CPU, and half the items a second. Without such a lock all are woken at
-once.
+Answered threads are woken one after another: each wakes the next as soon as it runs. Woken together they would contend
+for the interpreter's lock: twice the CPU, and half the items a second. In an interpreter without that lock all are
+woken at once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ T = TypeVar("T")
 # -- threads that wait for answers -------------------------------------------------------------------------------------
 
 
-STALLED: Final = 0.02  # seconds after which the others do not wait for a thread that was woken and does not run
-FIRST_LOOK: Final = 0.1  # seconds until a thread that waits checks for a stalled one, and then each time twice as long
+STALLED: Final = 0.02  # seconds for a woken thread to run; then the others no longer wait for it
+FIRST_LOOK: Final = 0.1  # seconds until a waiting thread checks for a stalled one; doubles each time
 
 _one_at_a_time = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Sleeper:
-    """A thread that waits for an answer. asleep: a lock that is free when it may run. left: it waits no more."""
+    """A thread that waits for an answer. asleep: a lock that is released when it may run. left: it no longer waits."""
 
     __slots__ = ("asleep", "left")
 
@@ -52,7 +52,7 @@ class Sleeper:
 
 
 class Relay:
-    """The threads that were answered and do not run yet.
+    """Wakes the threads that were answered, one after another.
 
     wake: wakes the device; called on any thread when the last of them runs, if items came meanwhile.
     woken: the one that runs next, and then wakes the next one; meanwhile new items do not wake the device: see `came`.
@@ -67,7 +67,7 @@ class Relay:
         self._since = 0.0  # when it was woken
 
     def came(self) -> None:
-        """An item was admitted without waking the device: it is woken when all threads run that were answered."""
+        """Note an item that was admitted without waking the device: that is woken once all answered threads run."""
         self._unseen = True
         if self.woken is None:  # the last one ran before this item was noted
             self._over()
@@ -78,7 +78,7 @@ class Relay:
             self._wake()
 
     def answered(self, sleeper: Sleeper) -> None:
-        """Its answer is there. It runs after those that were answered before, from the next `go` on."""
+        """Queue an answered thread: from the next `go` on it runs after those that were answered before it."""
         with self._lock:
             if not sleeper.left:
                 self._waiting.append(sleeper)
@@ -108,7 +108,7 @@ class Relay:
             self.runs(sleeper)
 
     def runs(self, sleeper: Sleeper) -> None:
-        """The thread runs, with or without its answer. Call it as soon as it does, whatever happened."""
+        """Note that the thread runs, with or without its answer. Call it as soon as it does, whatever happened."""
         with self._lock:
             sleeper.left = True
             if sleeper is not self.woken:
@@ -242,7 +242,7 @@ class ThreadDriver:
                     self._deliver_all()
                 return action()
         finally:
-            self.deliver()  # what threads left that found the lock taken; the answers so far have woken nobody
+            self.deliver()  # events of threads that found the lock taken; and wake the threads answered so far
 
     def _deliver_all(self) -> None:
         """Deliver until there are no new events. The lock is held."""
@@ -259,7 +259,7 @@ class ThreadDriver:
         self.between(lambda: self._audience.add(sink))
 
     def remove_sink(self, sink: Sink) -> None:
-        """It gets no more events. ValueError if it is none of the sinks."""
+        """Call the sink no more. ValueError if it is none of the sinks."""
         self.between(lambda: self._audience.remove(sink))
 
     def look(self) -> float:
@@ -275,7 +275,7 @@ class ThreadDriver:
         return ended
 
     def release(self) -> None:
-        """Let the timekeeper stop both threads: there are no callers. The garbage collector may call it."""
+        """Let the timekeeper stop both threads: no callers are left. The garbage collector may call it."""
         self._bell.put("stop")
 
     def died(self) -> None:
