@@ -19,12 +19,15 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.pages import FeedPages
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime.runtime import Runtime
+from reflex_runtime.functions.app import application as application_of_functions
+from reflex_runtime.functions.server import FunctionServer
+from reflex_runtime.functions.source import read_functions
 from reflex_runtime.llm.app import ModelServer
 from reflex_runtime.robots.app import application
 from reflex_runtime.robots.serving.runtime import PolicyPlan, PolicyRuntime
 from reflex_runtime.robots.sources.export_directory import Export
 from reflex_runtime.run.coordinator import BatchConfig
-from reflex_runtime.settings import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.settings import FeedsConfig, FunctionsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.settings.read import load
 from reflex_runtime.web.access import Keys
 from reflex_runtime.web.app import App
@@ -84,6 +87,18 @@ def documented() -> dict[str, Table]:
 def test_h5_the_page_says_which_key_every_route_needs(tmp_path: Path) -> None:
     found = asyncio.run(routes_of(tmp_path))
     assert documented() == dict(zip(COLUMNS, map(table_of, found), strict=True))
+
+
+def test_h5_functions_have_the_paths_of_policies_and_predict() -> None:
+    async def routes() -> Iterable[Route]:
+        config = FunctionsConfig()
+        functions = read_functions(["python:functions.served:double"], config)
+        return application_of_functions(FunctionServer(config, functions, None)).routes.values()
+
+    found, policies = table_of(asyncio.run(routes())), documented()["policies"]
+    own = {row: key for row, key in found.items() if row not in policies}
+    assert own == {"POST /predict": "callers", "POST /predict/double": "callers"}
+    assert {row: policies[row] for row in found.keys() - own} == {row: found[row] for row in found.keys() - own}
 
 
 def test_h5_below_the_name_of_a_policy_the_same_holds(tmp_path: Path) -> None:

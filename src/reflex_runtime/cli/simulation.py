@@ -38,7 +38,7 @@ _TUNE_EPILOG = """\
 examples:
   reflex tune run.jsonl                        a file of reflex serve --trace FILE or --record DIR
   reflex tune run.jsonl --aim p99              what lowers the slowest answers
-  curl -s 'http://127.0.0.1:8000/diagnostics/journal?seconds=30' > run.jsonl     watch a policy server that runs
+  curl -s 'http://127.0.0.1:8000/diagnostics/journal?seconds=30' > run.jsonl     of a server that runs
 
 exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 bad arguments
 """
