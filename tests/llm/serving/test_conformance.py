@@ -220,3 +220,10 @@ def test_l9_a_field_of_no_api_is_refused_by_all(toy: Toy) -> None:
         answer = toy.post(api.path, api.least | {"temprature": 1})
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith("temprature: ")
+
+
+def test_l9_the_document_names_no_field_that_is_refused(toy: Toy) -> None:
+    schemas = toy.get("/openapi.json").json["components"]["schemas"]
+    named = [(name, field) for name, api in APIS.items() for field in schemas[api.ours.__name__]["properties"]]
+    assert len(named) > 100
+    assert [one for one in named if one[1] in APIS[one[0]].known and answered(toy, *one) == REFUSED] == []

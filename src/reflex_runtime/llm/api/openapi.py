@@ -68,14 +68,10 @@ class _Post(NamedTuple):
 
 
 _POSTS: Final = {
-    "/v1/completions": _Post("Text goes on", wire.TEXT, TextAnswer, "[DONE]"),
-    "/v1/chat/completions": _Post("A conversation goes on", wire.CHAT, ChatAnswer, "[DONE]", wire.TOOL),
-    responses.PATH: _Post(
-        "A response to a conversation", responses.RESPONSE, None, "response.completed", responses.TOOL
-    ),
-    messages.PATH: _Post(
-        "A message that goes on a conversation", messages.MESSAGE, None, "message_stop", messages.TOOL
-    ),
+    "/v1/completions": _Post("Complete a text", wire.TEXT, TextAnswer, "[DONE]"),
+    "/v1/chat/completions": _Post("Answer a conversation", wire.CHAT, ChatAnswer, "[DONE]", wire.TOOL),
+    responses.PATH: _Post("Answer a conversation", responses.RESPONSE, None, "response.completed", responses.TOOL),
+    messages.PATH: _Post("Answer a conversation", messages.MESSAGE, None, "message_stop", messages.TOOL),
     messages.COUNT: _Post("Tokens of messages", messages.TALK, messages.InputTokens, tool=messages.TOOL),
     "/tokenize": _Post("Token ids of a text or messages", tokenize.TOKENIZE, tokenize.TokenIds, tool=wire.TOOL),
     "/detokenize": _Post("The text of token ids", tokenize.DETOKENIZE, tokenize.Detokenized),
@@ -98,6 +94,9 @@ def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS
     of_posts = [one.kind for post in _POSTS.values() for one in (post.body, post.tool) if one is not None]
     answers = (post.answer for post in _POSTS.values() if post.answer is not None)
     schemas = schemas_of(*of_posts, *answers, Error, MessageError)
+    for post in _POSTS.values():
+        for name in post.body.wishes:  # they are refused
+            schemas[post.body.kind.__name__]["properties"].pop(name, None)
     operations = dict(_GETS)
     for path, post in _POSTS.items():
         codes, told = ["400", "404", "413", "415", "500", "503"], ""
@@ -106,7 +105,7 @@ def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS
             told = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
             codes, answer = [*codes, "429", "504"], answer | content(_STREAM, "text/event-stream")
         if post.tool is not None:
-            told = f"A tool is a {post.tool.kind.__name__}, or one that another server would run. {told}".strip()
+            told = f"A tool is a {post.tool.kind.__name__}; others are left out. {told}".strip()
         error = "MessageError" if path.startswith(messages.PATH) else "Error"
         body = content(ref(post.body.kind))
         operations[path] = Operation(post.summary, answer, codes, request=body, description=told, error=error)
