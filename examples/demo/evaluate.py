@@ -239,6 +239,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"evaluate: {error.message}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"evaluate: {args['url']}: {error.strerror or error}; start a server there", file=sys.stderr)
+        return 2
     print(json.dumps(asdict(result)) if told else result)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -55,3 +56,11 @@ def test_a_result_says_the_interval_of_every_task() -> None:
 def test_too_few_episodes_for_a_rate_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ws://127.0.0.1:1", "--environments", "3", "--episodes", "1"]) == 2
     assert "environments=3: needs one for each of 1 processes, and three episodes or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_server_that_is_not_there_is_one_line(processes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"ws://127.0.0.1:{taken.getsockname()[1]}"
+    assert main([url, "--environments", "2", "--processes", processes, "--episodes", "2"]) == 2
+    assert capsys.readouterr().err == f"evaluate: {url}: Connection refused; start a server there\n"

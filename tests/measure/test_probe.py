@@ -205,6 +205,12 @@ def pages() -> Iterator[str]:
         plain.shutdown()
 
 
+def test_a_policy_that_is_not_served_is_told(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", f"{url(server)}/policies/amr"]) == 2
+    told = f"reflex probe: {url(server)}/policies/amr: policy 'amr' is not served, only default\n"
+    assert capsys.readouterr().err == told
+
+
 def test_a_server_of_pages_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     with pages() as address:
         status, found = probed(capsys, address)

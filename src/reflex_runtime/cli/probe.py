@@ -265,6 +265,8 @@ def look(server: ServerAddress, key: str) -> ServerLook:
     health = server.read("/health")
     if "feeds" in health and "coordinators" in health:
         raise ConfigError(f"{server.url}: runs feeds; {server.url}/feeds shows them, {server.url}/docs has all paths")
+    if health.get("error") == "not_found" and "/policies/" in server.url:
+        raise ConfigError(f"{server.url}: {health.get('message')}")
     if not isinstance(health.get("state"), str):
         return ServerLook()
     if "model" in health:  # only servers of language models name it there

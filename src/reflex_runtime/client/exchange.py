@@ -71,12 +71,12 @@ class AnswerReader:
         why = str(error) or type(error).__name__
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
             failed = TimedOut if isinstance(error, httpx.ConnectTimeout) else Unreachable
-            raise failed(f"cannot connect to {self._url}: {why}", retry_safe=True) from error
+            raise failed(f"cannot connect to {self._url}: {why}", retry_safe=True) from None
         if isinstance(error, httpx.TimeoutException):
-            raise self._too_late() from error
+            raise self._too_late() from None
         if isinstance(error, httpx.RemoteProtocolError) and "connect" not in why:  # neither closed nor disconnected
-            raise BadAnswer(f"not HTTP/1.1: {why}") from error
-        raise Unreachable(f"{self._url} closed the connection before it had answered: {why}") from error
+            raise BadAnswer(f"not HTTP/1.1: {why}") from None
+        raise Unreachable(f"{self._url} closed the connection before it had answered: {why}") from None
 
     def _too_late(self) -> TimedOut:
         return TimedOut(f"no answer from {self._url} within {self._limit:.3g} s")

@@ -51,8 +51,8 @@ def test_e4_the_flag_is_parsed_and_written_back(text: str, fault: Fault) -> None
     ],
 )  # fmt: skip
 def test_e4_a_wrong_flag_is_refused_with_the_format(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"--inject-fault '{text}': must be SLOT:KIND:RATE") as caught:
-        parse_fault(text)
+    with pytest.raises(ConfigError, match=f"^faults='{text}': must be SLOT:KIND:RATE") as caught:
+        parse_fault(text, "faults")
     assert caught.value.code == "invalid_config"
 
 

@@ -272,7 +272,9 @@ NOT_JSON = {
 
 @pytest.mark.parametrize("name", NOT_JSON)
 def test_h4_what_is_not_json_is_400(server: Server, name: str) -> None:
-    check_error(server.post(NOT_JSON[name]), 400, "invalid_json")
+    answer = server.post(NOT_JSON[name])
+    check_error(answer, 400, "invalid_json")
+    assert (answer.json["message"] == "the body is not JSON: it is empty") == (name == "empty")
 
 
 def with_state(text: str) -> bytes:

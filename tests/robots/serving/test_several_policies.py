@@ -182,7 +182,7 @@ def test_p32_a_wrong_name_or_none_is_refused_with_the_names(server: Server) -> N
     none = server.act()
     assert (none.status, none.json["field"]) == (422, "policy")
     assert none.json["message"] == (
-        "policy: missing, and several are served: arm, hand; name one, or ask /policies/arm/act"
+        "policy: missing, and several are served: arm, hand; name one, or put /policies/arm before the path"
     )
     wrong = server.act(policy="hant")
     assert (wrong.status, wrong.json["field"]) == (422, "policy")

@@ -241,7 +241,7 @@ def check_normalisation(context: CheckContext) -> str:
 
 @check(
     "embodiment", "config",
-    "a described robot: action space, ranges that hold the mean action, cameras of these names",
+    "an action_space, action_ranges that hold the mean action, cameras with the policy's names",
     f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment), or give PolicySpec an Embodiment",
 )  # fmt: skip
 def check_embodiment(context: CheckContext) -> str:
@@ -521,7 +521,7 @@ def check_rtc_boundary(context: CheckContext) -> str:
     status: Status = "warn" if context.rtc_horizon is None else "fail"
     if not spec.staged:
         if context.rtc_horizon is None:
-            raise Finding("skip", "a monolithic export cannot do --rtc: its steps are inside the graph")
+            raise Finding("skip", "a policy that answers in one call cannot do --rtc: its steps are inside the call")
         told = "monolithic: its steps are inside the graph"
         raise Finding("fail", told, "export prefix and expert apart, or serve --no-rtc")
     if spec.chunk_size < horizon:

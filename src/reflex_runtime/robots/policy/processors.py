@@ -130,15 +130,15 @@ _NUMBER: Final = r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
 _FAULT: Final = re.compile(rf"({'|'.join(SLOTS)}):({'|'.join(get_args(FaultKind))}):{_NUMBER}(?::{_NUMBER})?")
 
 
-def parse_fault(text: str) -> Fault:
-    """A fault from SLOT:KIND:RATE[:MS]; ConfigError for a wrong part."""
+def parse_fault(text: str, option: str = "--inject-fault") -> Fault:
+    """A fault from SLOT:KIND:RATE[:MS]; ConfigError for a wrong part. option: of the text."""
     slot, kind, rate, ms = found.groups() if (found := _FAULT.fullmatch(text)) else ("", "", "2", None)
     seconds = _DEFAULT_SECONDS.get(kind, 0.0) if ms is None else float(ms) / 1e3
     right = 0.0 < seconds <= 3600.0 if kind in _DEFAULT_SECONDS else ms is None
     if float(rate) > 1.0 or not right:
         slots, kinds = ", ".join(SLOTS), ", ".join(get_args(FaultKind))
         raise ConfigError(
-            f"--inject-fault {text!r}: must be SLOT:KIND:RATE, SLOT one of {slots}, KIND one of {kinds}, RATE in "
+            f"{option}={text!r}: must be SLOT:KIND:RATE, SLOT one of {slots}, KIND one of {kinds}, RATE in "
             f"[0, 1]; {' and '.join(_DEFAULT_SECONDS)} may have :MS, in (0, 3600000]"
         )
     return Fault(slot, cast("FaultKind", kind), float(rate), seconds)

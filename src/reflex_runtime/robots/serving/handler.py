@@ -189,8 +189,9 @@ class RequestHandler:
         """The policy of requests that name none; 422 if there are several and no default."""
         if self._served is None:
             names = ", ".join(self.runtime.policies)
-            path = f"/policies/{next(iter(self.runtime.policies))}/act"
-            raise invalid("policy", f"policy: missing, and several are served: {names}; name one, or ask {path}")
+            path = f"/policies/{next(iter(self.runtime.policies))}"
+            told = f"several are served: {names}; name one, or put {path} before the path"
+            raise invalid("policy", f"policy: missing, and {told}")
         return self._served
 
     @property

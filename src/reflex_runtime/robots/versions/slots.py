@@ -252,7 +252,7 @@ def faults_of(texts: Sequence[str], slots: Sequence[str], option: str) -> dict[s
     """Faults by slot; ConfigError for a slot that is not served. option: the option that gave the texts."""
     found: dict[str, list[Fault]] = {slot: [] for slot in slots}
     for text in texts:
-        fault = parse_fault(text)
+        fault = parse_fault(text, option)
         if fault.slot not in found:
             raise ConfigError(f"{option}={text}: slot {fault.slot} is not served, only {', '.join(slots)}")
         found[fault.slot].append(fault)

@@ -124,7 +124,7 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidJson(f"the body is not JSON: {error}") from None
+        raise InvalidJson(f"the body is not JSON: {error if body else 'it is empty'}") from None
     try:
         return msgspec.convert(value, ActJson)
     except msgspec.ValidationError as error:
