@@ -269,10 +269,8 @@ def look(server: ServerAddress, key: str) -> ServerLook:
         raise ConfigError(f"{server.url}: {health.get('message')}")
     if not isinstance(health.get("state"), str):
         return ServerLook()
-    if "model" in health:  # only servers of language models name it there
-        raise ConfigError(f"{server.url}: serves a language model; {server.url}/docs has a line to ask it")
-    if "functions" in health:
-        raise ConfigError(f"{server.url}: serves functions; {server.url}/docs has a line to ask each of them")
+    if other := [kind for key, kind in (("model", "a language model"), ("functions", "functions")) if key in health]:
+        raise ConfigError(f"{server.url}: serves {other[0]}; {server.url}/docs has a line to ask it")
     config = server.read("/config", key)
     policy, on = config.get("policy") or {}, config.get("server") or {}
     model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")

@@ -179,8 +179,7 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
 
 class Served(NamedTuple):
     """The server of one process, with its settings. names: of what it serves; loading: names in the log while it loads.
-    ready: what the log says of a ready host. rows: of the settings in force beside those of `config`. notes: lines for
-    the log, each with its level."""
+    ready: what the log says of a ready host. rows: settings in force beside those of `config`. notes: of the log."""
 
     config: ServeConfig | FunctionsConfig | LLMServeConfig
     make: Make

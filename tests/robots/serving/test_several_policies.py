@@ -182,7 +182,7 @@ def test_p32_a_wrong_name_or_none_is_refused_with_the_names(server: Server) -> N
     none = server.act()
     assert (none.status, none.json["field"]) == (422, "policy")
     assert none.json["message"] == (
-        "policy: missing, and several are served: arm, hand; name one, or put /policies/arm before the path"
+        "policy: missing; served are arm, hand; name one, or begin the path with /policies/arm"
     )
     wrong = server.act(policy="hant")
     assert (wrong.status, wrong.json["field"]) == (422, "policy")
@@ -259,7 +259,7 @@ def test_p32_groot_asks_by_option(server: Server) -> None:
         seen = {"state": {"all": np.array([[TOUCH]])}}
         actions, _ = robot.act(seen, policy="hand", seed=1)
         assert np.allclose(actions["actions"], expected(TOUCH, 1, HAND)[None], atol=1e-5)
-        assert "several are served: arm, hand" in robot.act(seen)["error"]
+        assert "served are arm, hand" in robot.act(seen)["error"]
         assert "several are served" in robot.call("get_modality_config")["error"]
         robot.call("reset", {"options": {"policy": "hand"}})
         actions, _ = robot.act(seen, seed=1)

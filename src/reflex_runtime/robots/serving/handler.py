@@ -190,8 +190,7 @@ class RequestHandler:
         if self._served is None:
             names = ", ".join(self.runtime.policies)
             path = f"/policies/{next(iter(self.runtime.policies))}"
-            told = f"several are served: {names}; name one, or put {path} before the path"
-            raise invalid("policy", f"policy: missing, and {told}")
+            raise invalid("policy", f"policy: missing; served are {names}; name one, or begin the path with {path}")
         return self._served
 
     @property
