@@ -158,7 +158,7 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
         ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nread_timeout_s = 5\nrealtime = true", "read_timeout_s: needs a cam"),
         ("[feeds]\nrestarts = inf", "[feeds] restarts=inf: must be a whole number"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nfsp = 1", "fsp: no such setting of a feed; did you mean fps?"),
-        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nzone = 'd=1,2'", "reflex feeds: a: zone=d: has 1 corners"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nzone = 'd=1,2'", "feeds: a: zone=d: must have 3 to"),
         ("onnx = 'x'", "onnx: is in no table; write it below [feeds]"),
         ("[fedes]\nonnx = 'x'", "fedes: no such table; there may be feeds and feed; did you mean feeds?"),
     ],

@@ -264,6 +264,23 @@ def test_a_detector_with_odd_outputs_is_refused(tmp_path: Path) -> None:
         started(path)
 
 
+def test_a_detector_whose_outputs_are_no_numbers_is_refused_in_words(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["image"], ["x"], to=FLOAT),
+        helper.make_node("ReduceMin", ["x", "axes"], ["least"], keepdims=1),
+        helper.make_node("Sub", ["least", "white"], ["negative"]),
+        helper.make_node("Log", ["negative"], ["nan"]),
+        helper.make_node("Reshape", ["nan", "column"], ["nans"]),
+        helper.make_node("Add", ["nans", "rows"], ["output"]),
+    ]
+    outputs = [helper.make_tensor_value_info("output", FLOAT, ("n", 10, 6))]
+    constants = {"axes": np.array([1, 2, 3]), "column": np.array([-1, 1, 1]), "white": np.float32(256)}
+    rows = np.zeros((1, 10, 6), np.float32)
+    path = save(tmp_path / "nan.onnx", nodes, LAST, UINT8, outputs, rows=rows, **constants)
+    with pytest.raises(ConfigError, match=r"nan\.onnx: 'output' .n, 10, 6.: classes would score between nan and nan"):
+        started(path)
+
+
 def test_it_warms_up_before_the_first_frame_and_lets_go_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

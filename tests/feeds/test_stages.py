@@ -111,7 +111,7 @@ def test_f14_stages_of_ones_own_have_state_of_their_feed_and_a_fault_costs_one_f
     ("arguments", "says"),
     [
         ("--zone door", "--zone=door: must be NAME=x1,y1,x2,y2,x3,y3,… in pixels, 0 to 8192"),
-        ("--zone d=1,2,3,4", "--zone=d: has 2 corners, must have 3 to 100"),
+        ("--zone d=1,2,3,4", "--zone=d: must have 3 to 100 corners, found 2"),
         ("--zone d=1,1,2,2,3,3", "--zone=d: encloses no area"),
         ("--zone d=1,1,2,2,3,nan", "--zone=d=1,1,2,2,3,nan: must be NAME="),
         ("--zone d=1,1,9,9,1,9 --zone d=1,1,9,9,1,9", "--zone=d: is given twice"),

@@ -212,7 +212,7 @@ def zones_of(texts: Sequence[str]) -> dict[str, Points]:
     found = _named("--zone", texts, "x1,y1,x2,y2,x3,y3,…")
     for name, points in found.items():
         if not 3 <= len(points) <= CORNERS:
-            raise ConfigError(f"--zone={name}: has {len(points)} corners, must have 3 to {CORNERS}", field="zone")
+            raise ConfigError(f"--zone={name}: must have 3 to {CORNERS} corners, found {len(points)}", field="zone")
         if _area(points) < 1.0:
             raise ConfigError(f"--zone={name}: encloses no area", field="zone")
     return found

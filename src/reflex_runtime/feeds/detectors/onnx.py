@@ -23,7 +23,7 @@ from reflex_runtime.feeds.detectors.picture_input import (
     result_of,
 )
 from reflex_runtime.feeds.detectors.recognise import LARGEST, GraphFacts, Trial, dialect_of, facts_of
-from reflex_runtime.feeds.runtime.pipeline import library
+from reflex_runtime.feeds.runtime.pipeline import library, refusals_of
 from reflex_runtime.run.coordinator import BatchEntry
 from reflex_runtime.run.onnx_session import PROVIDERS, OnnxSession
 from reflex_runtime.settings.declare import did_you_mean, one_line, one_of, option, validate
@@ -77,7 +77,8 @@ class _Loaded:
     def __str__(self) -> str:
         """Dialect, names and input in one line."""
         dialect, at_once = self.dialect, self.session.batch_size
-        names = f"{len(self.facts.names)} names" if self.facts.names else "no names that can be read (see --names)"
+        count = len(self.facts.names)
+        names = f"{count} name{'s'[: count != 1]}" if count else "no names that can be read (see --names)"
         what = "outputs are passed on" if dialect is None else f"{dialect.name}, {names}"
         size = f"{self.resize} {self.input.size[0]} × {self.input.size[1]}"
         return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
@@ -210,10 +211,8 @@ class OnnxFrames:
         width, height = taken.size
         blank = taken.fitted(np.zeros((height, width, 3), np.uint8), STRETCH)
         outputs = session.run(taken.tensors([blank], None))
-        try:
+        with refusals_of(str(self.path)), np.errstate(invalid="ignore"):  # NaN contradicts any form
             return dialect_of(Trial(outputs, facts, taken.size))
-        except ConfigError as error:
-            raise ConfigError(f"{self.path}: {error.message}") from None
 
 
 def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:

@@ -367,7 +367,8 @@ def _count_of_names(trial: Trial) -> str:
     count, classes = len(trial.facts.names), trial.classes
     if not count:
         return "its metadata has no names"
-    return f"its metadata has {count} names" + (f", up to number {classes - 1}" if count != classes else "")
+    most = f", up to number {classes - 1}" if count != classes else ""
+    return f"its metadata has {count} name{'s'[: count != 1]}{most}"
 
 
 def _task(trial: Trial) -> str:
