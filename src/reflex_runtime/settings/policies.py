@@ -117,10 +117,10 @@ class ServeConfig(DeviceConfig):
     )
     robot_id: str = option("", "name of this server's robot, for /health")
     default_prompt: str | None = option(
-        None, "instruction of requests without one (an empty one is one)", needs="a policy that takes an instruction"
+        None, "instruction of requests without one; an empty text is one", needs="a policy that takes an instruction"
     )
     on_bad_action: str = option(
-        "error", "for actions not finite: an error, or the episode's last good one again", choices=("error", "hold")
+        "error", "if actions are not finite: an error, or the episode's last good one again", choices=("error", "hold")
     )
     policy: tuple[str, ...] = option(
         (), "a further policy: its name and its source", metavar="NAME=SOURCE", repeat=True, group="several policies"
@@ -129,14 +129,14 @@ class ServeConfig(DeviceConfig):
     policy_b: str = option("", "export of slot b", metavar="DIR")
     split: int = option(50, "percent of the episodes that go to a", (0, 100), needs="policy_b", unless="ramp")
     shadow_policy: str = option("", "export that answers copies of requests in idle time", metavar="DIR")
-    shadow_sample: float = option(0.1, "share of the requests that it gets", (0, 1), needs="shadow_policy")
+    shadow_sample: float = option(0.1, "share of requests that the shadow gets", (0, 1), needs="shadow_policy")
     ramp: str = option("", "b's share in percent, by stages, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b")
     ramp_every: str = option("10m", "length of a stage, and of a hot swap's guard", metavar="TIME", needs="ramp|guard")
     guard: str = option("", "limits on a ramp and a hot swap; beyond them roll back", metavar="p99=150ms,error=1%")
     gr00t: str = option(
         "", "GR00T over ZeroMQ, on loopback", metavar="tcp://127.0.0.1:5555", group="listening and trust"
     )
-    gr00t_config: str = option("n1.6", "release of get_modality_config's form", choices=("n1.6", "n1.5"), needs="gr00t")
+    gr00t_config: str = option("n1.6", "form of get_modality_config", choices=("n1.6", "n1.5"), needs="gr00t")
     lerobot: str = option("", "LeRobot's clients over gRPC; beyond loopback with --api-key", metavar="HOST:PORT")
     max_batch_size: int = again(DeviceConfig, "max_batch_size", 256, unless="deterministic")
     deterministic: int = option(
@@ -156,7 +156,7 @@ class ServeConfig(DeviceConfig):
         False, "a robot's newer request replaces its waiting one (409 superseded)", group="deadlines and queue"
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
-    slo_mode: str = option("log_only", "violated: log it, or answer 503", choices=("log_only", "503"), needs="slo")
+    slo_mode: str = option("log_only", "if violated: log it, or answer 503", choices=("log_only", "503"), needs="slo")
     rtc: bool | None = option(
         None, "real-time chunking: a chunk continues the episode's last one", group="chunks and the prefix cache"
     )

@@ -98,8 +98,8 @@ class ServerConfig:
     )
     admin_key: str = option(
         "",
-        "key of operators: opens all paths, and alone /admin, /diagnostics and /status; without it only programs on "
-        "this machine change anything",
+        "key of operators: opens every path, and is needed for /admin, /diagnostics and /status; without it only "
+        "programs on this machine change anything",
         metavar="KEY|@FILE",
         secret=True,
     )
@@ -113,13 +113,13 @@ class ServerConfig:
     )
     max_connections: int = option(4096, "most open connections; beyond it 503 overloaded", (1, 1_000_000))
     max_connections_per_address: int = option(
-        0, "most of them of one address (of IPv6 a /64); 0 is no limit; not behind a proxy", (0, 1_000_000)
+        0, "most connections of one address (of IPv6 a /64); 0 is no limit; not behind a proxy", (0, 1_000_000)
     )
     idle_timeout_s: float = option(75.0, "close a connection without a request after this time", (0.1, 86_400, "s"))
     body_timeout_s: float = option(60.0, "time for a request's body to arrive; beyond it 408", (0.1, 3600, "s"))
     uds: str = option("", "listen on this Unix socket, for this user only, instead of a port", metavar="PATH")
     ssl_certfile: str = option("", "serve TLS with this certificate chain, in PEM", metavar="FILE")
-    ssl_keyfile: str = option("", "its private key, if not in the same file", metavar="FILE", needs="ssl_certfile")
+    ssl_keyfile: str = option("", "its private key, if in another file", metavar="FILE", needs="ssl_certfile")
     supervise: bool = option(True, "restart after a crash; off under another supervisor", group="faults and the end")
     log_format: str = option("text", "lines for people, or JSON", choices=("text", "json"))
     otel: str = option(
