@@ -47,6 +47,11 @@ def test_headers_say_who_answered(make: Make) -> None:
         assert caller.act().policy_changed
 
 
+def test_a_time_that_no_float_can_hold_is_left_out(make: Make) -> None:
+    with Stub([reply(ANSWER | {"timing": {"queue_ms": 0.5, "total_ms": 10**400}})]) as stub:
+        assert make(stub.url).act().timing == {"queue_ms": 0.5}
+
+
 PACKED = {"dtype": "<f4", "shape": [3, 2], "data": bytes(24)}
 BAD: dict[str, Any] = {
     "not JSON": b"{",
@@ -58,6 +63,7 @@ BAD: dict[str, Any] = {
     "none": {**ANSWER, "actions": []},
     "NaN": {**ANSWER, "actions": [[float("nan"), 0.0]] * 3},
     "words": {**ANSWER, "actions": [["a", "b"]] * 3},
+    "huge": {**ANSWER, "actions": [[10**400, 0]] * 3},
     "num_actions": {**ANSWER, "num_actions": 4},
     "action_dim": {**ANSWER, "action_dim": 3},
     "short data": {**ANSWER, "actions": PACKED | {"data": bytes(20)}},

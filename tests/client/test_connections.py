@@ -71,7 +71,7 @@ def test_the_answer_to_another_request_reaches_no_motor(make: Make) -> None:
     with Stub([reply() + reply(ANSWER | {"request_id": "another"}), reply()]) as stub:
         caller = make(stub.url)
         caller.act()
-        with pytest.raises(BadAnswer, match="answers request 'another'"):
+        with pytest.raises(BadAnswer, match="answer to request 'another'"):
             caller.act()
 
 

@@ -1,4 +1,4 @@
-"""The body of a call: the fields of an observation, the item of a function; and the pause before a further attempt."""
+"""The bodies of calls: an observation's fields, a function's item; and the pause before a further attempt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ActFields(TypedDict, total=False):
 
     image: the policy's only picture; images: by the policy's names. state: [n], in the robot's units. seed: of the
     noise, by default from request_id. deadline_ms: from this call on, all attempts included. executed: number of
-    executed actions of the last chunk; delay: of those that the robot executes until the answer.
+    actions of the last chunk that were executed. delay: number that the robot will execute until the answer.
     """
 
     image: Picture | None
@@ -46,11 +46,11 @@ class ActFields(TypedDict, total=False):
 
 
 def pause_after(error: ClientError, made: int, spread: float) -> float | None:
-    """Seconds until the next attempt; None for no more. made: further attempts so far. spread: in [0, 1); adds up to a
-    tenth, so that robots that were refused together do not return together.
+    """Seconds until the next attempt; None if there is none. made: further attempts so far. spread: in [0, 1); adds up
+    to a tenth, so that robots that were refused together do not return together.
 
-    Only errors with `retry_safe` are repeated, and no late or superseded request. The pause is at least Retry-After,
-    else 0.1 s, doubling to 2 s.
+    Only requests with a `retry_safe` error are sent again, but no late or superseded ones. The pause is at least
+    Retry-After, or without it 0.1 s, doubling to 2 s.
     """
     if not error.retry_safe or isinstance(error, StaleRequest):
         return None
@@ -59,7 +59,7 @@ def pause_after(error: ClientError, made: int, spread: float) -> float | None:
 
 
 def observation(fields: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
-    """The fields of POST /act; ValueError for values that no server would accept."""
+    """The fields of POST /act. ValueError for values that no server would accept, TypeError for unknown names."""
     if unknown := fields.keys() - ActFields.__annotations__.keys():
         raise TypeError(f"act() has no {', '.join(sorted(unknown))}; it has {', '.join(ActFields.__annotations__)}")
     sent = {
@@ -90,7 +90,7 @@ def _state(values: Any) -> dict[str, Any]:
     state = np.asarray(values)
     if state.ndim != 1 or state.dtype.kind not in "fiu":
         raise ValueError(f"state: must be numbers [n], is {state.dtype} {list(state.shape)}")
-    with np.errstate(over="ignore"):  # the server's error names a field beyond float32
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: the server's error names the field
         return _array(state.astype(np.float32))
 
 
@@ -116,7 +116,7 @@ def _file(image: Any, kind: Literal["png", "jpeg"]) -> bytes:
 
 
 def plain_item(value: Any) -> Any:
-    """The form in msgpack of arrays, numbers of numpy, pydantic models, pictures of Pillow."""
+    """What msgpack sends for an array, a NumPy number, a pydantic model or a Pillow picture."""
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, np.generic):

@@ -42,7 +42,7 @@ from reflex_runtime.client.exchange import (
 
 log = logging.getLogger("reflex.client")
 
-GRACE: Final = 0.5  # seconds beyond the deadline, in which the server's own error for a late answer arrives
+GRACE: Final = 0.5  # seconds after the deadline for the server's own error of a late answer to arrive
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Method(Generic[P, T]):
     """A coroutine as a method of both clients, and of their episodes: that of an `AsyncClient` is awaited."""
 
     def __init__(self, call: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
-        call.__qualname__ = call.__qualname__.replace("._", ".")  # Python's errors name it as users call it
+        call.__qualname__ = call.__qualname__.replace("._", ".")  # so that Python's errors have its public name
         self._call = call
 
     @overload
@@ -88,7 +88,7 @@ class BaseClient:
 
     url: http://HOST:PORT, with an optional path prefix. api_key: sent as Authorization: Bearer.
     timeout: most seconds of a call, pauses and further attempts included.
-    retries: most further attempts after a refusal, see `pause_after`.
+    retries: most further attempts after an error that allows them, see `pause_after`.
     encoding: of pictures given as arrays: "raw" (uncompressed), "png" (smaller, the same pixels) or "jpeg" (smallest,
         with loss).
     uds: path of the server's Unix socket; `url` then gives only Host and prefix.
@@ -147,7 +147,7 @@ class BaseClient:
 
     async def _act(self, **fields: Unpack[ActFields]) -> Chunk:
         """The next actions for this observation, see `ActFields`: POST /act. A later attempt sends the rest of the
-        deadline. ClientError, by the server's error code; ValueError for arguments that no server would accept.
+        deadline. Raises a ClientError; ValueError or TypeError for arguments that no server would accept.
         """
         began = self._clock()
         request = observation(fields, self._encoding)
@@ -172,7 +172,7 @@ class BaseClient:
         """The result of a function for one item: POST /predict, see docs/functions.md.
 
         item: may have arrays, dataclasses, structs, pydantic models and pictures; arrays in a result are arrays again.
-        function: its name, where the server has several. client: whose fair share it takes. A later attempt sends the
+        function: its name, if the server has several. client: in whose fair share it counts. A later attempt sends the
         rest of the deadline.
         """
         request_id = request_id or uuid.uuid4().hex
@@ -194,7 +194,7 @@ class BaseClient:
         return decoded(reply)
 
     async def _health(self) -> dict[str, Any]:
-        """The body of /health: `["state"] == "ready"` when the server serves. One attempt."""
+        """The body of /health: its "state" is "ready" when the server serves. One attempt."""
         reply = await self._attempt("GET", "/health", self._headers("json"), None, self._timeout)
         if reply.status not in (200, 503):
             raise refused(reply)
@@ -228,10 +228,10 @@ class BaseClient:
         began: float | None = None,
         kind: str = "msgpack",
     ) -> tuple[Reply, int]:
-        """A 2xx reply and the number of attempts, or the last attempt's error.
+        """Returns a 2xx reply and the number of attempts, or raises the last attempt's error.
 
-        body: of fields, which get the rest of the deadline; bytes have it in a header. episode: sent as a header, by
-        which a balancer keeps it with one server. began: when the call did, if earlier.
+        body: fields, to which the rest of the deadline is added; for bytes a header has it. episode: sent as a header,
+        by which a balancer sends an episode to one server. began: when the call began, if earlier.
         """
         headers, began = self._headers(kind), self._clock() if began is None else began
         if episode:
@@ -253,7 +253,7 @@ class BaseClient:
                 raise refused(reply)
             except ClientError as error:
                 if method == "GET" and (isinstance(error, Unreachable) or error.status in (502, 503, 504)):
-                    error.retry_safe = True  # it changes nothing
+                    error.retry_safe = True  # a GET changes nothing
                 pause = pause_after(error, made, self._spread())
                 if pause is None or made >= self._retries or self._clock() + pause >= until:
                     raise
@@ -307,7 +307,7 @@ class Client(BaseClient):
         old.close()
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a call. It waits in this thread and never suspends, so that one step ends it."""
+        """The result of a call. The coroutine blocks and never suspends, so that one step ends it."""
         try:
             call.send(None)
         except StopIteration as done:
@@ -373,9 +373,9 @@ class AsyncClient(BaseClient):
 class Episode(Generic[C]):
     """One episode of a client, for `with` or, of an `AsyncClient`, `async with`.
 
-    success: the outcome; set it in the block. An exception in the block makes an unset one False. None is unknown and
-        not reported, nor is an interrupted episode (KeyboardInterrupt, a cancelled task): no failure of the policy.
-    reward: reported with it. reported: the server accepted the report; a failure is logged, not raised.
+    success: the outcome; set it in the block. If it is unset, an exception makes it False, but no interruption
+        (KeyboardInterrupt, a cancelled task), which is no failure of the policy. None is unknown and not reported.
+    reward: reported with it. reported: whether the server accepted the report; a failure is logged, not raised.
     changed: the server moved the episode to another policy.
     """
 

@@ -1,4 +1,4 @@
-"""The errors of a call, by what a program can do about them: no answer, an unusable one, an error of the server.
+"""The errors of a call, by what a program can do about them: no answer, an unusable answer, an error of the server.
 
 The codes are those of `docs/errors.md`; a test compares the two.
 """
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 
 class ClientError(Exception):
-    """Base of all errors of a call. retry_safe: a further attempt cannot make the policy run the request twice."""
+    """Base of all errors of a call. retry_safe: the policy cannot run the request twice if it is sent again."""
 
     code = "client_error"
 
@@ -38,7 +38,7 @@ class ClientError(Exception):
 
 
 class Unreachable(ClientError):
-    """No answer. retry_safe: it cannot have arrived."""
+    """No answer. retry_safe: the request cannot have arrived."""
 
     code = "unreachable"
 
@@ -50,7 +50,7 @@ class TimedOut(Unreachable):
 
 
 class BadAnswer(ClientError):
-    """The answer is none of a policy server, or not safe to execute."""
+    """The answer is not that of a policy server, or its actions are not safe to execute."""
 
     code = "bad_answer"
 
@@ -64,17 +64,17 @@ class BadRequest(ServerError):
 
 
 class NotFound(BadRequest):
-    """No such path: another kind or version of server."""
+    """The server has no such path: it is of another kind or version."""
 
     code = "not_found"
 
 
 class StaleRequest(ServerError):
-    """It came too late, or a newer request of the same robot replaced it: send a newer observation."""
+    """The request came too late, or a newer one of the same robot replaced it: send a newer observation."""
 
 
 class ServerBusy(ServerError):
-    """It did not run: the server is full, not ready, or stopping. `retry_after`: seconds until the next attempt."""
+    """The request did not run: the server is full, not ready, or stopping. retry_after: seconds until the next try."""
 
 
 class ProcessorFailed(ServerError):
@@ -91,10 +91,10 @@ _KINDS: Final = {
 }
 
 
-_PASSING: Final = {"http_408", "http_425", "http_429"}
+_TEMPORARY: Final = {"http_408", "http_425", "http_429"}
 
 
 def class_of(code: str, status: int) -> type[ServerError]:
-    """The class of an error of the server. A proxy's 408, 425 and 429 are not about the request itself."""
-    ours = 400 <= status < 500 and code not in _PASSING
-    return _KINDS.get(code, BadRequest if ours else ServerError)
+    """The class of an error of the server. For a proxy's 408, 425 and 429 the request itself is not wrong."""
+    wrong = 400 <= status < 500 and code not in _TEMPORARY
+    return _KINDS.get(code, BadRequest if wrong else ServerError)

@@ -1,6 +1,6 @@
-"""The answer of a server: bounded while it comes, then a chunk that is safe to execute, a result, or an error.
+"""Reads a server's answer, bounded in size and time, as a chunk that is safe to execute, a result, or an error.
 
-httpx keeps the connections, with proxies, TLS and Unix sockets.
+httpx keeps the connections, and handles proxies, TLS and Unix sockets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut, Unreachable, class_of
 
-MAX_ANSWER: Final = 64 << 20  # bytes of an answer that are read at most
+MAX_ANSWER: Final = 64 << 20  # bytes of an answer at most
 _FLOATS = {"<f4": 4, "<f8": 8, "<f2": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer. headers: names in lower case."""
+    """A server's answer. headers: names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -35,9 +35,9 @@ class Reply:
 
 
 class AnswerReader:
-    """Collects the answer to one attempt, bounded in size and time. A context that turns errors of httpx into ours.
+    """Collects the answer to one attempt, bounded in size and time. As a context it turns errors of httpx into ours.
 
-    limit: seconds from now on until the last part. timeouts: of httpx, for its current phase: the rest of the limit.
+    limit: seconds from now until the last part. timeouts: for httpx; always the rest of the limit.
     """
 
     def __init__(self, url: str, limit: float, clock: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ class AnswerReader:
         self.timeouts = dict.fromkeys(("connect", "write", "read"), limit)
 
     def trace(self, event: str, info: object) -> None:
-        """Called by httpx when a phase begins or ends: each gets the rest of the limit, not all of it."""
+        """Called by httpx when a phase begins or ends: the next one gets the rest of the limit, not all of it."""
         self.timeouts.update(dict.fromkeys(self.timeouts, max(1e-3, self._until - self._clock())))
 
     async def trace_awaited(self, event: str, info: object) -> None:
@@ -84,7 +84,7 @@ class AnswerReader:
 
 @lru_cache(1)
 def system_certificates() -> ssl.SSLContext:
-    """The system's certificates, a robot's own authority included; httpx brings others."""
+    """The system's certificates, which may include a robot's own authority; httpx would use a list of its own."""
     return ssl.create_default_context()
 
 
@@ -98,7 +98,7 @@ class Chunk:
     actions: float32 [n, action_dim], finite, in the robot's units, in their order of execution.
     timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, reason, cost_ms.
     cache: hit, hit_stale, miss or off. guard: the changes of the action guard, or None.
-    slot, model_version: of the policy that answered; None from a server with one.
+    slot, model_version: of the policy that answered; None if the server does not send them.
     policy_changed: the server moved the episode to another policy; discard earlier plans.
     raw: the whole answer.
     """
@@ -117,7 +117,7 @@ class Chunk:
 
 
 def result(reply: Reply) -> Any:
-    """The result in an answer of /predict; for bytes and pictures the body itself."""
+    """The result in an answer of /predict; for bytes and pictures the body as it is."""
     if "msgpack" not in reply.headers.get("content-type", ""):
         return reply.body
     try:
@@ -138,7 +138,7 @@ def _arrays(value: Any) -> Any:
 
 
 def decoded(reply: Reply) -> dict[str, Any]:
-    """The object of a body, JSON or msgpack."""
+    """The object in a body of JSON or msgpack."""
     try:
         if "msgpack" in reply.headers.get("content-type", ""):
             value = msgspec.msgpack.decode(reply.body)
@@ -181,21 +181,21 @@ def refused(reply: Reply) -> ServerError:
 
 
 def chunk(reply: Reply, request_id: str, attempts: int) -> Chunk:
-    """The validated answer; BadAnswer where it is not safe to execute."""
+    """The validated answer; BadAnswer if its actions are not safe to execute."""
     raw = decoded(reply)
     actions = _actions(raw.get("actions"))
     for name, size in (("num_actions", actions.shape[0]), ("action_dim", actions.shape[1])):
         if raw.get(name, size) != size:
-            raise BadAnswer(f"{name} is {raw[name]!r}, and there are {size}", status=200)
+            raise BadAnswer(f"{name} is {raw[name]!r}, but there are {size}", status=200)
     answered = raw.get("request_id")
     if request_id and isinstance(answered, str) and answered != request_id:
-        raise BadAnswer(f"it answers request {answered!r}", status=200)
+        raise BadAnswer(f"it is the answer to request {answered!r}", status=200)
     parts = (raw.get(name) for name in ("timing", "batch", "guard"))
     timing, batch, guard = (value if isinstance(value, dict) else {} for value in parts)
     return Chunk(
         actions=actions,
         request_id=answered if isinstance(answered, str) else request_id,
-        timing={name: float(value) for name, value in timing.items() if type(value) in (int, float)},
+        timing={name: float(ms) for name, ms in timing.items() if type(ms) in (int, float) and abs(ms) < 1e300},
         batch=batch,
         cache=str(raw.get("cache", "off")),
         guard=guard or None,
@@ -216,7 +216,7 @@ def _actions(value: Any) -> NDArray[np.float32]:
             actions = np.frombuffer(data, dtype).reshape(shape).astype(np.float32)
         else:
             actions = np.asarray(value, np.float32)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadAnswer(f"actions: {error}", status=200) from None
     if actions.ndim != 2 or 0 in actions.shape or not np.isfinite(actions).all():
         raise BadAnswer(f"actions: {list(actions.shape)}, expected finite [n, action_dim]", status=200)
@@ -224,7 +224,7 @@ def _actions(value: Any) -> NDArray[np.float32]:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """The seconds of Retry-After; None for a date, which proxies may send."""
+    """The seconds in Retry-After; None for a date, which proxies may send."""
     try:
         value = float(text or "")
     except ValueError:
