@@ -1,7 +1,7 @@
-"""Simulates a journal again: its scheduler, with the recorded or other settings, its load as callers, its device.
+"""Simulates a journal: its scheduler with the recorded or other settings, callers that make its load, its device.
 
 A caller that waits for its answer sends its next request sooner after a faster answer. So the recorded times alone do
-not show the effect of another setting. Each client of the journal becomes one of three kinds:
+not show the effect of another setting. Each client of the journal is one of three kinds:
 
 - *returns*: it never sends before its answer, and its think times (answer to next request) are more regular than its
   gaps (request to request). It sends again one think time after the answer.
@@ -9,8 +9,8 @@ not show the effect of another setting. Each client of the journal becomes one o
   the answer comes later than that.
 - *does not wait*: it sends before its answer, or only once. Its requests come at the recorded times.
 
-Connections of a pool take turns: the connection that was free for longest sends next, whoever uses it. Their think
-times are long and nearly equal to the one before; they do not wait.
+Connections of a pool take turns: the connection that was free for longest sends next, for any caller. Their think times
+are long, and each is nearly equal to the one before. They count as clients that do not wait.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream
 Kind = Literal["returns", "by the clock", "does not wait"]
 
 OVERLAPS = 0.02  # share of a client's requests that may come before its last answer, such as after a cancellation
-FEW = 4  # with fewer requests a client shows no habit
+FEW = 4  # requests: with fewer a client counts as one that does not wait
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times, as in holds
 POOLED = 0.9  # least correlation of successive think times, and gaps, of the connections of a pool
-LONG = 2.0  # least think time of connections of a pool, in latencies
+LONG = 2.0  # least median think time of connections of a pool, in median latencies
 WHOLE = 0.9  # share of the recording that a steady caller must cover
 
 
@@ -76,7 +76,7 @@ class Changes:
 
 
 def scheduler_of(recording: Journal, changes: Changes | None = None) -> Scheduler:
-    """A scheduler with the recorded settings of every slot, and its cost models as they were at the first request.
+    """A scheduler with the recorded settings of every slot, and its cost models as they were after the warm-up.
 
     ConfigError if the recording lacks the settings of a slot.
     """
@@ -84,8 +84,8 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
     missing = [slot for slot in recording.slots if slot not in settings or not settings[slot].flush]
     if missing or not settings:
         raise ConfigError(
-            f"{recording.path}: the header's `groups` do not say how {', '.join(missing) or 'its slots'} were "
-            "scheduled, and a schedule cannot be replayed without"
+            f"{recording.path}: the header's `groups` lack the settings of {', '.join(missing) or 'its slots'}, and "
+            "without them a schedule cannot be replayed"
         )
     scheduler = Scheduler([_group(name, info, changes or Changes()) for name, info in settings.items()])
     for name, warm in recording.warm.items():
@@ -96,7 +96,7 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
 
 def flush_of(name: str, info: GroupInfo) -> FlushPolicy:
     """The flush policy of a recorded group. ConfigError if the journal's cannot be read."""
-    known = info.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # earlier journals have further settings
+    known = info.flush.keys() & FlushPolicy.__dataclass_fields__.keys()  # earlier journals have other settings, too
     flush: dict[str, Any] = {k: tuple(v) if isinstance(v := info.flush[k], list) else v for k in known}
     flush = {key: inf if value is None else value for key, value in flush.items()}
     try:
@@ -109,8 +109,8 @@ def _group(name: str, info: GroupInfo, changes: Changes) -> GroupConfig:
     cost = info.cost
     if cost is None:
         raise ConfigError(
-            f"slot {name}: its batches were not bounded by learned times, so its schedule cannot be replayed; that of "
-            "reflex serve EXPORT can"
+            f"slot {name}: its batches were not bounded by learned times, so its schedule cannot be replayed; record "
+            "reflex serve EXPORT"
         )
     padded = None if cost.padded_stages is msgspec.UNSET else cost.padded_stages
     return GroupConfig(
@@ -129,7 +129,7 @@ def _group(name: str, info: GroupInfo, changes: Changes) -> GroupConfig:
 
 
 def teach(model: TimeCost, slot: str, warm: WarmUpLine) -> None:
-    """Teach the cost model the measurements of a warm-up."""
+    """Give the measurements of a warm-up to the cost model."""
 
     def ticket(i: int) -> Ticket:
         return Ticket(Request(group=slot, shape=warm.shape, cost_class=warm.cost_class, wants=warm.wants), i, 0.0)
@@ -145,27 +145,27 @@ def teach(model: TimeCost, slot: str, warm: WarmUpLine) -> None:
 
 def request_of(line: RequestLine) -> Request:
     """The request that the scheduler got."""
-    asked = line.schedule
-    assert asked is not None
-    if asked.priority not in set(Priority):
-        raise ConfigError(f"request {line.request.request_id[:100]!r}: priority={asked.priority}: there is no such one")
+    recorded = line.schedule
+    assert recorded is not None
+    if recorded.priority not in set(Priority):
+        raise ConfigError(f"request {line.request.request_id[:100]!r}: priority={recorded.priority}: no such priority")
     return Request(
         id=line.request.request_id,
         group=line.slot,
-        partition=asked.partition,
-        client=asked.client,
-        priority=Priority(asked.priority),
-        time_limit=asked.time_limit,
-        shape=asked.shape,
-        cost_class=asked.cost_class,
-        stage=asked.stage,
-        weight=asked.weight,
-        wants=asked.wants,
+        partition=recorded.partition,
+        client=recorded.client,
+        priority=Priority(recorded.priority),
+        time_limit=recorded.time_limit,
+        shape=recorded.shape,
+        cost_class=recorded.cost_class,
+        stage=recorded.stage,
+        weight=recorded.weight,
+        wants=recorded.wants,
     )
 
 
 class RecordedSteps:
-    """Answers as a processor with these stages: the next stage, or the rest of the last."""
+    """Answers like a processor with the recorded stages: after each comes the next, and the last repeats."""
 
     def __init__(self, recording: Journal) -> None:
         self._stages = {name: info.cost.stages for name, info in recording.groups.items() if info.cost is not None}
@@ -188,8 +188,8 @@ class RecordedSteps:
 class SeenRequest(NamedTuple):
     """A request of the journal. Seconds of the scheduler's clock.
 
-    came: when it was sent; ready: when it could first run; ended: when it had its answer or its error. served: seconds
-    from the request at the server to its answer, encoding included.
+    came: when the scheduler got it; ready: when it could first run; ended: when it had its answer or its error. served:
+    seconds from the request at the server to its answer, encoding included.
     """
 
     request: Request
@@ -204,8 +204,8 @@ class SeenRequest(NamedTuple):
 class RecordedCaller:
     """A client that waits for its answers; a part of a workload.
 
-    requests: in turn, from the first again after the last. pauses: likewise, seconds from an answer to the next
-    request, or with `by_clock` from one request to the next. first, until: times of its first and last request.
+    requests: sent in turn, over and over. pauses: used likewise, seconds from an answer to the next request, or with
+    `by_clock` from one request to the next. first: time of the first request. until: time after which none is sent.
     """
 
     requests: Sequence[Request]
@@ -238,10 +238,10 @@ class RecordedCaller:
 class ObservedLoad:
     """The load of a journal. Seconds.
 
-    parts: to simulate. span: its length. steady: all callers wait and were there all the time, so it may be simulated
-    for longer. clients: how many of each kind. pauses: all think times, all gaps. open_rate: requests a second that do
-    not wait. between: time between two batches while work waits. prepared_in: seconds that a request's pictures take,
-    one after the other.
+    parts: to simulate. span: its length. steady: all callers wait and sent all the time, so it may be simulated for
+    longer. clients: how many of each kind. pauses: all think times, all gaps. open_rate: requests a second of clients
+    that do not wait. between: the driver's time between two batches while work waits. prepared_in: seconds that a
+    request's pictures take, prepared one after the other.
     """
 
     requests: Sequence[SeenRequest]
@@ -276,18 +276,18 @@ def observe(journal: Journal) -> ObservedLoad:
         raise ConfigError(f"{journal.path}: its {len(seen)} requests came at one moment, which is no load")
     first = seen[0].came
     span = max(one.came for one in seen) - first + 1e-9
-    prepared_in = _preparing(seen)
+    prepared_in = _preparation_time(seen)
     parts: list[WorkloadPart] = []
     pooled = _pooled(seen)
     clients: Counter[Kind] = Counter()
     pauses: defaultdict[Kind, list[float]] = defaultdict(list)
-    unasked: list[Arrival] = []
+    unawaited: list[Arrival] = []
     steady = True
     for own in _by_client(seen).values():
         kind, values = ("does not wait", []) if pooled else habit(own)
         clients[kind] += 1
         if kind == "does not wait":
-            unasked += [Arrival(s.came - first, s.request, prepared_in=prepared_in * (s.ready > s.came)) for s in own]
+            unawaited += [Arrival(s.came - first, s.request, prepared_in=prepared_in * (s.ready > s.came)) for s in own]
             continue
         pauses[kind] += values
         begins, last = own[0].came - first, own[-1].came - first
@@ -297,11 +297,11 @@ def observe(journal: Journal) -> ObservedLoad:
         requests = [s.request for s in own]
         until = inf if whole else last
         parts.append(RecordedCaller(requests, values, kind == "by the clock", begins, until, pictures))
-    if unasked:
-        parts.append(RecordedArrivals(unasked))
+    if unawaited:
+        parts.append(RecordedArrivals(unawaited))
     return ObservedLoad(
-        seen, parts, span, steady and not unasked, clients, pauses, len(unasked) / span,
-        _between(journal.batches), prepared_in,
+        seen, parts, span, steady and not unawaited, clients, pauses, len(unawaited) / span,
+        _time_between(journal.batches), prepared_in,
     )  # fmt: skip
 
 
@@ -311,14 +311,14 @@ def ends_of(journal: Journal) -> dict[int, float]:
     return found | {e.ticket: e.at for e in journal.ended if e.ticket is not None}
 
 
-def came_as(line: RequestLine, asked: SchedulerRequest) -> tuple[Request, float]:
-    """The request as it came to the scheduler, and when. The recorded limit counts from when it was ready."""
+def came_as(line: RequestLine, recorded: SchedulerRequest) -> tuple[Request, float]:
+    """The request as the scheduler got it, and when. The recorded time limit counts from when it was ready."""
     request = request_of(line)
-    if asked.admitted is None:
-        return request, asked.arrived
+    if recorded.admitted is None:
+        return request, recorded.arrived
     if request.time_limit is not None:
-        request = replace(request, time_limit=request.time_limit + asked.arrived - asked.admitted)
-    return request, asked.admitted
+        request = replace(request, time_limit=request.time_limit + recorded.arrived - recorded.admitted)
+    return request, recorded.admitted
 
 
 def seen_requests(journal: Journal) -> list[SeenRequest]:
@@ -326,13 +326,13 @@ def seen_requests(journal: Journal) -> list[SeenRequest]:
     ends = ends_of(journal)
     found = []
     for line in journal.requests:
-        asked = line.schedule
-        if asked is None:
+        recorded = line.schedule
+        if recorded is None:
             continue
-        request, came = came_as(line, asked)
-        end = came if asked.ticket is None else ends.get(asked.ticket, asked.arrived)
+        request, came = came_as(line, recorded)
+        end = came if recorded.ticket is None else ends.get(recorded.ticket, recorded.arrived)
         served = line.latency.total_ms / 1e3
-        found.append(SeenRequest(request, came, asked.arrived, max(end, came), line.outcome, served))
+        found.append(SeenRequest(request, came, recorded.arrived, max(end, came), line.outcome, served))
     return sorted(found, key=lambda one: one.came)
 
 
@@ -363,10 +363,10 @@ def _pooled(seen: Sequence[SeenRequest]) -> bool:
         return False
     thinks, gaps = [think for _, think, _ in after], [gap for _, _, gap in after]
     long = median(thinks) > LONG * median(one.ended - one.came for one in seen)
-    return long and _with_next(thinks) > POOLED and _with_next(gaps) > POOLED
+    return long and _autocorrelation(thinks) > POOLED and _autocorrelation(gaps) > POOLED
 
 
-def _with_next(values: Sequence[float]) -> float:
+def _autocorrelation(values: Sequence[float]) -> float:
     """The correlation of each value with the next; 0 if they do not differ."""
     try:
         return correlation(values[:-1], values[1:])
@@ -381,13 +381,13 @@ def _by_client(seen: Sequence[SeenRequest]) -> dict[tuple[str, Hashable], list[S
     return found
 
 
-def _spread(values: Sequence[float]) -> float:
+def _spread(values: Sequence[float]) -> float:  # between the quartiles
     ranked = sorted(values)
     return percentile(ranked, 0.75) - percentile(ranked, 0.25)
 
 
-def _preparing(seen: Sequence[SeenRequest]) -> float:
-    """Seconds that a request takes to be prepared, if one follows the other; 0 if none are."""
+def _preparation_time(seen: Sequence[SeenRequest]) -> float:
+    """The median seconds that a request takes to be prepared, one after the other; 0 if none are prepared."""
     prepared = sorted((one for one in seen if one.ready > one.came), key=lambda one: one.ready)
     if not prepared:
         return 0.0
@@ -395,8 +395,8 @@ def _preparing(seen: Sequence[SeenRequest]) -> float:
     return median(one.ready - max(one.came, last) for one, last in zip(prepared, before, strict=False))
 
 
-def _between(batches: Sequence[BatchLine]) -> float:
-    """The median time from one batch's end to the start of the next that had no reason to wait."""
+def _time_between(batches: Sequence[BatchLine]) -> float:
+    """The median time from one batch's end to the start of the next, if that had no reason to wait."""
     ordered = sorted(batches, key=lambda b: b.at)
     gaps = []
     for last, this in pairwise(ordered):
@@ -408,15 +408,15 @@ def _between(batches: Sequence[BatchLine]) -> float:
 
 # -- a journal through the scheduler again -----------------------------------------------------------------------------
 
-NO_TIME: Final = 1e-6  # seconds: shortest batch, so that a relative error exists
-ALL_TIME: Final = 1e6  # seconds: no batch takes longer
+NO_TIME: Final = 1e-6  # seconds of the shortest batch, so that a relative error exists
+ALL_TIME: Final = 1e6  # seconds of the longest possible batch
 
 
 class MeasuredDevice:
-    """A device as fast as the recorded batches were: per slot and stage the median of a size seen at least three times,
-    else a line fitted to all of them; times one of the recorded ratios to that, drawn anew for each batch.
+    """A device as fast as in the recorded batches. A batch takes the median time of its slot, stage and size if it is
+    that of at least three, else that of a line fitted to all sizes; times a recorded ratio to it, drawn for each batch.
 
-    warm: what warm-up measured. It counts for the line, because the recorded batches may all have had one size.
+    warm: measurements of the warm-up. The line uses them, because the recorded batches may all have had one size.
     """
 
     def __init__(self, batches: Sequence[BatchLine], warm: Iterable[WarmUpLine] = ()) -> None:
@@ -457,7 +457,7 @@ class MeasuredDevice:
 def _with_warm(
     key: tuple[str, str], sizes: Mapping[int, Sequence[float]], warm: Sequence[WarmUpLine]
 ) -> dict[int, list[float]]:
-    """The measured times of each size; those of warm-up only where no batch was recorded."""
+    """The measured times of each size; those of the warm-up only for sizes without a recorded batch."""
     found = {n: list(seen) for n, seen in sizes.items()}
     for one in warm:
         for stage, n, seconds in one.batches:
@@ -467,7 +467,7 @@ def _with_warm(
 
 
 def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """(fixed, marginal) seconds of least relative error over the medians of the sizes. ConfigError for impossible
+    """(fixed, marginal) seconds with the least relative error to the medians of the sizes. ConfigError for impossible
     times."""
     longest = max(max(seen) for seen in sizes.values())
     if not longest <= ALL_TIME:
@@ -477,10 +477,10 @@ def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
 
 
 def replay_schedule(recording: Journal, changes: Changes | None = None) -> Report:
-    """The recorded requests under the recorded settings with `changes`, in virtual time."""
+    """The recorded requests that could run, with the recorded settings and `changes`, in virtual time."""
     first, last = _span(recording)
-    asked = [(line, line.schedule) for line in recording.requests if line.schedule is not None and line.schedule.ready]
-    arrivals = [Arrival(schedule.arrived - first, request_of(line)) for line, schedule in asked]
+    lines = [(line, line.schedule) for line in recording.requests if line.schedule is not None and line.schedule.ready]
+    arrivals = [Arrival(schedule.arrived - first, request_of(line)) for line, schedule in lines]
     run = simulate(
         scheduler_of(recording, changes),
         RecordedArrivals(arrivals),
@@ -488,30 +488,30 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
         duration=last - first + 1e-9,
         outcome=RecordedSteps(recording),
     )
-    return _to_its_end(run)
+    return _report_of_all(run)
 
 
 def recorded_report(recording: Journal) -> Report:
-    """The same report for the recording: latency is from the arrival at the scheduler to the last batch's end."""
+    """The same report for the recording. Latency is from the arrival at the scheduler to the last batch's end."""
     first, last = _span(recording)
     ends = ends_of(recording)
     run = Run(0.0, last - first + 1e-9)
     for line in recording.requests:
-        asked = line.schedule
-        if asked is None:
+        recorded = line.schedule
+        if recorded is None:
             continue
-        end = asked.arrived if asked.ticket is None else ends.get(asked.ticket, asked.arrived)
-        limit = inf if asked.time_limit is None else asked.time_limit
+        end = recorded.arrived if recorded.ticket is None else ends.get(recorded.ticket, recorded.arrived)
+        limit = inf if recorded.time_limit is None else recorded.time_limit
         device = line.cost.measured_ms / 1e3
-        request, arrived = request_of(line), asked.arrived - first
+        request, arrived = request_of(line), recorded.arrived - first
         run.answers.append(RequestEnd(request, arrived, end - first, line.outcome, limit, device))
     for b in recording.batches:
         run.batches.append(Ran(b.at - first, b.elapsed, b.size, b.expected or 0.0, b.cause))
-    return _to_its_end(run)
+    return _report_of_all(run)
 
 
-def _to_its_end(run: Run) -> Report:
-    """The figures of all of it: the last batches begin after the last arrival."""
+def _report_of_all(run: Run) -> Report:
+    """The figures of the whole run: its last batches begin after the last arrival."""
     ends = (*(a.ended for a in run.answers), *(b.started + b.seconds for b in run.batches))
     run.duration = max(run.duration, *ends) + 1e-9
     return Report.of(run)
@@ -520,7 +520,7 @@ def _to_its_end(run: Run) -> Report:
 def _span(recording: Journal) -> tuple[float, float]:
     times = [line.schedule.arrived for line in recording.requests if line.schedule is not None]
     if not times:
-        raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
+        raise ConfigError(f"{recording.path}: the scheduler got none of its requests")
     return min(times), max(times)
 
 
@@ -538,7 +538,7 @@ def side_by_side(reports: Mapping[str, Report]) -> list[list[str]]:
         "batch size, largest": lambda r: str(max(r.sizes, default=0)),
         "device busy": lambda r: share(r.busy),
     }
-    rows = [["", *reports], *([name, *map(tell, reports.values())] for name, tell in cells.items())]
+    rows = [["", *reports], *([name, *map(cell, reports.values())] for name, cell in cells.items())]
     causes = [report.causes for report in reports.values()]
     lost = [Counter(report.outcomes) - Counter(ok=report.outcomes.get("ok", 0)) for report in reports.values()]
     for counts in (causes, lost):

@@ -12,7 +12,7 @@ from reflex_runtime.core.request import Priority
 from reflex_runtime.core.statistics import percentile
 from reflex_runtime.sim.run import Run
 
-TRUSTED: Final = 0.25  # share by which the simulation of recorded settings may be off
+TRUSTED: Final = 0.25  # share by which the simulation of recorded settings may differ from the recording
 
 
 def jain(values: Iterable[float]) -> float | None:
@@ -22,12 +22,12 @@ def jain(values: Iterable[float]) -> float | None:
     return sum(found) ** 2 / (len(found) * squares) if squares else None
 
 
-def fair_shares(total: float, asked: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Max-min fair shares of `total`: none gets more than it asked for; the others split the rest evenly."""
+def fair_shares(total: float, demands: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """Max-min fair shares of `total`: none is larger than its demand; those with larger demands are equal."""
     parts: dict[Hashable, float] = {}
-    waiting = sorted(asked, key=lambda k: asked[k])
+    waiting = sorted(demands, key=lambda k: demands[k])
     while waiting:
-        part = min(asked[waiting[0]], total / len(waiting))
+        part = min(demands[waiting[0]], total / len(waiting))
         parts[waiting.pop(0)] = part
         total -= part
     return parts
@@ -37,7 +37,7 @@ def fair_shares(total: float, asked: Mapping[Hashable, float]) -> dict[Hashable,
 class Report:
     """Figures of the span between warm-up and end. Times in seconds, rates per second, shares 0 to 1.
 
-    Rates count answers by when they ended and batches by when they started; all else counts requests by when they
+    Answers count by when they ended and batches by when they started; all other figures count requests by when they
     arrived. Latencies are those of answered requests.
 
     offered, throughput, goodput: requests made, answered, and answered on time, per second.
@@ -120,14 +120,14 @@ class Report:
 
 
 def doubt(*figures: tuple[float | None, float | None]) -> str:
-    """Why a simulation of recorded settings is not reliable, "" if it is. figures: (simulated, measured) p50 and
-    throughput."""
+    """Why a simulation of recorded settings is not reliable, "" if it is. figures: (simulated, measured) pairs, of p50
+    and throughput."""
     off = max((abs((simulated or 0.0) / seen - 1.0) for simulated, seen in figures if seen), default=0.0)
     if off <= TRUSTED:
         return ""
     return (
         f"simulated with the recorded settings, p50 or throughput is off by {off:.0%}: something other than batching "
-        "decides the latency. Do not rely on what follows"
+        "decides the latency. Do not rely on these figures"
     )
 
 

@@ -1,7 +1,7 @@
-"""The discrete-event loop around the real scheduler, and its device.
+"""A discrete-event loop around the real scheduler, with a simulated device.
 
 Like a driver it calls `next_batch`, completes batches and wakes at `wake_at`, on a clock that jumps from one event to
-the next. It calls `next_batch` after every single input, also if several arrive at the same instant."""
+the next. It calls `next_batch` after every single input, also if several come at the same instant."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
-RETRY = 0.001  # least seconds until a refused caller retries: it must not retry at the same instant for ever
+RETRY = 0.001  # least seconds until a refused caller retries: without them virtual time could stand still
 
 
 # -- times of the simulated device -------------------------------------------------------------------------------------
 
 
 class Service(Protocol):
-    """A device."""
+    """A simulated device."""
 
     def seconds(self, batch: Batch, now: float, rng: Random) -> float:
-        """Seconds the batch takes if it starts now."""
+        """Seconds that the batch takes if it starts now."""
 
 
 def line_through(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """(fixed, slope) of the straight line of least squares through (x, y, weight), neither of them negative."""
+    """(fixed, slope), both at least 0, of the line of least squares through points (x, y, weight)."""
     known = list(points)
     total = sum(w for _, _, w in known)
     mx, my = sum(w * x for x, _, w in known) / total, sum(w * y for _, y, w in known) / total
@@ -47,7 +47,7 @@ def line_through(points: Iterable[tuple[float, float, float]]) -> tuple[float, f
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """fixed + marginal · n seconds."""
+    """A batch of n requests takes fixed + marginal · n seconds."""
 
     fixed: float
     marginal: float
@@ -84,8 +84,8 @@ class Noisy:
             raise ConfigError(f"Noisy.sigma={self.sigma!r}: must be in [0, 2]")
 
     def seconds(self, batch: Batch, now: float, rng: Random) -> float:
-        taken = self.inner.seconds(batch, now, rng) * exp(rng.gauss(0.0, self.sigma))
-        return taken * self.stall if self.stalls and rng.random() < self.stalls else taken
+        seconds = self.inner.seconds(batch, now, rng) * exp(rng.gauss(0.0, self.sigma))
+        return seconds * self.stall if self.stalls and rng.random() < self.stalls else seconds
 
 
 # -- what happened -----------------------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ class Noisy:
 class RequestEnd(NamedTuple):
     """How one request ended.
 
-    arrived, ended: seconds. outcome: ok, overrun, or what the error counts as (rejected, expired, shed, …).
-    limit: its time limit, inf for none.
-    device: its share of measured device seconds.
+    arrived, ended: seconds. outcome: ok, overrun, or the outcome of its error (rejected, expired, shed, …).
+    limit: its time limit in seconds, inf for none.
+    device: its share of the measured device seconds.
     """
 
     request: Request
@@ -118,7 +118,7 @@ class RequestEnd(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """One batch: start and length in seconds, members, predicted seconds (0 when unknown) and why it left."""
+    """One batch: start and length in seconds, number of members, predicted seconds (0 if unknown), why it was sent."""
 
     started: float
     seconds: float
@@ -129,7 +129,7 @@ class Ran(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Everything that happened. warmup, duration: the span, in seconds, that reports cover."""
+    """The ends of all requests and all batches. Reports cover the seconds from `warmup` to `duration`."""
 
     warmup: float
     duration: float
@@ -154,9 +154,9 @@ def simulate(
     duration: seconds during which requests are made; those in the system at its end still run to their end.
     warmup: seconds at the start that reports leave out.
     sinks: called with every event of the scheduler.
-    outcome: the processor's answer for a ticket and its granted units; by default Done if that was all it wanted, else
-    another step of the same stage.
-    between: seconds that the device waits before each batch, while its driver completes the last one and forms this.
+    outcome: the processor's answer for a ticket and its granted units; by default Done if the ticket wanted no more
+    units, else another step of the same stage.
+    between: seconds before each batch in which the driver completes the last batch and forms this one.
     """
     noise, done = Random(f"{seed}/device"), Run(warmup, duration)
     loop = _Loop(scheduler, service, done, seed, sinks, outcome or _outcome, between, noise)
@@ -165,7 +165,7 @@ def simulate(
 
 @dataclass(slots=True)
 class _Loop:
-    """now: virtual seconds. agenda: (time, number, action). prepared_at: when the last request is prepared."""
+    """One simulation. now: virtual seconds. agenda: (time, number, action). pending: requests that have not ended."""
 
     scheduler: Scheduler
     service: Service
@@ -178,8 +178,8 @@ class _Loop:
     now: float = 0.0
     entries: int = 0
     agenda: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    prepared_at: float = 0.0
-    asked: dict[Ticket, tuple[RequestStream, Arrival]] = field(default_factory=dict)
+    prepared_at: float = 0.0  # when the last request is prepared
+    pending: dict[Ticket, tuple[RequestStream, Arrival]] = field(default_factory=dict)
 
     def run(self, workload: WorkloadPart | Iterable[WorkloadPart]) -> Run:
         sources = workload if isinstance(workload, Iterable) else (workload,)
@@ -205,9 +205,9 @@ class _Loop:
             else:
                 idle_wakes += 1
                 if idle_wakes > 1000:
-                    raise RuntimeError(f"the scheduler asks to be woken at {wake!r} again and again and does nothing")
+                    raise RuntimeError(f"the scheduler's wake_at() is {wake!r} again and again, but it does nothing")
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self.entries += 1
@@ -228,7 +228,7 @@ class _Loop:
             if stream.waits:
                 self._plan(stream, stream.next(now + max(RETRY, error.retry_after or 0.0)))
         else:
-            self.asked[ticket] = (stream, arrival)
+            self.pending[ticket] = (stream, arrival)
             if arrival.prepared_in > 0.0:
                 self.prepared_at = max(self.prepared_at, now) + arrival.prepared_in
                 self._at(self.prepared_at, lambda: self.scheduler.prepared(ticket, ticket.request, self.now))
@@ -237,13 +237,13 @@ class _Loop:
 
     def _start(self, batch: Batch) -> None:
         now = self.now + self.between
-        taken = self.service.seconds(batch, now, self.noise)
-        self._at(now + taken, lambda: self._finish(batch, now, taken))
+        seconds = self.service.seconds(batch, now, self.noise)
+        self._at(now + seconds, lambda: self._finish(batch, now, seconds))
 
-    def _finish(self, batch: Batch, started: float, taken: float) -> None:
+    def _finish(self, batch: Batch, started: float, seconds: float) -> None:
         outcomes = [self.outcome(ticket, units) for ticket, units in batch.grants.items()]
-        self.scheduler.complete(batch, outcomes, taken, self.now)
-        self.done.batches.append(Ran(started, taken, len(batch), batch.expected, batch.cause.value))
+        self.scheduler.complete(batch, outcomes, seconds, self.now)
+        self.done.batches.append(Ran(started, seconds, len(batch), batch.expected, batch.cause.value))
 
     def _take_events(self) -> bool:
         events = self.scheduler.take_events()
@@ -251,7 +251,7 @@ class _Loop:
             for sink in self.sinks:
                 sink(event)
             if isinstance(event, RequestSettled):
-                stream, arrival = self.asked.pop(event.ticket)
+                stream, arrival = self.pending.pop(event.ticket)
                 outcome = event.ticket.outcome
                 error = outcome.error if isinstance(outcome, Failed) else None
                 self._answered(arrival, event.at, error, event.ticket.shared)
@@ -263,7 +263,7 @@ class _Loop:
                     self._plan(stream, stream.next(event.at))
         return bool(events)
 
-    # -- small things --------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def _answered(self, arrival: Arrival, now: float, error: BaseException | None, device: float) -> None:
         if error is None:
@@ -279,6 +279,6 @@ class _Loop:
 
 
 def _outcome(ticket: Ticket, units: float) -> Outcome:
-    """Done if it was granted all it wanted, else another step."""
+    """Done if the ticket was granted all the units that it wanted, else another step."""
     left = ticket.wants - units
     return Done() if left <= 1e-9 else More(wants=left)

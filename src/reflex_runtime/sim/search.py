@@ -1,8 +1,8 @@
 """`reflex tune`: the budget, hold and size that would serve a recorded load best, and their predicted effect.
 
-The load and the device are those of a journal (`recorded.py`, `MeasuredDevice`); the scheduler is the shipped one, in
-virtual time. The present settings are simulated, too: the prediction is the *change* between the two simulations,
-applied to the measured figures. An error that both share, such as a network that neither has, then has no effect.
+The load and the device are those of a journal (`recorded.py`, `MeasuredDevice`); the scheduler is the real one, in
+virtual time. The present settings are simulated, too. The prediction is the *change* between the two simulations,
+applied to the measured figures, so that an error of both, such as a missing network, has no effect.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
 BUDGETS: Final = tuple(ms / 1e3 for ms in (10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000))
 HOLDS: Final = (0.0, 0.002, 0.005, 0.010, 0.030, inf)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LONG: Final = 20.0  # seconds that a steady load is simulated for, at least
+LONG: Final = 20.0  # seconds at least for which a steady load is simulated
 MOST: Final = 2_500  # requests of one simulated run, about
-LEAST: Final = 2.0  # seconds of one
-SEEDS: Final = 3  # of the runs that decide
+LEAST: Final = 2.0  # seconds of one simulated run, at least, if the recording is as long
+SEEDS: Final = 3  # simulated runs of each setting that may be proposed
 WORTH: Final = 0.05  # share by which a setting must be better to be proposed
-SPARED: Final = 0.01  # share that a further changed setting must bring
+SPARED: Final = 0.01  # share by which each changed setting must improve the result to be kept
 MISSED: Final = 0.01  # with more late requests than this share, `on-time` is the default aim
-LOSS: Final = 0.05  # share by which p99 may get worse, and throughput by less than half of it
-SATURATED: Final = 0.95  # busy share of a device that can do no more
-IDLE: Final = 0.10  # busy share of a device that has nothing to do
+LOSS: Final = 0.05  # share by which p99 may get worse; throughput may get worse by half of it
+SATURATED: Final = 0.95  # from this busy share on the device counts as saturated
+IDLE: Final = 0.10  # up to this busy share there counts as no load
 
 
 class Knobs(NamedTuple):
-    """The settings that are tuned. Seconds; hold inf is the server's default."""
+    """The settings that are tuned, in seconds and requests. hold: inf is the server's default."""
 
     budget: float
     hold: float
@@ -62,13 +62,13 @@ class Knobs(NamedTuple):
         return flags
 
     def in_words(self) -> str:
-        """All three."""
+        """The settings as a text."""
         hold = "hold by default" if self.hold == inf else f"hold ≤ {self.hold * 1e3:g} ms"
         return f"budget {self.budget * 1e3:g} ms, {hold}, size ≤ {self.size}"
 
 
 class TunedFigures(NamedTuple):
-    """The figures of a setting. Seconds, answers a second, shares. on_time: answered, and within the limit if any."""
+    """The figures of a setting. Seconds, answers/s, shares. on_time: answered, within the limit if any. batch: mean."""
 
     p50: float
     p95: float
@@ -87,7 +87,7 @@ class TunedFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TriedKnobs:
-    """A setting and its simulated figures: means over the seeds; each: those of every seed."""
+    """A setting and its simulated figures. figures: means over the seeds. each: those of every seed."""
 
     knobs: Knobs
     figures: TunedFigures
@@ -109,12 +109,12 @@ class Tuning:
 
     @property
     def predicted(self) -> TunedFigures:
-        """The measured figures after the simulated change: times and rates by its ratio, shares by its difference."""
+        """The measured figures after the simulated change: multiplied by its ratio, `on_time` by its difference."""
         measured, before, after = self.measured, self.before.figures, self.after.figures
 
         def ratio(name: str) -> float:
-            seen, was, will = (float(getattr(figures, name)) for figures in (measured, before, after))
-            return seen * will / was if was > 0.0 else will
+            real, old, new = (float(getattr(figures, name)) for figures in (measured, before, after))
+            return real * new / old if old > 0.0 else new
 
         predicted = {name: ratio(name) for name in ("p50", "p95", "p99", "throughput", "batch", "busy")}
         predicted["on_time"] = min(1.0, max(0.0, measured.on_time + after.on_time - before.on_time))
@@ -139,7 +139,7 @@ class Tuner:
         progress: Callable[[int, int | None], None] = lambda *_: None,
     ) -> None:
         self.journal, self._progress = journal, progress
-        scheduler_of(journal)  # or raises
+        scheduler_of(journal)  # raises if it cannot be replayed
         self.load = observe(journal)
         self.present = present(journal)
         self._device = MeasuredDevice(journal.batches, journal.warm.values())
@@ -174,14 +174,14 @@ class Tuner:
         return found
 
     def tried(self, knobs: Knobs) -> TriedKnobs:
-        """A setting with every seed."""
+        """Simulate a setting with every seed."""
         each = [self.figures(knobs, seed) for seed in range(SEEDS)]
         mean = TunedFigures(*(sum(values) / len(each) for values in zip(*each, strict=True)))
         return TriedKnobs(knobs, mean, each)
 
     def measured(self) -> TunedFigures:
-        """The figures of the journal itself, over the span that a run reports. Latency is from the request at the
-        server to the answer."""
+        """The figures of the journal itself, without its warm-up if it is long enough. Latency is from the request at
+        the server to the answer."""
         first, span = self.load.requests[0].came, self.load.span
         run = Run(self.warmup * (self.warmup < 0.5 * span), span)
         for one in self.load.requests:
@@ -193,8 +193,8 @@ class Tuner:
         return figures_of(Report.of(run))
 
     def tune(self, aim: Aim | None = None) -> Tuning:
-        """Search one setting after another, twice, then with every seed. aim: by default deadlines if requests miss
-        them, else p95. ConfigError if no request was answered: the simulation could not be compared with anything."""
+        """Search one setting after another, twice; then simulate the best with every seed. aim: by default on-time if
+        requests miss their deadlines, else p95. ConfigError if no request was answered: there is nothing to compare."""
         measured = self.measured()
         if measured.p50 <= 0.0 and measured.throughput <= 0.0:
             raise ConfigError(f"{self.journal.path}: none of its requests was answered; record a load that is")
@@ -217,23 +217,23 @@ class Tuner:
             found, at = now, self.figures(now).of(aim)
             for knobs in candidates:
                 figures = self.figures(knobs)
-                if figures.of(aim) < at - 1e-12 and _may(figures, allowed, aim):
+                if figures.of(aim) < at - 1e-12 and _acceptable(figures, allowed, aim):
                     found, at = knobs, figures.of(aim)
             return found
 
         for _ in range(2):
-            was = best
+            last = best
             best = least((best._replace(hold=hold) for hold in HOLDS), best)
             best = least(self._budgets(best), best)
             best = least(self._sizes(best), best)
-            if best == was:
+            if best == last:
                 break
         return self._fewest(base, best, aim)
 
     def _budgets(self, now: Knobs) -> list[Knobs]:
-        """Other budgets that change a batch: those below the longest one, and above the present one if it is reached.
+        """Other budgets that change a batch: those below the longest batch, and larger ones if the budget is reached.
 
-        Not those below two requests: nothing is learned from batches of one.
+        Not those that allow only one request: nothing is learned from batches of one.
         """
         longest, _ = self._reached[now]
         least = max(self._device.usual(2), BUDGETS[0])
@@ -248,11 +248,12 @@ class Tuner:
         return [now._replace(size=size) for size in found]
 
     def _fewest(self, base: Knobs, best: Knobs, aim: Aim) -> Knobs:
-        """Go back to the present value of each setting that hardly matters."""
+        """Go back to the present value of each setting whose change hardly matters."""
+        allowed = self.figures(base)
         for name in Knobs._fields:
             back = best._replace(**{name: getattr(base, name)})
             now, then = self.figures(best).of(aim), self.figures(back).of(aim)
-            if back != best and then <= now + SPARED * abs(now) and _may(self.figures(back), self.figures(base), aim):
+            if back != best and then <= now + SPARED * abs(now) and _acceptable(self.figures(back), allowed, aim):
                 best = back
         return best
 
@@ -261,9 +262,8 @@ class Tuner:
         gain = before.figures.of(aim) - after.figures.of(aim)
         least = MISSED if aim == "on-time" else WORTH * abs(before.figures.of(aim))
         each = zip(before.each, after.each, strict=True)
-        return (
-            gain >= least and all(b.of(aim) > a.of(aim) for b, a in each) and _may(after.figures, before.figures, aim)
-        )
+        better = gain >= least and all(b.of(aim) > a.of(aim) for b, a in each)
+        return better and _acceptable(after.figures, before.figures, aim)
 
     def _why(self, now: TunedFigures) -> str:
         """Why nothing helps."""
@@ -276,13 +276,13 @@ class Tuner:
         if now.busy <= IDLE:
             return (
                 f"there is no load: the device runs {now.busy:.1%} of the time, so hardly any request waits for "
-                "another one. What is left of the latency is the model's own time"
+                "another one. The latency is the model's own time"
             )
         return f"none of {count} settings is better by {WORTH:.0%}: the present ones suit this load"
 
 
-def _may(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
-    """Whether the other figures stay within their limits."""
+def _acceptable(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
+    """Whether the figures besides that of the aim are not much worse than the allowed ones."""
     return (
         (aim == "on-time" or figures.p99 <= allowed.p99 * (1.0 + LOSS))
         and figures.throughput >= allowed.throughput * (1.0 - 0.5 * LOSS)
@@ -296,8 +296,8 @@ def present(journal: Journal) -> Knobs:
     for name, info in journal.groups.items():
         flush = flush_of(name, info)
         if any(flush.hold_max):
-            raise ConfigError(f"{journal.path}: its batches left by a rule that reflex serve does not have")
-        if info.weight > 0.0:  # a shadow has its own
+            raise ConfigError(f"{journal.path}: its batches were sent by a rule that reflex serve does not have")
+        if info.weight > 0.0:  # a shadow, of weight 0, may have others
             found.add(Knobs(flush.max_batch_cost, flush.returns, flush.max_batch_size))
     if len(found) != 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Workloads: open arrivals that do not depend on answers, and callers that wait for theirs.
 
-A workload is one source or several. Each source makes streams; each stream has random numbers of its own, so the same
-seed gives the same arrivals under every rule, in whatever order answers come.
+A workload is one part or several. Each part makes streams, and each stream has its own random numbers, so that the same
+seed gives the same arrivals with every scheduler, in whatever order answers come.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from reflex_runtime.core.request import Request
 
 
 class Arrival(NamedTuple):
-    """A request and the time it is made, in seconds.
+    """A request and the time at which it is sent, in seconds.
 
     since: from when its latency counts, if that is earlier. overrun: older frames that it replaced before they were
-    asked. prepared_in: seconds that it takes before it can run; requests are prepared one after the other.
+    sent. prepared_in: seconds of preparation before it can run; requests are prepared one after the other.
     """
 
     at: float
@@ -34,8 +34,8 @@ class Arrival(NamedTuple):
 class RequestStream(NamedTuple):
     """The requests of one feed or one caller, one after another.
 
-    waits: True when the next request follows the answer to the last one. next: the next arrival, not before the given
-    time, which is 0 at the start, then that of the last answer; None at the end.
+    waits: whether the next request follows the answer to the last one. next: the next arrival, not before the given
+    time: 0 at the start, then that of the last answer, or of the last arrival if it does not wait; None at the end.
     """
 
     waits: bool
@@ -46,7 +46,7 @@ class WorkloadPart(Protocol):
     """A part of a workload."""
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        """Its streams; the same seed gives the same ones."""
+        """Its streams; the same seed gives the same streams."""
 
 
 # -- when: arrival processes -------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Bursty:
-    """Poisson whose rate switches between quiet and burst (a two-state Markov-modulated process).
+    """A Poisson process whose rate switches between quiet and burst (two-state Markov-modulated).
 
     rate: mean arrivals per second. peak: rate in a burst, as a multiple of the mean. share: part of the time spent in
     bursts. length: mean seconds of a burst.
@@ -106,12 +106,12 @@ class Bursty:
             until = at + rng.expovariate(1.0 / length)
             while rate > 0.0 and (at := at + rng.expovariate(rate)) < until:
                 yield at
-            at, bursting = until, not bursting  # memoryless: the gap that crossed the switch is drawn anew
+            at, bursting = until, not bursting  # memoryless: the gap across the switch may be drawn again
 
 
 @dataclass(frozen=True, slots=True)
 class Diurnal:
-    """Poisson whose rate swings like a day: rate · (1 + swing · sin(2π t / period))."""
+    """A Poisson process whose rate swings as over a day: rate · (1 + swing · sin(2π t / period))."""
 
     rate: float
     swing: float = 0.8
@@ -125,7 +125,7 @@ class Diurnal:
 
     def times(self, rng: Random) -> Iterator[float]:
         highest = 1.0 + self.swing
-        for at in Poisson(self.rate * highest).times(rng):  # thinned
+        for at in Poisson(self.rate * highest).times(rng):  # of which the rate's share is taken
             if rng.random() * highest < 1.0 + self.swing * sin(2.0 * pi * at / self.period):
                 yield at
 
@@ -185,7 +185,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Evenly within `spread` of the middle: a robot that executes its chunk takes 100 ± 5 ms."""
+    """Uniform within `spread` of the middle, like a robot that executes its chunk in 100 ± 5 ms."""
 
     middle: float
     spread: float
@@ -196,7 +196,7 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One of several, drawn anew each time: (share, think) pairs."""
+    """One of several, drawn each time. parts: (share, think) pairs."""
 
     parts: tuple[tuple[float, Think], ...]
 
@@ -212,7 +212,7 @@ class Open:
     """Requests that arrive whether or not earlier ones were answered.
 
     requests: one of them is drawn for each arrival, in proportion to `shares` (equal if empty).
-    strangers: each request is of a client of its own.
+    strangers: each request has its own client.
     """
 
     arrivals: Arrivals
@@ -242,7 +242,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """`count` callers, each a client of its own, that ask, wait for the answer, think, and ask again.
+    """`count` callers, each its own client, that send a request, wait for the answer, think, and send the next.
 
     The first requests are spread over one think time. prepared_in: seconds before each can run, see `Arrival`.
     """
@@ -276,7 +276,7 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class RecordedArrivals:
-    """Arrivals that happened, with their requests; made again at the same times."""
+    """Recorded arrivals, whose requests are sent again at the same times."""
 
     arrivals: Sequence[Arrival]
 
