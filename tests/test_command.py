@@ -285,7 +285,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
             "nowhere: not found, expected an export directory; bundled: "
             "reflex serve demo is a robot policy",
         ),
-        ("serve more.py --no-supervise", "is a file of Python; serve a function of it: reflex serve python:more:F"),
+        ("serve more.py --no-supervise", "is a Python file; serve a function of it: reflex serve python:more:F"),
         ("serve more:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
         ("serve more.py:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
         ("serve python:more.py:arr --no-supervise", "there is no module 'more.py': leave .py out, more:arr"),

@@ -155,7 +155,7 @@ def test_a_directory_that_is_called_like_a_bundled_model_is_told_apart(
     for file in (tmp_path / name).iterdir():
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert main(["serve", name, "--port", "0", "--no-supervise"]) == 2
-    assert "; the bundled model of this name is served where no directory" in capsys.readouterr().err
+    assert "; the bundled model of this name is served only if no directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["demo"], [f"--policy-a={V1}", "--policy-b=demo", "--no-rtc", "--split=0"]])

@@ -136,7 +136,7 @@ def test_p40_a_graph_with_another_normalisation_is_not_there(
     path = saved(tmp_path / "checkpoint", **ACT)
     monkeypatch.setattr(TracedPolicy, "_denormalised", lambda self, actions: actions)
     assert main(["export", str(path), str(tmp_path / "out")]) == 1
-    assert "answers something else than the checkpoint" in capsys.readouterr().err
+    assert "the export's answers differ from the checkpoint's" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -189,7 +189,7 @@ def export(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.source}: is an export already; serve it as it is")
     try:
         found = export_checkpoint(
-            args.source, args.out, opset=opset, force=args.force, told=lambda line: print(line, flush=True)
+            args.source, args.out, opset=opset, force=args.force, progress=lambda line: print(line, flush=True)
         )
     except NotTheSame as error:
         print(f"reflex export: {args.source}: {error.message}", file=sys.stderr)

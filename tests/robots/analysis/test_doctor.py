@@ -516,7 +516,7 @@ def test_p53_deterministic_is_proven_where_the_size_of_a_call_changes_its_bits(m
     finding = found(diagnosis, "deterministic")
     assert finding.status == "pass"
     assert finding.actual == (
-        "bit-equal alone, beside others and in each of 3 rows; an answer alone takes 1.0 ms, 1.0 ms without"
+        "bit-equal alone, beside others and in each of 3 rows; an answer alone takes 1.0 ms, 1.0 ms without --deterministic"
     )
 
 
@@ -609,7 +609,7 @@ def test_t7_rtc_boundary_knows_how_late_an_answer_is(split: Path) -> None:
     actual = found(examine(split, rtc_horizon=2, clocks=ticking(0.01)), "rtc_boundary").actual
     assert actual == "an answer takes 10.0 ms, 1 of 4 actions at 50 Hz"
     finding = failed(split, "rtc_boundary", rtc_horizon=4, clocks=ticking(0.1))
-    assert "the robot has none left" in finding.remediation
+    assert "the robot has no action left" in finding.remediation
 
 
 CLOCKS: dict[str, tuple[Callable[[], Clocks], str, str]] = {

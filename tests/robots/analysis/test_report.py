@@ -282,6 +282,6 @@ def test_recordings_of_other_models_in_a_slot_are_not_added_up(tmp_path: Path) -
         day = Day(tmp_path, policies=policies)
         day.episode("a", True)
         files.append(day.close())
-    with pytest.raises(ConfigError, match=r"slot [ab] is model \w+ in .* and \w+ in .*: report them apart"):
+    with pytest.raises(ConfigError, match=r"slot [ab] is model \w+ in .* and \w+ in .*: make a report for each"):
         report(files)
     assert report(files[:1]).slots["a"].finished == 1

@@ -221,7 +221,7 @@ def test_p40_the_command_says_the_difference_and_exits_with_0_or_1(
 
     loads(0.01)
     assert main(["export", source, str(tmp_path / "other")]) == 1
-    assert capsys.readouterr().err.startswith(f"reflex export: {source}: the export answers something else")
+    assert capsys.readouterr().err.startswith(f"reflex export: {source}: the export's answers differ")
     assert names(tmp_path) == ["act", "out"]
 
 
@@ -234,7 +234,7 @@ def test_p40_the_command_says_the_difference_and_exits_with_0_or_1(
         ({"type": "vqbet", "action_chunk_size": 3}, "type vqbet is not exported: only act, diffusion, smolvla are"),
         ({"type": "pi0", "num_inference_steps": 10}, "type pi0 is not exported: only act, diffusion, smolvla are"),
         ({"type": "xvla"}, "type xvla is not exported: only act, diffusion, smolvla are known"),
-        ({"type": "tdmpc"}, "type tdmpc is not known to predict chunks and to keep nothing"),
+        ({"type": "tdmpc"}, "type tdmpc is not known to predict chunks without keeping"),
         ({"type": "diffusion", "noise_scheduler_type": "DDPM"}, "noise_scheduler_type DDPM is not exported: it draws"),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",

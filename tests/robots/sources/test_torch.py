@@ -29,7 +29,7 @@ from reflex_runtime.robots import (  # noqa: E402
 )
 from reflex_runtime.robots.policy.episodes import PrefixTensors  # noqa: E402
 from reflex_runtime.robots.sources.load import read_source  # noqa: E402
-from reflex_runtime.robots.sources.torch_models import TorchStaged, TorchWhole, taken, weights_of  # noqa: E402
+from reflex_runtime.robots.sources.torch_models import TorchStaged, TorchWhole, to_host, weights_of  # noqa: E402
 from reflex_runtime.robots.versions.slots import device_of, load  # noqa: E402
 from reflex_runtime.run.onnx_session import CUDA  # noqa: E402
 from reflex_runtime.settings import ServeConfig  # noqa: E402
@@ -273,5 +273,5 @@ def test_p20_a_module_gets_masks_history_and_the_mask_of_tokens() -> None:
 def test_what_is_no_tensor_of_numbers_is_no_answer(answer: Any, told: str) -> None:
     """A complex one would lose its imaginary part."""
     with pytest.raises(ProcessorError, match=f"the module answered {told} where a tensor of numbers is expected"):
-        taken(answer)
-    assert taken(torch.arange(3)).tolist() == [0.0, 1.0, 2.0]
+        to_host(answer)
+    assert to_host(torch.arange(3)).tolist() == [0.0, 1.0, 2.0]

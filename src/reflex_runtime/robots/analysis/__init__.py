@@ -1,1 +1,1 @@
-"""What can be learned of a policy without serving it: doctor, replay, report."""
+"""Tools that examine policies and recordings without serving: doctor, replay, report."""

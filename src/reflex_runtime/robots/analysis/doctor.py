@@ -1,7 +1,7 @@
-"""Checks a policy before it meets a robot: for each check what was expected, what was found and what to do.
+"""Checks a policy before a robot uses it: for each check what was expected, what was found and what to do.
 
-Checks run in the order of this file; one that needs a check which did not pass is skipped. A check returns what it
-found, or raises an error of the loader or the policy, or a `Finding`. `examine` reports faults and never raises them.
+Checks run in the order of this file. A check is skipped if it needs one that failed or was skipped. A check returns
+what it found, or raises an error of the loader or the policy, or a `Finding`; `examine` reports them all.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from reflex_runtime.run.onnx_session import CPU, BatchAxisError, PortMismatch
 from reflex_runtime.version import __version__
 
 SAMPLES: Final = 8
-"""Made-up requests; batch parity compares 2, 4 and 8 of them."""
+"""The number of made-up requests; batch parity compares 2, 4 and 8 of them."""
 
 PARITY: Final = 1e-4
-"""Largest difference between an action of a batch and the same one alone, as a share of its joint's scale: its
+"""Largest difference between an action computed in a batch and computed alone, as a share of its joint's scale: its
 standard deviation, or its largest value. Kernels that sum in another order at other batch sizes give about 1e-6 in
-float32 (measured: 0 on the CPU, 2.8e-6 on CUDA); rows that influence each other give 0.01 and more. A replay calls an
-answer different at 1e-3, so that a healthy export replays in any batches."""
+float32 (measured: 0 on the CPU, 2.8e-6 on CUDA); rows that influence each other give 0.01 and more. For a replay an
+answer differs from 1e-3 on, so that a healthy export replays in any batches."""
 
 PARITY_HALF: Final = 2e-2
 """The same for models in 16 bits: their numbers are 1e-3 apart, and sums of them differ by some of those steps."""
 
 LEAST_SCALE: Final = 1e-6  # of a joint that never moves
 TINY: Final = 1e-6
-"""A state that varies less is constant: dividing by it turns the last bit of a sensor into a large number. An action
-does not move the robot."""
+"""A state that varies less is constant: divided by it, the last bit of a sensor becomes a large number. An action that
+varies less does not move the robot."""
 
 RTC_HORIZON: Final = 10  # default of --rtc-horizon
-LEAST_WALL: Final = 1_735_689_600.0  # 2025-01-01: an earlier wall clock was never set
+LEAST_WALL: Final = 1_735_689_600.0  # 2025-01-01: a wall clock that shows an earlier time was never set
 DAY: Final = 86_400.0
 
 Status = Literal["pass", "fail", "warn", "skip"]
 
 
 class Finding(Exception):
-    """How a check ends that does not pass. A warning: the policy can be served, and something is probably wrong.
+    """The result of a check that does not pass. "warn": the policy can be served, but something is probably wrong.
 
     remedy: "" for that of the check. environment: the fault is in this machine, not in the policy.
     """
@@ -88,8 +88,8 @@ class Clocks:
 
 @dataclass
 class CheckContext:
-    """The policy under examination, and the results of earlier checks: its description, the policy itself, what is
-    wrong with its graphs, its answers to samples, and the seconds of one answer."""
+    """The policy under examination, and the results of earlier checks: spec, policy, what is wrong with its graphs, its
+    answers to samples (each computed alone), and the median seconds of one answer."""
 
     source: str
     provider: str
@@ -111,7 +111,7 @@ class CheckContext:
 
     @property
     def instructions(self) -> list[str]:
-        """Of the samples: the given one, else the first and the last words of the vocabulary."""
+        """Instructions of the samples: the given one, else the first and the last words of the vocabulary."""
         spec = self.spec
         if not spec.takes_text:
             return [""]
@@ -136,9 +136,9 @@ class CheckContext:
 
 
 class CheckRule(NamedTuple):
-    """A check: its id, the checks whose results it needs, its expectation, and what to do where it fails.
+    """A check: its id, the checks whose results it needs, its expectation, and what to do if it fails.
 
-    environment: a failure is this machine's. exports: only for export directories; other readers check their own files.
+    environment: a failure is a fault of this machine. exports: only for export directories, whose reader checks less.
     """
 
     id: str
@@ -172,9 +172,9 @@ def some(problems: Sequence[str], most: int = 6) -> str:
 
 
 def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(the middle of the training's actions, their usual distance from it), each [action_dim], in robot's units.
+    """(the middle of the training's actions, their usual distance from it), each [action_dim], in the robot's units.
 
-    The middle is at the middle of its states, where actions are added to the state.
+    If actions are added to the state, that is the middle of the training's states.
     """
     norm, dim = spec.action_norm, spec.action_dim
     offset = np.zeros(dim, np.float32) if norm is None else norm.middle
@@ -193,7 +193,7 @@ def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.fl
     "correct the key; docs/exports.md explains each, docs/policies.md a policy of your own",
 )  # fmt: skip
 def check_config(context: CheckContext) -> str:
-    """Of any source: errors are its reader's."""
+    """Of any source; the errors are those of its reader."""
     context.spec = spec = read_source(context.source, context.device)
     spec.check()
     kind = f"{spec.model_id}, {spec.model_type}, {spec.inference_mode}, {spec.num_denoising_steps} steps"
@@ -208,10 +208,10 @@ def check_wires(context: CheckContext) -> str:
     """The names in observations: those of openpi, and of each wire that has a block (docs/wires.md)."""
     spec, shown = context.spec, []
     for wire in spec.wires or (OPENPI,):
-        told = ObservationReader(spec, spec.wires.get(wire)).describe()
-        names = [*told["images"], *told.get("state", {}).get("names", ())]
-        names += [told["prompt"]] if "prompt" in told else []
-        if len(told["images"]) < len(spec.images) or len(set(names)) < len(names):
+        read = ObservationReader(spec, spec.wires.get(wire)).describe()
+        names = [*read["images"], *read.get("state", {}).get("names", ())]
+        names += [read["prompt"]] if "prompt" in read else []
+        if len(read["images"]) < len(spec.images) or len(set(names)) < len(names):
             raise Finding("warn", f"{wire}: {', '.join(names)}")
         shown.append(f"{wire}: {', '.join(names)}{'' if spec.wires else ' (no block: found by name)'}")
     return "; ".join(shown)
@@ -254,13 +254,13 @@ def check_embodiment(context: CheckContext) -> str:
         mean, std = typical_action(spec)
         outside = np.flatnonzero((mean < low) | (mean > high))
         if len(outside):
-            told = [
+            joints = [
                 f"{context.joints(outside[i : i + 1])}: mean {mean[j]:.3g}, range [{low[j]:.3g}, {high[j]:.3g}]"
                 for i, j in enumerate(outside)
             ]
             raise Finding(
                 "fail",
-                f"the mean action of the training data is outside its range: {some(told)}",
+                f"the mean action of the training data is outside its range: {some(joints)}",
                 "action_norm and action_ranges are of different robots, orders or units: compare them joint by joint",
             )
         wide = np.flatnonzero((high - low) < std)
@@ -289,13 +289,13 @@ def check_tokenizer(context: CheckContext) -> str:
         if len(unknown) == len(text.split()):
             raise Finding("fail", f"{text!r}: not one word of it is known")
         if unknown:
-            told = f"{text!r}: {', '.join(map(repr, unknown))} unknown"
-            raise Finding("warn", told, "use words of the training data, or add these to the tokenizer and train")
+            actual = f"{text!r}: {', '.join(map(repr, unknown))} unknown"
+            raise Finding("warn", actual, "use words of the training data, or add these to the tokenizer and train")
         middle = np.zeros(spec.state_dim, np.float32)  # a normalised state, for the length of a prompt with its bins
         whole = text if spec.prompt is None else spec.prompt.render(text, middle)
         if len(tokenizer.ids(whole)) > spec.max_tokens:
-            told = f"{whole!r}: over max_tokens={spec.max_tokens}; what follows is cut off"
-            raise Finding("warn", told, "use fewer words, or export again with a longer token row (max_tokens)")
+            actual = f"{whole!r}: over max_tokens={spec.max_tokens}; what follows is cut off"
+            raise Finding("warn", actual, "use fewer words, or export again with a longer token row (max_tokens)")
     return " and ".join(repr(text) for text in context.instructions)
 
 
@@ -336,7 +336,7 @@ def check_provider(context: CheckContext) -> str:
     "(pip install -U onnxruntime) and operators of ONNX itself; of your own policy: docs/policies.md",
 )  # fmt: skip
 def check_model_load(context: CheckContext) -> str:
-    """Errors of the graphs' inputs and batch axis belong to the two checks after it."""
+    """Errors of the graphs' inputs and batch axis are left to the next two checks."""
     began = context.clocks.monotonic()
     try:
         context.policy = load_policy(context.spec, device=context.device)
@@ -391,7 +391,7 @@ def check_dynamic_batch(context: CheckContext) -> str:
     "number of rows, ids beyond the vocabulary, images of another size); run it once outside of Reflex",
 )  # fmt: skip
 def check_actions(context: CheckContext) -> str:
-    """Made-up observations, one at a time. The first runs twice: loading is no part of its time."""
+    """Made-up observations, one at a time. The first runs once more before, so that loading does not count."""
     times = []
     context.policy.answers([context.sample(0)])
     for i in range(SAMPLES):
@@ -409,24 +409,24 @@ def check_actions(context: CheckContext) -> str:
             "a division by zero or an overflow in the graph (float16 does that beyond 65504), or weights that hold "
             "NaN: run the checkpoint before its export on the same input",
         )
-    told = f"{SAMPLES} samples in [{actions.min():.3g}, {actions.max():.3g}], {context.answer_time * 1e3:.1f} ms each"
+    actual = f"{SAMPLES} samples in [{actions.min():.3g}, {actions.max():.3g}], {context.answer_time * 1e3:.1f} ms each"
     ranges = context.spec.embodiment.action_ranges
     if ranges is None:
-        return f"{told}; no ranges are known"
+        return f"{actual}; no ranges are known"
     outside = (actions < ranges[:, 0]) | (actions > ranges[:, 1])
     share = float(outside.mean())
     if share > 0.5:
         joints = context.joints(np.flatnonzero(outside.any((0, 1))))
         raise Finding(
             "fail",
-            f"{share:.0%} of the values are outside, joints {joints}; {told}",
+            f"{share:.0%} of the values are outside, joints {joints}; {actual}",
             "action_norm or action_ranges are of another robot or in other units (degrees, radians, metres): compare "
             f"{CONFIG_FILE} with the embodiment file",
         )
-    told += f", {share:.0%} of the values outside their range (the guard clamps those)"
+    actual += f", {share:.0%} of the values outside their range (the guard clamps those)"
     if share > 0.2:
-        raise Finding("warn", told, f"compare action_norm in {CONFIG_FILE} with action_ranges: is it the same robot?")
-    return told
+        raise Finding("warn", actual, f"compare action_norm in {CONFIG_FILE} with action_ranges: is it the same robot?")
+    return actual
 
 
 @check(
@@ -434,7 +434,7 @@ def check_actions(context: CheckContext) -> str:
     "the graph fails where a mask is false: look for a division by the number of pictures",
 )  # fmt: skip
 def check_cameras(context: CheckContext) -> str:
-    """A request without any camera that it may leave out."""
+    """A request without all cameras that it may leave out, but with at least one."""
     spec = context.spec
     if not spec.optional_images:
         return "none is optional"
@@ -472,9 +472,9 @@ def check_determinism(context: CheckContext) -> str:
 
 @check(
     "batch_parity", "actions",
-    f"an action of a batch within {PARITY:g} of its joint's scale of it alone, in 16 bits {PARITY_HALF:g}",
+    f"an action differs in a batch by at most {PARITY:g} of its joint's scale, in 16 bits by {PARITY_HALF:g}",
     "rows influence each other: batch statistics (export in eval mode), a mean or softmax over the batch axis, one "
-    "time for all rows, padding to the longest. Until it is exported again: --max-batch-size 1",
+    "flow time for all rows, padding to the longest. Until it is exported again: --max-batch-size 1",
 )  # fmt: skip
 def check_batch_parity(context: CheckContext) -> str:
     alone = np.stack([chunk.actions for chunk in context.alone])
@@ -515,7 +515,7 @@ def check_batch_parity(context: CheckContext) -> str:
     "decomposed, chunk_size >= the horizon, an answer before the horizon is reached", "see docs/chunks.md",
 )  # fmt: skip
 def check_rtc_boundary(context: CheckContext) -> str:
-    """The needs of a chunk that continues the last one: access between steps, a tail, and an answer in time."""
+    """What a chunk needs to continue the last one: access between steps, a tail, and an answer in time."""
     spec, rate = context.spec, context.spec.embodiment.control_rate_hz
     horizon = context.rtc_horizon if context.rtc_horizon is not None else RTC_HORIZON
     status: Status = "warn" if context.rtc_horizon is None else "fail"
@@ -525,24 +525,24 @@ def check_rtc_boundary(context: CheckContext) -> str:
         told = "monolithic: its steps are inside the graph"
         raise Finding("fail", told, "export prefix and expert apart, or serve --no-rtc")
     if spec.chunk_size < horizon:
-        told = f"chunk_size {spec.chunk_size} ends before a horizon of {horizon}"
+        actual = f"chunk_size {spec.chunk_size} ends before a horizon of {horizon}"
         shorter = f"serve with --rtc-horizon {max(1, spec.chunk_size // 2)} (at most {spec.chunk_size}), or --no-rtc"
-        raise Finding(status, told, shorter)
+        raise Finding(status, actual, shorter)
     if rate is None:
         raise Finding(
             "warn",
             "control_rate_hz is not known",
             f"write the robot's control rate into {EMBODIMENT_FILE}: without it every request needs `executed`, the "
-            "number of executed actions, and those that run while it waits are not frozen",
+            "number of executed actions, and actions that are executed while it waits are not frozen",
         )
     late = math.ceil(context.answer_time * rate)
-    told = f"an answer takes {context.answer_time * 1e3:.1f} ms, {late} of {spec.chunk_size} actions at {rate:g} Hz"
+    actual = f"an answer takes {context.answer_time * 1e3:.1f} ms, {late} of {spec.chunk_size} actions at {rate:g} Hz"
     if late <= horizon:
-        return told
+        return actual
     if late < spec.chunk_size:
-        raise Finding(status, told, f"--rtc-horizon {late} or more (at most {spec.chunk_size}), or a faster device")
+        raise Finding(status, actual, f"--rtc-horizon {late} or more (at most {spec.chunk_size}), or a faster device")
     faster = "a faster device, fewer denoising steps or a longer chunk"
-    raise Finding(status, told, f"{faster}: the robot has none left when it is answered")
+    raise Finding(status, actual, f"{faster}: the robot has no action left when the answer comes")
 
 
 @check(
@@ -576,7 +576,7 @@ def check_clock(context: CheckContext) -> str:
     "one row a call, or try --threads 1 or another provider",
 )  # fmt: skip
 def check_rows(context: CheckContext) -> str:
-    """Each sample alone, then all together until each was in each row; and the price of that."""
+    """Each sample alone, then all together until each was in each row; and the cost of padding to `rows`."""
     n, steps, loose = context.rows, context.spec.num_denoising_steps, context.policy
     policy = type(loose)(loose.model, loose.slot, rows=n)
     samples, alone, times = [context.sample(i) for i in range(n)], [], []
@@ -597,10 +597,10 @@ def check_rows(context: CheckContext) -> str:
                 wrong.add(row)
                 worst = max(worst, float(np.abs(chunk.actions - alone[order[row]]).max()))
     if wrong:
-        told = some([str(row) for row in sorted(wrong)])
-        raise Finding("fail", f"an answer differs by up to {worst:.3g} from itself alone, in rows {told} of {n}")
+        rows = some([str(row) for row in sorted(wrong)])
+        raise Finding("fail", f"an answer differs by up to {worst:.3g} from the same alone, in rows {rows} of {n}")
     without, spent = 1e3 * np.median(times, axis=0)
-    price = f"an answer alone takes {spent:.1f} ms, {without:.1f} ms without"
+    price = f"an answer alone takes {spent:.1f} ms, {without:.1f} ms without --deterministic"
     return f"bit-equal alone, beside others and in each of {n} rows; {price}"
 
 
@@ -627,7 +627,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks of one policy, in order. spec: None where it could not be read."""
+    """All checks of one policy, in order. spec: None if it could not be read."""
 
     source: str
     provider: str
@@ -673,9 +673,9 @@ def examine(
 ) -> Diagnosis:
     """Make every check of a source, as in `read_source`.
 
-    provider, threads: as in `OnnxSession`. instruction: one that the policy must understand; default its own first
-    words. rtc_horizon: actions of a chunk that anchor the next one; where it is given, a policy that cannot do it
-    fails, else the default of 10 gives a warning. rows: as in `Policy`; where given, `deterministic` runs. clocks,
+    provider, threads: as in `OnnxSession`. instruction: one that the policy must understand; by default words of its
+    vocabulary. rtc_horizon: actions of a chunk that anchor the next one; if it is given, a policy that cannot do it
+    fails, else the default of 10 gives a warning. rows: as in `Policy`; if it is given, `deterministic` runs. clocks,
     total_memory: for tests.
     """
     clocks = clocks or Clocks()
@@ -686,15 +686,15 @@ def examine(
             continue
         broken = [checks[id] for id in rule.needs if id in checks and checks[id].status in ("fail", "skip")]
         if broken:
-            told = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
-            checks[rule.id] = Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(told)}")
+            ends = [f"{check.id} {'failed' if check.status == 'fail' else 'was skipped'}" for check in broken]
+            checks[rule.id] = Check(rule.id, "skip", "", f"needs a check that did not pass: {', '.join(ends)}")
         else:
-            checks[rule.id] = _made(rule, context)
+            checks[rule.id] = _run_check(rule, context)
     spec = getattr(context, "spec", None)
     return Diagnosis(context.source, provider, threads, spec, list(checks.values()))
 
 
-def _made(rule: CheckRule, context: CheckContext) -> Check:
+def _run_check(rule: CheckRule, context: CheckContext) -> Check:
     began = context.clocks.monotonic()
     try:
         found = Finding("pass", rule.look(context))

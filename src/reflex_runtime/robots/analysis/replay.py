@@ -1,7 +1,7 @@
 """Runs recorded requests again through a model, and compares its answers, its speed and its cache hits.
 
 Requests run alone, or in the recorded batches (`compose="recorded"`). Kernels may round differently in a batch of
-another size: with its recorded members at every step, on the recording's machine, an answer is equal to the last bit.
+another size. With the recorded members of its batches, on the machine of the recording, an answer is equal bit by bit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from reflex_runtime.robots.policy.observation import ActionChunk, Observation, O
 from reflex_runtime.run.processor import Processor, run_batch
 from reflex_runtime.web.errors import InvalidRequest
 
-COSINE = 0.999  # at least, of recorded and replayed actions
-MAX_ABS = 1e-3  # at most, in the robot's units
-LATENCY = 0.05  # by how much the time of batches may differ
-WARM_SIZES = 16  # different batch sizes that are warmed up before anything is timed
-MOMENTS = 64  # earlier observations kept decoded
+COSINE = 0.999  # least cosine of recorded and replayed actions that count as the same
+MAX_ABS = 1e-3  # their largest difference, in the robot's units
+LATENCY = 0.05  # share by which the time of batches may differ
+WARM_SIZES = 16  # batch sizes at most that are warmed up before anything is timed
+MOMENTS = 64  # earlier observations that are kept decoded
 
 Compose = Literal["alone", "recorded"]
 Diff = Literal["actions", "latency", "cache"]
@@ -54,11 +54,11 @@ def replay_model(
     """Run recorded requests again and compare.
 
     make: the model for a slot. slots: only these; empty for all. recorded_by: only answers of the model with this hash;
-    "": if a slot's policy was exchanged, only the model's own answers. limit: most answered requests to replay.
-    progress: called with (requests done, requests to do).
+    "": if a slot had several models, only answers of the one that `make` gives. limit: most answered requests to
+    replay. progress: called with (requests done, requests to do).
 
-    ConfigError when the model sees images and the recording has none. A request that the model refuses is an item with
-    an error.
+    ConfigError if the model reads images and the recording has none, or if a slot's model is none of the recorded ones.
+    A request that the model refuses is an item with an error.
     """
     if not recording.header.payloads:
         raise ConfigError(
@@ -83,8 +83,8 @@ def replay_model(
     if limit is not None:
         answered = answered[:limit]
     for slot, (policy, _) in models.items():
-        asked = [line.request for line in answered if line.slot == slot]
-        if policy.spec.images and asked and not any(request.image_b64 for request in asked):
+        requests = [line.request for line in answered if line.slot == slot]
+        if policy.spec.images and requests and not any(request.image_b64 for request in requests):
             if any(line.request.image_b64 for line in recording.requests):  # it is another policy's slot
                 there = ", ".join(recording.slots)
                 raise ConfigError(f"{recording.path}: slot {slot} holds no images; choose one with --slot: {there}")
@@ -98,7 +98,7 @@ def replay_model(
 
 
 def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
-    """The hash of the model whose answers count; "" where one model answered all of the slot."""
+    """The hash of the model whose answers count; "" if one model answered all requests of the slot."""
     hashes = Counter(line.model_hash for line in recording.requests if line.slot == slot and line.response is not None)
     if len(hashes) < 2:
         return ""
@@ -112,7 +112,7 @@ def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
 
 
 class _Tails(ChunkTails):
-    """Carries chunks over with the recorded times in place of the replay's."""
+    """The last chunks, continued with the recorded times in place of the replay's."""
 
     def __init__(self, rtc: Rtc, control_hz: float | None) -> None:
         super().__init__(rtc, lambda: 0.0, control_hz)
@@ -152,7 +152,7 @@ class _Past(ObservationHistory):
 
 
 def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
-    """Switch on what these answers used: earlier observations, chunks carried over, steps spared."""
+    """Switch on what these answers used: earlier observations, real-time chunking, adaptive steps."""
     if policy.history is not None and any(line.request.past for line in lines):
         policy.history = _Past(policy.history.steps)
     if not isinstance(policy, DecomposedPolicy):
@@ -165,22 +165,22 @@ def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
 
 
 def _prepared(
-    policy: Policy, asked: JournalRequest, executed: int | None = None, delay: int | None = None
+    policy: Policy, recorded: JournalRequest, executed: int | None = None, delay: int | None = None
 ) -> Observation:
     return policy.prepare(
-        images=asked.images(),
-        instruction=asked.instruction,
-        state=None if asked.state is None else [float(v) for v in asked.state],
-        episode_id=asked.episode,
-        request_id=asked.request_id,
-        seed=asked.seed,
+        images=recorded.images(),
+        instruction=recorded.instruction,
+        state=None if recorded.state is None else [float(v) for v in recorded.state],
+        episode_id=recorded.episode,
+        request_id=recorded.request_id,
+        seed=recorded.seed,
         executed=executed,
         delay=delay,
     )
 
 
 class _Runner:
-    """Runs every request by itself, in the order they were answered, and compares answers."""
+    """Runs every request alone, in the order of the recording, and compares answers."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Runner:
         self._progress(len(self._answered), len(self._answered))
 
     def _time(self, line: RequestLine, times: Sequence[TimedBatch]) -> None:
-        """Compare times where the request was alone in all of its recorded batches, too."""
+        """Compare times, if the request was alone in all of its recorded batches, too."""
         ticket = _ticket(line)
         ran = [] if ticket is None else self._batches_of[ticket]
         if [b.stage for b in ran] == [now.stage for now, _ in times] and all(b.size == 1 for b in ran):
@@ -238,19 +238,19 @@ class _Runner:
             self._replay.timed += [Timed(line.slot, b.elapsed, seconds) for b, (_, seconds) in pairs]
 
     def _request(self, line: RequestLine) -> Request:
-        """The request as it was submitted; InvalidRequest when the model does not take it."""
-        asked, (policy, _) = line.request, self._models[line.slot]
+        """The request as it was submitted; InvalidRequest if the model does not take it."""
+        recorded, (policy, _) = line.request, self._models[line.slot]
         if isinstance(policy.history, _Past):
-            moments = [self._moment(policy, policy.history, line.slot, past) for past in asked.past or ()]
+            moments = [self._moment(policy, policy.history, line.slot, past) for past in recorded.past or ()]
             policy.history.moments = tuple(moments)
         tails = getattr(policy, "tails", None)
-        executed, delay = asked.executed, None
+        executed, delay = recorded.executed, None
         if isinstance(tails, _Tails):
-            executed, delay = tails.prepare(asked.episode, line.rtc, executed)
-        return policy.request(_prepared(policy, asked, executed, delay))
+            executed, delay = tails.prepare(recorded.episode, line.rtc, executed)
+        return policy.request(_prepared(policy, recorded, executed, delay))
 
     def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Observation:
-        """The observation of an earlier request; InvalidRequest when the recording lacks it."""
+        """The observation of an earlier request; InvalidRequest if the recording lacks it."""
         key = (slot, request_id)
         if key not in self._seen:
             if key not in self._line_by_id:
@@ -262,10 +262,10 @@ class _Runner:
         return self._seen[key]
 
     def _warm(self, sizes: Iterable[int]) -> None:
-        """Run each size once before anything is timed."""
-        some = sorted(set(sizes))[:WARM_SIZES]
+        """Run the smallest `WARM_SIZES` of these sizes before anything is timed."""
+        smallest = sorted(set(sizes))[:WARM_SIZES]
         for policy, _ in self._models.values():
-            policy.warm_up(some or (1,), repeats=1)
+            policy.warm_up(smallest or (1,), repeats=1)
 
     def _compare(self, item: ReplayedRequest, line: RequestLine, outcome: Done | Failed) -> None:
         if isinstance(outcome, Failed):
@@ -282,18 +282,18 @@ class _Runner:
 
 
 class _Composed(_Runner):
-    """Every recorded batch, step by step, with the members it had.
+    """Runs every recorded batch, step by step, with its recorded members.
 
-    Requests are made when they arrived, between the batches that had ended by then, so that the prefix cache holds what
-    it held. If a member's request is not in the file, all members of the batch are `composed = False`. Failed calls are
-    left out; their members ran again in other batches.
+    Requests are made in the order of their arrival, between the batches that had ended by then, so that the prefix
+    cache has the same content. If a member's request is not in the file, all members of the batch are
+    `composed = False`. Failed calls are left out; their members ran again in other batches.
     """
 
     def run(self) -> None:
         answered = self._answered
         slots, hashes = {line.slot for line in answered}, {line.model_hash for line in answered}
         self._tickets: dict[int, Ticket] = {}
-        self._broken: set[int] = set()  # tickets that did not run in the recorded company
+        self._broken: set[int] = set()  # tickets that lacked a recorded batch member
         self._line_of: dict[int, RequestLine] = {}  # of every ticket that may share a batch with these
         arrivals = []
         for line in self._recording.requests:
@@ -322,7 +322,7 @@ class _Composed(_Runner):
 
     def _arrive(self, batch: BatchLine) -> None:
         """Make the requests that had arrived when the batch was formed, and those that arrived while it ran and missed
-        the cache. One that hit waits until the batch has run."""
+        the cache. A request that arrived while it ran and hit the cache is made after it."""
         later = []
         while self._arrivals and self._arrivals[-1][0] <= batch.finished:
             arrived, seq = self._arrivals.pop()
@@ -349,7 +349,7 @@ class _Composed(_Runner):
             self._tickets[seq] = Ticket(request, seq, arrived)
 
     def _forced(self, line: RequestLine, request: Request) -> Request:
-        """Compute a prefix again that the recording computed, whatever this cache holds."""
+        """Compute a prefix that the recording computed, although this cache has it."""
         policy = self._models[line.slot][0]
         cache = getattr(policy, "cache", None)
         if cache is None or request.payload.cache == "miss":
@@ -385,8 +385,8 @@ class _Composed(_Runner):
             advance(ticket, outcome)
             if not ended:
                 return False
-            self._models[recorded.group][1].drop([ticket])  # it was cancelled, or the recorded model took fewer steps
-            outcome = Failed(ReflexError("the recorded model had answered after fewer steps"))
+            self._models[recorded.group][1].drop([ticket])  # it was cancelled, or the recorded model did fewer steps
+            outcome = Failed(ReflexError("the recorded model answered after fewer steps"))
         del self._tickets[seq]
         item = self._items.get(line.seq)
         if item is None:
@@ -407,8 +407,8 @@ def _ticket(line: RequestLine) -> int | None:
 class ReplayedRequest:
     """One answered request, recorded against replayed.
 
-    cosine, max_abs: of the actions; max_abs in the robot's units, inf where they have another shape. equal: to the
-    last bit. recorded_cache, cache: how the prefix cache answered. composed: it ran in the recorded company throughout.
+    cosine, max_abs: of the actions; max_abs in the robot's units, inf if they have another shape. equal: to the last
+    bit. recorded_cache, cache: the prefix cache's results. composed: all its batches had their recorded members.
     error: why nothing can be compared, else "".
     """
 
@@ -431,7 +431,7 @@ class ReplayedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One batch that had the same members both times. Seconds."""
+    """The seconds of one batch that had the same members both times."""
 
     slot: str
     recorded: float
@@ -448,8 +448,8 @@ class ModelReplay:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def failed(self, diff: Diff, same_hardware: bool = True) -> bool:
-        """Whether the replay differs. Latency counts only on the same hardware. With nothing to compare `actions` and
-        `cache` fail, and `latency` does not."""
+        """Whether the replay differs. Latency counts only on the same hardware. If nothing can be compared, `actions`
+        and `cache` fail, and `latency` does not."""
         found = self.summary()
         actions, ratio = found["actions"], found["latency"]["ratio"]
         if diff == "actions":
@@ -491,21 +491,21 @@ class ModelReplay:
 
     def lines(self, diffs: Sequence[Diff]) -> list[str]:
         """These differences for people, slot by slot."""
-        told = [] if self.items else ["no answered request to replay"]
+        lines = [] if self.items else ["no answered request to replay"]
         for slot in sorted({item.slot for item in self.items}):
             found = self.summary(slot)
-            told.append(f"{slot}: {found['requests']} replayed, {self.compose}")
+            lines.append(f"{slot}: {found['requests']} replayed, {self.compose}")
             if "actions" in diffs:
-                told += _of_actions(found["actions"])
+                lines += _of_actions(found["actions"])
             if "cache" in diffs:
                 changes = ", ".join(f"{kind} {n}" for kind, n in found["cache"]["changes"].items())
-                told.append(f"  cache    {found['cache']['same']} as recorded" + (f"; {changes}" if changes else ""))
+                lines.append(f"  cache    {found['cache']['same']} as recorded" + (f"; {changes}" if changes else ""))
             if "latency" in diffs:
-                told.append(f"  latency  {_of_latency(found['latency'], self.compose)}")
+                lines.append(f"  latency  {_of_latency(found['latency'], self.compose)}")
         if self.left_out:
             ends = ", ".join(f"{how} {n}" for how, n in self.left_out.most_common())
-            told.append(f"not answered, and left out: {ends}")
-        return told
+            lines.append(f"not answered, and left out: {ends}")
+        return lines
 
 
 def _of_actions(found: dict[str, Any]) -> list[str]:
@@ -513,10 +513,10 @@ def _of_actions(found: dict[str, Any]) -> list[str]:
     if found["cosine_min"] is not None:
         far = "another shape" if found["max_abs"] is None else f"largest difference {found['max_abs']:.3g}"
         line += f"; least cosine {found['cosine_min']:.6f}, {far}"
-    told = [line]
+    lines = [line]
     if found["composed"]:
-        told.append(f"           {found['composed']} of them in the recorded company at every step")
-    return told + [f"           {n} not compared: {error[:200]}" for error, n in found["errors"].items()]
+        lines.append(f"           {found['composed']} of them with their recorded batch members at every step")
+    return lines + [f"           {n} not compared: {error[:200]}" for error, n in found["errors"].items()]
 
 
 def _of_latency(found: dict[str, Any], compose: Compose) -> str:

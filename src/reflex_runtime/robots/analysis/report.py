@@ -1,7 +1,7 @@
-"""A against B, out of journals: success rates with their evidence, latency, errors, and a timeline of decisions.
+"""Compares versions A and B from journals: success rates with their evidence, latency, errors, and a timeline.
 
-The comparison is the server's own (`robots/versions/comparison.py`), fed with the recorded outcomes in their order: it
-ends where the server's ended.
+The comparison is the server's own (`robots/versions/comparison.py`). It gets the recorded outcomes in their order, and
+so has the server's last result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SlotReport:
     """One slot. latencies: of answered requests, milliseconds, ascending in a finished report.
 
     started: episodes with a request. finished, successes: of the reported outcomes. clamped, held: answers that the
-    guard changed. errors: by slug. outcomes: every request once. loaded: when the last of `models` was loaded, 0.0 for
-    the first one; successes and finished count from then, the rest from the beginning.
+    guard changed. errors: by slug. outcomes: of all requests. loaded: when the last of `models` was loaded, 0.0 for the
+    first one; successes and finished count from then, the rest from the beginning.
     """
 
     slot: str
@@ -92,7 +92,8 @@ class Event:
 
 @dataclass(slots=True)
 class RolloutReport:
-    """The report. timeline: in order of time. robots: policies were served, which have episodes and guards."""
+    """The report. timeline: in order of time. mixed: episodes of two slots. robots: policies, which have episodes and
+    guards, were served."""
 
     files: list[Path]
     slots: dict[str, SlotReport] = field(default_factory=dict)
@@ -123,15 +124,15 @@ class RolloutReport:
 
     def shadow(self) -> dict[str, Any] | None:
         """Distance of the shadow's actions from the served ones, in the robot's units; None without any pair."""
-        told = [d for d in self.divergence if isinstance(d.get("mean"), int | float)]
-        if not told:
+        pairs = [d for d in self.divergence if isinstance(d.get("mean"), int | float)]
+        if not pairs:
             return None
-        joints = [d["per_joint"] for d in told if isinstance(d.get("per_joint"), list)]
+        joints = [d["per_joint"] for d in pairs if isinstance(d.get("per_joint"), list)]
         wide = min((len(j) for j in joints), default=0)
         return {
-            "pairs": len(told),
-            "mean": sum(d["mean"] for d in told) / len(told),
-            "largest": max(d.get("largest", d["mean"]) for d in told),
+            "pairs": len(pairs),
+            "mean": sum(d["mean"] for d in pairs) / len(pairs),
+            "largest": max(d.get("largest", d["mean"]) for d in pairs),
             "per_joint": [sum(j[i] for j in joints) / len(joints) for i in range(wide)],
         }
 
@@ -213,8 +214,8 @@ class RolloutReport:
 def journals_in(paths: Iterable[Path], policy: str | None = None) -> dict[Path, Header]:
     """The journals among files and directories with their headers, in the order in which they were written.
 
-    policy: the one of several to read. ConfigError where a journal lacks it, or has several and it is None.
-    JournalError for a file that is no journal, or when there is none.
+    policy: the one of several to read. ConfigError if a journal lacks it, or has several and it is None. JournalError
+    for a file that is no journal, or if there is none.
     """
     paths = list(paths)
     headers = {path: JournalReader(path, policy).header for path in _files(paths)}
@@ -235,10 +236,10 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def report(paths: Sequence[Path], margin: float = 0.05, policy: str | None = None) -> RolloutReport:
-    """Sum up journals: files, or directories of them, in order of time.
+    """The report of journals: files, or directories of them.
 
     margin: of the `Comparison`. policy: the one of several to report. Raises JournalError for a file that is no
-    journal, or when there is none.
+    journal, or if there is none; ConfigError if files have different models in a slot.
     """
     headers = journals_in(paths, policy)
     files = list(headers)
@@ -283,20 +284,20 @@ def _read(path: Path, found: RolloutReport, policy: str | None) -> list[Note]:
 
 
 def _add_models(found: RolloutReport, headers: Mapping[Path, Header]) -> None:
-    """The models of each slot. ConfigError when different files have different ones: a load is a note in a file."""
+    """Add the models of each slot. ConfigError if files begin with different ones: a load is a note in a file."""
     seen: dict[str, tuple[str, Path]] = {}
     for path, header in headers.items():
         policies = {p.slot: (p.model_hash, f"{p.model_id}@{p.model_hash}") for p in header.policies or ()}
         served = policies or {"prod": (header.model_hash, header.model_hash)}
-        for name, (model, told) in served.items():
+        for name, (model, label) in served.items():
             first, where = seen.setdefault(name, (model, path))
             if model != first:
                 raise ConfigError(
-                    f"slot {name} is model {first} in {where.name} and {model} in {path.name}: report them apart, one "
-                    f"pair of versions at a time"
+                    f"slot {name} is model {first} in {where.name} and {model} in {path.name}: make a report for each "
+                    "pair of versions"
                 )
             if policies or name in found.slots:
-                found.slots.setdefault(name, SlotReport(name)).models += filter(None, [told])
+                found.slots.setdefault(name, SlotReport(name)).models += filter(None, [label])
 
 
 def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
@@ -305,7 +306,7 @@ def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
     for name, slot in found.slots.items():
         for episode in slot.started:
             owners[episode].add(name)
-    told: set[str] = set()
+    ended: set[str] = set()
     for note in sorted(notes, key=lambda n: n.at):
         at = _seconds(note.at)
         if note.kind == "decision":
@@ -314,14 +315,14 @@ def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
             found.divergence.append(note.fields)
         elif note.kind == "outcome":
             episode = episode_key(note.fields.get("robot_id"), str(note.fields.get("episode_id", "")))
-            if episode in told:
+            if episode in ended:
                 continue
-            told.add(episode)
+            ended.add(episode)
             _ended(found, owners[episode], note.fields)
 
 
 def _ended(found: RolloutReport, owners: set[str], fields: dict[str, Any]) -> None:
-    """Count one episode's outcome, the first of several. An episode that two slots answered counts for none."""
+    """Count the first outcome of an episode. An episode that two slots answered counts for none."""
     name = fields.get("slot") or (next(iter(owners)) if len(owners) == 1 else None)
     if len(owners - {"shadow"}) > 1 or fields.get("counted") is False:
         found.mixed += 1
@@ -336,7 +337,7 @@ def _ended(found: RolloutReport, owners: set[str], fields: dict[str, Any]) -> No
 
 
 def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
-    """A decision: `action`, `why`, and `split` (a's percent) or `share` (b's) in it or in its `numbers`."""
+    """Add a decision: `action`, `why`, and `split` (a's percent) or `share` (b's) in it or in its `numbers`."""
     numbers = fields.get("numbers")
     everything = {**numbers, **fields} if isinstance(numbers, dict) else fields
     split = everything.get("split")
@@ -347,17 +348,17 @@ def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
     action = str(fields.get("action", "decision"))
     if action == "load" and everything.get("slot") in found.slots:
         _loaded(found, at, found.slots[everything["slot"]], str(everything.get("version", "?")))
-    told = [str(fields["why"])] if fields.get("why") else []
+    parts = [str(fields["why"])] if fields.get("why") else []
     if split is not None:
-        told.append(f"split {split}")
+        parts.append(f"split {split}")
     elif fields.get("slot"):
-        told.append(str(fields["slot"]))
+        parts.append(str(fields["slot"]))
     rest = {key: value for key, value in fields.items() if key not in ("timestamp", "action")}
-    found.timeline.append(Event(at, action, "; ".join(told), rest))
+    found.timeline.append(Event(at, action, "; ".join(parts), rest))
 
 
 def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> None:
-    """Another policy in a slot: its counts start again."""
+    """Add another policy to a slot, whose counts of episodes start again."""
     slot.finished = slot.successes = 0
     slot.models.append(version)
     slot.loaded = at
@@ -370,13 +371,13 @@ def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> 
 
 
 def evidence(value: float) -> str:
-    """An e-value for people: three figures, a power of ten only from 1e8 on."""
+    """An e-value for people: three digits, a power of ten only from 1e8 on."""
     return f"{float(f'{value:.3g}'):,.0f}" if 100.0 <= value < 1e8 else f"{value:.3g}"
 
 
 def _event(event: Event) -> str:
     indent = f"  {_clock(event.at)}  {_plain(event.action)[:16]:<9} "
-    words = _plain(event.what) or "–"  # of an empty text nothing would be shown, not even the action
+    words = _plain(event.what) or "–"  # for an empty text `fill` returns nothing, not even the indent with the action
     return textwrap.fill(words, WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 

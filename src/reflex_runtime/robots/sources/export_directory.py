@@ -170,11 +170,11 @@ class Export(PolicySource):
 def check_directory(
     path: Path, what: str = "an export directory", more: str = _BUNDLED, source: str = ""
 ) -> None:
-    """ConfigError for a path that is no directory of files. what: is expected. more: to the error of a path that does
-    not exist. source: the beginning of its source."""
+    """ConfigError for a path that is no directory of files. what: is expected there. more: ends the error of a missing
+    path, if there is no hint. source: what stands before the path in its source, such as `lerobot:`."""
     if path.is_file() and path.suffix == ".py":
         module = ".".join(path.with_suffix("").parts) if not path.is_absolute() else path.stem
-        raise ConfigError(f"{path}: is a file of Python; serve a function of it: reflex serve python:{module}:FUNCTION")
+        raise ConfigError(f"{path}: is a Python file; serve a function of it: reflex serve python:{module}:FUNCTION")
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
@@ -184,7 +184,7 @@ def check_directory(
 
 
 def _hint(path: Path, source: str) -> str:
-    """What to do for a path that may be MODULE:FUNCTION, or the name of a model on a hub."""
+    """What to do if a missing path may be MODULE:FUNCTION, or the name of a model on a hub; else ""."""
     name, colon, function = path.as_posix().partition(":")
     module = name.removesuffix(".py").replace("/", ".")
     if colon and Path(module.replace(".", "/") + ".py").is_file():
@@ -220,7 +220,7 @@ def _load(root: Path) -> Export:
     embodiment, norms = read_embodiment(root, table, dims)
     for key, dim in dims.items():
         if table.has(key) and norms[key] is not None:
-            table.wrong(key, "it in one file only, and the embodiment has one as well")
+            table.wrong(key, "it in one file only: the embodiment has one, too")
         norms[key] = norms[key] or read_norm(table, key, dim)
     action_transforms = read_transforms(table, "action_transforms", config.action_dim, config.state_dim)
     takes_state = takes_state or any(isinstance(transform, AddState) for transform in action_transforms)
@@ -278,7 +278,7 @@ def _text(root: Path, table: JsonObject, takes_text: bool) -> tuple[InstructionT
     if isinstance(table.get("tokenizer"), str):
         return read_tokenizer(file_in(root, table, "tokenizer")), max_tokens
     words = table.convert("tokenizer", _Vocabulary)
-    for word, id in words.items():  # a special token such as [PAD] is no word, and 0 is no word's id
+    for word, id in words.items():  # special tokens such as [PAD] are no words, nor is the id 0 that of a word
         if id and (len(word.split()) != 1 or (word.isalnum() and word.lower() not in words)):
             table.wrong("tokenizer", "words in lower case without white space, as instructions are split", word)
     return WordTokenizer(words), max_tokens
@@ -290,7 +290,7 @@ def _text(root: Path, table: JsonObject, takes_text: bool) -> tuple[InstructionT
 MODEL_FILE: Final = "model.onnx"
 TOKEN_MASK, MASKS = "token_mask", "image_masks"
 ROLES: Final = ("tokens", TOKEN_MASK, MASKS, "state", "noise", "time", "past_kv", "actions")
-"""Beside the names of the images."""
+"""Of tensors. The names of the images are roles, too."""
 _Flag = Annotated[bool, Meta(description="true or false")]
 
 
@@ -304,7 +304,7 @@ def _graphs(root: Path, table: JsonObject, config: ExportConfig, images: Mapping
         inputs.wrong(TOKEN_MASK, "none without the role tokens")
 
     def scene(*roles: str) -> dict[str, TensorSpec]:
-        """Images, and those of the roles and masks that the export has."""
+        """The images, and those of these roles and of the masks that the export has."""
         seen = [*images, *filter(inputs.has, roles)]
         if not seen:
             table.wrong("inputs", "an image, tokens or state: something to act on")
@@ -345,7 +345,7 @@ def _named(table: JsonObject, roles: Iterable[str], tensors: Mapping[str, Any]) 
 
 
 def _past_kv(table: JsonObject, names: tuple[str, ...]) -> dict[str, TensorSpec]:
-    """The keys and values on one side: `past_kv_tensor_names`, or those of the role."""
+    """The tensors of keys and values of one graph: `past_kv_tensor_names`, unless the role `past_kv` names others."""
     if isinstance(table.get("past_kv"), str) and len(names) == 1:
         names = (table.convert("past_kv", Text),)
     elif table.has("past_kv"):
@@ -356,7 +356,7 @@ def _past_kv(table: JsonObject, names: tuple[str, ...]) -> dict[str, TensorSpec]
 def _tensors(
     config: ExportConfig, images: Mapping[str, Size], max_tokens: Any
 ) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """By role the kinds of numbers that a tensor may have, and its dims without the batch axis."""
+    """For each role: the kinds of numbers that its tensor may have, and its dims without the batch axis."""
     x_dim, steps = config.x_dim or config.action_dim, config.observation_steps
     history = (steps,) if steps > 1 else ()
     tokens = (max_tokens if type(max_tokens) is int else None,)

@@ -1,5 +1,5 @@
-"""The files of an export: its JSON, read strictly; its model files, with the hashes that name their versions; and how a
-directory is written whole. Errors name file and key."""
+"""The files of an export: its JSON, read strictly; its model files, whose hashes name their versions; and how a
+directory is written completely or not at all. Errors name file and key."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FileName = Annotated[str, Meta(min_length=1, description="a file name within th
 
 
 class ExportConfig(msgspec.Struct, kw_only=True):
-    """The keys of `reflex_config.json` that depend on no other."""
+    """The keys of `reflex_config.json` whose checks need no other key."""
 
     model_id: Text
     model_type: Text
@@ -94,7 +94,7 @@ def read_sizes(table: JsonObject, key: str, values: Mapping[str, Any]) -> dict[s
 
 
 def file_in(root: Path, table: JsonObject, key: str) -> Path:
-    """A file of the directory. Links inside it are followed: model hubs store files as links."""
+    """The file of the directory that a key names. Links are followed: model hubs store files as links."""
     name: str = table.convert(key, _FileName)
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
@@ -105,7 +105,7 @@ def file_in(root: Path, table: JsonObject, key: str) -> Path:
 
 
 def read_export_json(file: Path) -> Any:
-    """The value in a JSON file; ConfigError naming what is wrong with it."""
+    """The value in a JSON file; ConfigError for a missing file, invalid JSON, a repeated key, NaN or infinity."""
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -119,10 +119,10 @@ def read_export_json(file: Path) -> Any:
         raise ConfigError(f"{file}: found {name}, expected finite numbers only")
 
     if not file.exists():
-        told = "not found, expected in an export directory (docs/exports.md); a language model's has a config.json"
+        why = "not found, expected in an export directory (docs/exports.md); a language model has a config.json"
         if str(file.parent) in ("demo", "scribe"):
-            told += "; the bundled model of this name is served where no directory has the name"
-        raise ConfigError(f"{file}: {told}")
+            why += "; the bundled model of this name is served only if no directory has this name"
+        raise ConfigError(f"{file}: {why}")
     return model_files.read_json(file, object_pairs_hook=no_duplicates, parse_constant=no_constant)
 
 
@@ -208,7 +208,7 @@ def read_transforms(config: JsonObject, key: str, dim: int, state_dim: int = 0) 
             found.append(AlohaGripper(given["aloha_gripper"]))
         elif "add_state" in given:
             if len(given["add_state"]) > min(dim, state_dim):
-                table.wrong("add_state", f"at most {min(dim, state_dim)} of them, as the action and the state have")
+                table.wrong("add_state", f"at most {min(dim, state_dim)}, one for each number of action and state")
             found.append(AddState(frozen(given["add_state"])))
         elif "binarise" in given:
             inner = table.part("binarise")
@@ -232,8 +232,8 @@ _Rate = Annotated[float, Meta(gt=0, le=LARGEST, description="a number > 0")]
 def read_embodiment(
     root: Path, config: JsonObject, dims: Mapping[str, int]
 ) -> tuple[Embodiment, dict[str, Norm | None]]:
-    """The robot and its norms, from the file that `embodiment` names, else from embodiment.json; without either an
-    unknown robot. dims: of state and action, by the keys of their norms."""
+    """The robot and its norms, from the file that `embodiment` names, else from embodiment.json; an unknown robot if
+    there is neither. dims: of state and action, by the keys of their norms."""
     file = file_in(root, config, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
     if not config.has("embodiment") and not file.is_file():
         return Embodiment(), dict.fromkeys(dims)
@@ -272,7 +272,7 @@ _Group = tuple[Name, Annotated[int, Meta(ge=1)]]
 _Groups = Annotated[tuple[_Group, ...], Meta(min_length=1, description="a list of [group, how many numbers it has]")]
 _Images = Annotated[dict[str, Name], Meta(description="an object {camera: name in the observation}")]
 
-# By preset: for each picture of the observation the names that a policy may have for its camera; and the state's names.
+# For each preset: by picture of the observation the names that a policy may have for its camera; the state's names.
 PRESETS: Final[Mapping[str, tuple[Mapping[str, tuple[str, ...]], tuple[str, ...]]]] = {
     "openpi/libero": (
         {
@@ -323,8 +323,8 @@ def read_wires(
     action_dim: int,
     optional: AbstractSet[str] = frozenset(),
 ) -> dict[str, WireMap]:
-    """The key `wires`. cameras: the policy's. state_dim: 0 where it takes no state. optional: cameras that a request,
-    and so a preset, may lack."""
+    """The key `wires`. cameras: the policy's. state_dim: 0 if it takes no state. optional: cameras that requests, and
+    so a preset, may lack."""
     if not config.has("wires"):
         return {}
     named = config.get("wires")
@@ -359,7 +359,7 @@ def _preset(
 def _described(
     table: JsonObject, grouped: bool, cameras: Collection[str], state_dim: int, action_dim: int
 ) -> WireMap:
-    """grouped: states and actions come in groups of numbers, as in GR00T."""
+    """A described wire. grouped: states and actions are groups of numbers, as in GR00T."""
     keys = table.given(_GROUPED if grouped else _NAMED)
     for camera in keys.get("images", ()):
         if camera not in cameras:
@@ -394,7 +394,7 @@ class PolicyCheckpoint(PolicySource):
     """A checked directory of LeRobot or openpi, for the code that runs it.
 
     cameras: LeRobot's feature name of each image. states: the features that make the state, in order, with their sizes.
-    seeded: the model draws from torch's own generator. variants: of openpi's two transformers, by its names.
+    seeded: the model draws from torch's global generator. variants: openpi's names of its two transformers.
     """
 
     path: Path
@@ -411,7 +411,7 @@ SUFFIXES: Final = (".onnx", ".onnx.data", ".bin", ".safetensors")
 
 
 def check_files(root: Path) -> list[Path]:
-    """The files of an export; ConfigError for one that cannot be read or was not fetched."""
+    """The files of an export; ConfigError for a file that cannot be read, or is a pointer of Git LFS."""
     files = _files(root, (*SUFFIXES, ".json"))
     for file in files:
         try:
@@ -446,17 +446,17 @@ def files_hash(root: Path, names: Iterable[str]) -> str:
 
 
 def configured(root: Path) -> bool:
-    """Whether a directory has the configuration of a policy. One without is refused by its reader, and never walked."""
+    """Whether a directory has a policy's configuration. Others are refused, and not searched: they may be large."""
     return any((root / name).exists() for name in (CONFIG_FILE, LEROBOT_FILE, OPENPI_FILE))
 
 
 def model_bytes(root: Path) -> int:
-    """Total size of the files behind `model_hash`, without reading them."""
+    """Total size of the files that `model_hash` covers, without reading them."""
     return sum(file.stat().st_size for file in _files(root) if file.is_file())
 
 
 def _files(root: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """The files of a directory with these ends, and links to nothing, sorted by their path within it."""
+    """The files of a directory with these suffixes, also broken links, sorted by their path within it."""
     found = [file for file in root.rglob("*") if file.name.endswith(suffixes) and not file.is_dir()]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
@@ -481,7 +481,7 @@ def check_new(out: Path, force: bool) -> None:
 @contextmanager
 def new_directory(out: Path, force: bool = False) -> Iterator[Path]:
     """An empty directory beside `out` to write into. At the end of the block it becomes `out`; after an error it is
-    removed, and `out` is as it was. force: replace an export at `out`."""
+    removed, and `out` is unchanged. force: replace an export at `out`."""
     check_new(out, force)
     target = out.resolve()
     making, old = (target.with_name(f".{target.name}.{what}{os.getpid()}") for what in ("", "old."))

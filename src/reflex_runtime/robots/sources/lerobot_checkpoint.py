@@ -31,10 +31,10 @@ from reflex_runtime.robots.sources.export_files import (
 from reflex_runtime.run.model_files import CHECKPOINT_KEYS, JsonObject, json_keys, read_table, shorten
 
 SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "eo1", "evo1", "fastwam", "molmoact2")
-"""Types that draw from torch's own generator: served row by row, so that each row has its own seed."""
+"""Types that draw from torch's global generator: served row by row, so that each row has its own seed."""
 
 WHOLE: Final = ("act", "diffusion", "pi0_fast", *SEEDED)
-"""Types with one call for a chunk that keep nothing of it in the policy object."""
+"""Types with one call for a chunk, which keeps nothing in the policy object."""
 
 STAGED: Final = ("smolvla", "pi0", "pi05")
 """Types whose prefix and steps are calls of their own."""
@@ -43,7 +43,7 @@ HISTORY: Final = ("diffusion", "vqbet")
 """Types that see several observations; LeRobot keeps them in the policy object, Reflex by episode."""
 
 NEEDS_06: Final = (*STAGED, "pi0_fast")
-"""Types that older versions of LeRobot lack, or run only on a patched transformers that no registry has."""
+"""Types that older versions of LeRobot lack, or run only with a patched transformers that was never released."""
 
 _IMAGE, _IMAGES, _STATE, _ENVIRONMENT = (
     "observation.image", "observation.images.", "observation.state", "observation.environment_state",
@@ -115,15 +115,15 @@ class LeRobotCheckpoint(PolicyCheckpoint):
 
 
 def is_checkpoint(root: Path) -> bool:
-    """Whether a directory has a LeRobot policy: config.json names a type and its features."""
+    """Whether a directory has a LeRobot policy, whose config.json has a type and features."""
     return json_keys(root / LEROBOT_FILE) >= CHECKPOINT_KEYS
 
 
 def _load(source: str, root: Path) -> LeRobotCheckpoint:
     if (root / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{root}: holds a PEFT adapter and not a whole policy; merge it into its base (merge_and_unload), save "
-            "that with save_pretrained and serve it"
+            f"{root}: holds a PEFT adapter, not a whole policy; merge it into its base (merge_and_unload), save that "
+            "with save_pretrained and serve it"
         )
     if not (root / LEROBOT_FILE).is_file():
         deeper = root / "pretrained_model"
@@ -133,7 +133,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
     config: _Config = table.read(_Config)
     if config.type not in (*STAGED, *WHOLE):
         raise ConfigError(
-            f"{table.file}: type {config.type} is not known to predict chunks and to keep nothing between calls, and "
+            f"{table.file}: type {config.type} is not known to predict chunks without keeping data between calls, so "
             f"robots could get each other's actions; known are {', '.join((*STAGED, *WHOLE))}. Serve it as "
             "python:module:make"
         )
@@ -219,8 +219,8 @@ def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
 
 
 def read_robot(root: Path, state_dim: int, action_dim: int, known: Embodiment) -> Embodiment:
-    """The robot of an embodiment.json in the checkpoint, as LeRobot's own files have no ranges and no rate; without
-    one what is known."""
+    """The robot of an embodiment.json in the checkpoint, because LeRobot's own files have no ranges and no rate;
+    without that file `known`."""
     file = root / EMBODIMENT_FILE
     if not file.is_file():
         return known
@@ -249,14 +249,14 @@ def check_lerobot(source: str, kind: str) -> None:
 
 
 def check_weights(file: Path) -> list[str]:
-    """The names of the weights. ConfigError unless the file is whole, by its table."""
+    """The names of the weights. ConfigError unless the file is as long as its table of weights needs."""
     if not file.is_file():
         raise ConfigError(f"{file}: not found: copy the whole directory that it was saved in")
     return list(read_table(file))
 
 
 def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:
-    """ConfigError for options that checkpoints on LeRobot's code cannot follow. what: their name."""
+    """ConfigError for options that have no effect on LeRobot's code. what: the kind of checkpoint, in words."""
     if device.captured_sizes and not staged:
         raise ConfigError(
             f"--cuda-graphs: captures the steps of {', '.join(STAGED)}; leave it out for {what} of other types"
@@ -267,16 +267,16 @@ def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:
 
 # -- processors --------------------------------------------------------------------------------------------------------
 #
-# Steps that need more than a request or an answer has are refused by name.
+# A step is refused by its name, unless a single request or answer has all that it needs.
 
 
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
 
-RUN: Final = {
+CODE_REPOSITORIES: Final = {
     "action_tokenizer_name": ("lerobot/fast-action-tokenizer", "physical-intelligence/fast"),
     "text_tokenizer_name": ("google/paligemma-3b-pt-224",),
 }
-"""Keys that name a repository whose code LeRobot runs, with the names in LeRobot's own configurations."""
+"""Keys that name a repository whose code LeRobot runs, and the repositories in LeRobot's own configurations."""
 
 RENAMING: Final = "rename_observations_processor"
 
@@ -292,8 +292,8 @@ STEPS: Final = {
     "fastwam_action_toggle_processor", "molmoact2_clamp_normalized", "molmoact2_pack_inputs",
     "molmoact2_state_frame_transform", "molmoact2_action_frame_transform", "molmoact2_clamp_action",
 }  # fmt: skip
-"""The steps that LeRobot runs on every request or on whole chunks. It has two more for policies: one crops pictures of
-the camera's size, one makes actions of another size; config.json has neither size."""
+"""The steps that LeRobot runs on every request or on whole chunks. Two more are left out: one crops pictures of the
+camera's size, the other makes actions of another size; config.json has neither size."""
 
 
 class ProcessorStep(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -309,9 +309,8 @@ _Steps = Annotated[list[dict[str, Any]], Meta(description="a list of objects, as
 
 
 def read_steps(file: Path) -> list[ProcessorStep]:
-    """A processor's steps; none without a file. ConfigError for a step that cannot be applied.
-
-    LeRobot imports the `class` of a step from any module, and calls it.
+    """A processor's steps; none without a file. ConfigError for a step that is not in `STEPS`, or names a `class` only:
+    LeRobot would import it from any module, and call it.
     """
     if not file.is_file():
         return []
@@ -325,7 +324,7 @@ def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
         named = shorten(repr(entry.get("class")))
         raise ConfigError(f"{file}: steps[{i}]: names the class {named}; only steps of LeRobot itself are run")
     if name not in STEPS:
-        reason = "only steps that are known to do all they do on a request or a chunk are run"
+        reason = "only steps that are known to need no more than a request or a chunk are run"
         raise ConfigError(f"{file}: steps[{i}]: {shorten(name)} is not applied: {reason}; serve python:module:make")
     try:
         step = msgspec.convert(entry, ProcessorStep)
@@ -333,14 +332,14 @@ def _step(file: Path, i: int, entry: dict[str, Any]) -> ProcessorStep:
         raise ConfigError(f"{file}: steps[{i}]: {shorten(str(error))}") from None
     if step.state_file is not None and Path(step.state_file).name != step.state_file:
         found = shorten(step.state_file)
-        raise ConfigError(f"{file}: steps[{i}].state_file: {found} is not the name of a file beside it")
+        raise ConfigError(f"{file}: steps[{i}].state_file: {found} is not the name of a file in the same directory")
     check_code(file, f"steps[{i}].config.", step.config)
     return step
 
 
 def check_code(file: Path, within: str, config: Mapping[str, Any]) -> None:
-    """ConfigError for a key that names a repository whose code LeRobot would run, unless LeRobot itself names it."""
-    for key, known in RUN.items():
+    """ConfigError for a repository whose code LeRobot would run, except those of LeRobot's own configurations."""
+    for key, known in CODE_REPOSITORIES.items():
         found = config.get(key)
         if found is not None and found not in known:
             raise ConfigError(
@@ -350,7 +349,7 @@ def check_code(file: Path, within: str, config: Mapping[str, Any]) -> None:
 
 
 def renames_of(file: Path, steps: Iterable[ProcessorStep], features: Iterable[str]) -> dict[str, str]:
-    """By feature of the policy the other name that an observation may have for it, from `rename_map`."""
+    """The other name that observations may have for a feature of the policy, by feature, from `rename_map`."""
     found: dict[str, str] = {}
     for step in steps:
         renames = step.config.get("rename_map") if step.registry_name == RENAMING else None

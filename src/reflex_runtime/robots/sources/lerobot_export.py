@@ -1,6 +1,6 @@
-"""A LeRobot checkpoint as an export directory, which is put in place only if it answers as the checkpoint does.
+"""Exports a LeRobot checkpoint to a directory, which is kept only if it answers as the checkpoint does.
 
-Both are compared as `reflex serve` loads them, on made-up observations alone, in pairs and all together.
+Both are loaded as by `reflex serve` and compared on made-up observations: one at a time, in pairs and all together.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ OPSETS: Final = (18, 23)
 """The lowest and the highest ONNX opset that is written."""
 
 BOUND: Final = 1e-4
-"""Largest difference of an action, in the unit that its joint is normalised by."""
+"""Largest allowed difference of an action, in the unit by which its joint is normalised."""
 
 ROUNDING: Final = 1e-6
-"""Beside that, a share of the joint's largest action: float32 has 24 bits."""
+"""Allowed besides, as a share of the joint's largest action: float32 has 24 bits."""
 
 EXPORTED: Final = ("act", "diffusion", "smolvla")
-"""Types of which there are graphs that compute the same."""
+"""Types whose graphs compute the same."""
 
 
 class NotTheSame(ReflexError):
@@ -42,8 +42,8 @@ class NotTheSame(ReflexError):
 class Original(Protocol):
     """The loaded checkpoint.
 
-    policy: as it is served. unit: by which each joint's actions are normalised, [action_dim]. states: lowest and
-    highest of the training, [2, state_dim].
+    policy: as it is served. unit: by which each joint's actions are normalised, [action_dim]. states: the lowest and
+    the highest in training, [2, state_dim].
     """
 
     policy: Policy
@@ -55,7 +55,7 @@ class Original(Protocol):
 
 
 class Verified(NamedTuple):
-    """The largest difference, in the robot's units and in the joints' units of normalisation, of so many answers."""
+    """The largest difference, in the robot's units and in the joints' units of normalisation. compared: answers."""
 
     difference: float
     in_units: float
@@ -69,19 +69,19 @@ def export_checkpoint(
     opset: int = OPSETS[0],
     force: bool = False,
     load: Callable[[LeRobotCheckpoint], Original] | None = None,
-    told: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Verified:
     """Write `out` and compare it with the checkpoint. source: as in `LeRobotCheckpoint.load`.
 
-    load: makes the original, LeRobot's by default. told: called with a line before each step.
+    load: makes the original, with LeRobot by default. progress: called with a line before each step.
 
     ConfigError, with the reason, for a checkpoint that cannot be exported. NotTheSame if answers differ by more than
-    BOUND; `out` is then as it was.
+    BOUND; `out` is then unchanged.
     """
     check_new(out, force)
     spec = LeRobotCheckpoint.load(source)
     check_exported(spec)
-    told(f"loading {spec.model_id} ({spec.model_type}) with LeRobot")
+    progress(f"loading {spec.model_id} ({spec.model_type}) with LeRobot")
     if load is None:
         spec.check()
         from reflex_runtime.robots.sources.lerobot_graphs import TRACED  # imports LeRobot and torch
@@ -89,11 +89,11 @@ def export_checkpoint(
         load = TRACED[spec.model_type]
     original = load(spec)
     with new_directory(out, force) as making:
-        told(f"tracing it to ONNX, opset {opset}")
+        progress(f"tracing it to ONNX, opset {opset}")
         config = config_of(spec, opset) | original.write(making, opset)
         (making / CONFIG_FILE).write_text(json.dumps(config, ensure_ascii=False, indent=2) + "\n")
         _write_embodiment(spec, making)
-        told("comparing the export with the checkpoint")
+        progress("comparing the export with the checkpoint")
         return compared(load_policy(making), original)
 
 
@@ -141,14 +141,14 @@ def compared(policy: Policy, original: Original) -> Verified:
     largest, in_units, count = 0.0, 0.0, 0
     ways = [(size, start, False) for size in (1, 2, EPISODES) for start in range(0, EPISODES, size)]
     ways += [(EPISODES, 0, True)] if spec.staged else []
-    for size, start, apart in ways:
+    for size, start, staggered in ways:
         rows = slice(start, start + size)
-        found = _answers(policy, episodes[rows], f"{size}-{start}-{apart}", apart)
+        found = _answers(policy, episodes[rows], f"{size}-{start}-{staggered}", staggered)
         differences = np.abs(found - wanted[rows])
         if not (differences <= allowed).all():  # NaN is never within
             joint = int(np.argmax((np.nan_to_num(differences, nan=np.inf) / allowed).max(axis=(0, 1))))
             raise NotTheSame(
-                f"the export answers something else than the checkpoint: joint {joint} differs by "
+                f"the export's answers differ from the checkpoint's: joint {joint} differs by "
                 f"{differences[..., joint].max():.3g} in a batch of {size}, at most {allowed[joint]:.3g} is "
                 "allowed. It was removed; serve the checkpoint as it is"
             )
@@ -158,20 +158,20 @@ def compared(policy: Policy, original: Original) -> Verified:
     return Verified(largest, in_units, count)
 
 
-def _answers(policy: Policy, episodes: Sequence[Episode], name: str, apart: bool = False) -> Floats:
-    """The answers to the last observation of each episode. apart: the rows are at different denoise steps."""
+def _answers(policy: Policy, episodes: Sequence[Episode], name: str, staggered: bool = False) -> Floats:
+    """The answers to the last observation of each episode. staggered: the rows are at different denoise steps."""
     chunks: list[ActionChunk] = []
     for step, seen in enumerate(zip(*episodes, strict=True)):
         requests = [
             policy.request(policy.prepare(**one, episode_id=f"{name}-{i}", request_id=f"{name}-{i}-{step}"))
             for i, one in enumerate(seen)
         ]
-        chunks = policy.answers(requests, range(len(requests)) if apart else ())
+        chunks = policy.answers(requests, range(len(requests)) if staggered else ())
     return np.stack([chunk.actions for chunk in chunks])
 
 
 def _write_embodiment(spec: LeRobotCheckpoint, directory: Path) -> None:
-    """The robot, where the checkpoint has its file or the names of its actions."""
+    """Write the robot's file, if the checkpoint has it, or the names of its actions."""
     own = spec.path / EMBODIMENT_FILE
     if own.is_file():
         shutil.copyfile(own, directory / EMBODIMENT_FILE)
@@ -193,8 +193,8 @@ _SHAPES: Final = ((1.0, 1.0), (1.125, 2.0), (1.75, 1.0), (0.6, 0.4), (1.5, 2.0),
 
 
 def made_up(spec: PolicySpec, states: Floats) -> list[Episode]:
-    """Episodes as robots send them: pictures of several shapes, one with a camera less where that may be, states within
-    the training's range and beyond. The same ones every time."""
+    """Episodes as robots send them: pictures of several shapes; a missing camera in one, if it may be missing; states
+    within the range of the training and beyond. They are the same every time."""
     episodes: list[Episode] = []
     for number, (instruction, (high, wide)) in enumerate(zip(_INSTRUCTIONS, _SHAPES, strict=True)):
         rng = np.random.Generator(np.random.PCG64(number))

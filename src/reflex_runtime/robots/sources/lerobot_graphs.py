@@ -33,7 +33,7 @@ from reflex_runtime.robots.sources.lerobot_policy import (
     diffusion_condition,
 )
 from reflex_runtime.robots.sources.lerobot_vla import LeRobotStaged, PackedCache, with_room
-from reflex_runtime.robots.sources.torch_models import taken
+from reflex_runtime.robots.sources.torch_models import to_host
 
 if find_spec("onnxscript") is None:  # which torch.onnx needs
     raise not_installed("onnxscript", "reflex export")
@@ -42,14 +42,14 @@ KNOWN: Final = {
     "RenameObservationsProcessorStep", "AddBatchDimensionProcessorStep", "DeviceProcessorStep",
     "NormalizerProcessorStep", "UnnormalizerProcessorStep",
 }  # fmt: skip
-EXAMPLES: Final = 2  # rows of the traced call: one would be taken for a constant
+EXAMPLES: Final = 2  # rows of the traced call: torch would take an axis of length 1 for a constant
 
 
 def write_graph(
     spec: LeRobotCheckpoint, compute: Any, policy: Any, given: Mapping[str, Any], outputs: Sequence[str], file: Path,
     opset: int,
 ) -> None:  # fmt: skip
-    """Trace a function of tensors by name, [n, …] each, and write the graph. policy: has the weights."""
+    """Trace `compute`, a function of tensors by name, [n, …] each, and write the graph. policy: has the weights."""
 
     class Traced(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -63,7 +63,7 @@ def write_graph(
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            for name in ("onnxscript", "torch.onnx"):  # this process only exports
+            for name in ("onnxscript", "torch.onnx"):  # for good: this process only exports
                 logging.getLogger(name).setLevel(logging.ERROR)
             program = torch.onnx.export(
                 Traced().eval(),
@@ -86,7 +86,7 @@ def write_graph(
 
 
 class TracedCheckpoint:
-    """An `Original` on the CPU. known: the steps of processors that the graphs have; ConfigError for another."""
+    """An `Original` on the CPU. known: processor steps that the graphs can contain; ConfigError for any other."""
 
     def __init__(self, spec: LeRobotCheckpoint, policy: Policy, loaded: LoadedPolicy, known: AbstractSet[str]) -> None:
         self.policy, self._spec, self._loaded = policy, spec, loaded
@@ -102,7 +102,7 @@ class TracedCheckpoint:
         self.states: Floats = np.concatenate([np.zeros((2, 0), np.float32), *ranges], axis=1)
 
     def _normalised(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """LeRobot's features of the tensors that a graph gets."""
+        """The inputs of a graph as LeRobot's features, normalised."""
         batch: dict[str, Any] = {}
         for camera, name in self._spec.cameras.items():
             batch[name] = given[camera].movedim(-1, -3).to(torch.float32) / 255
@@ -119,7 +119,7 @@ class TracedPolicy(TracedCheckpoint):
     def __init__(self, spec: LeRobotCheckpoint) -> None:
         model = LeRobotWhole(spec, DeviceOptions())
         super().__init__(spec, MonolithicPolicy(model), model.loaded, KNOWN)
-        self._times: list[int] = []  # of diffusion; a tensor's values are not known while it is traced
+        self._times: list[int] = []  # of diffusion, as integers: tensors have no values while they are traced
         if spec.model_type == "diffusion":
             diffusion = model.loaded.policy.diffusion
             diffusion.noise_scheduler.set_timesteps(diffusion.num_inference_steps)
@@ -157,14 +157,14 @@ class TracedPolicy(TracedCheckpoint):
 
 
 def step_of(pipeline: Any, name: str) -> Any:
-    """The step of a pipeline whose class begins with a name, or None."""
+    """The step of a pipeline whose class name begins with `name`, or None."""
     return next((step for step in pipeline.steps if type(step).__name__.startswith(name)), None)
 
 
 def _range(normaliser: Any, name: str, size: int) -> Floats:
-    """Lowest and highest value of a state in the training data; [-1, 1] where the normaliser has neither."""
+    """The range of a state in the training data: mean ± 2 std, or min and max; [-1, 1] without statistics."""
     stats = {} if normaliser is None else normaliser._tensor_stats.get(name, {})
-    found = {key: taken(value).reshape(-1) for key, value in stats.items() if key in ("mean", "std", "min", "max")}
+    found = {key: to_host(value).reshape(-1) for key, value in stats.items() if key in ("mean", "std", "min", "max")}
     if {"mean", "std"} <= found.keys():
         return np.stack([found["mean"] - 2 * found["std"], found["mean"] + 2 * found["std"]])
     if {"min", "max"} <= found.keys():
@@ -182,7 +182,7 @@ _TEXT: Final = {"NewLineTaskProcessorStep", "SmolVLANewLineProcessor", "Tokenize
 
 
 class TracedSmolVla(TracedCheckpoint):
-    """In float32: ONNX Runtime has no bfloat16 on most devices."""
+    """SmolVLA in float32: ONNX Runtime has no bfloat16 on most devices."""
 
     def __init__(self, spec: LeRobotCheckpoint) -> None:
         self._model = LeRobotStaged(spec, DeviceOptions(dtype="float32"))
@@ -197,7 +197,7 @@ class TracedSmolVla(TracedCheckpoint):
         spec, policy, config = self._spec, self._loaded.policy, self._loaded.config
         n, tokens, size = EXAMPLES, config.tokenizer_max_length, tuple(config.resize_imgs_with_padding[::-1])
         given = {name: torch.zeros((n, *size, 3)) for name in spec.images}
-        optional = spec.optional_images and not config.add_image_special_tokens  # those would stay
+        optional = spec.optional_images and not config.add_image_special_tokens  # a missing image's would remain
         if optional:
             given["image_masks"] = torch.ones((n, len(spec.images)), dtype=torch.bool)
         given["tokens"] = torch.zeros((n, tokens), dtype=torch.int64)
@@ -249,7 +249,7 @@ class TracedSmolVla(TracedCheckpoint):
         chunk, n = self._spec.chunk_size, self._spec.num_denoising_steps
         pairs = zip(layers[::2], layers[1::2], strict=True)
         cache = PackedCache([(with_room(k, chunk), with_room(v, chunk)) for k, v in pairs], pad.shape[1])
-        # The last bit of the time counts: it is computed from the number of the step, as LeRobot does.
+        # The last bit of the time matters: it is computed from the number of the step, as LeRobot does.
         made = torch.round(given["time"] * n).to(torch.float64)
         time = (1.0 + made * (-1.0 / n)).to(torch.float32)
         velocity = self._loaded.policy.model.denoise_step(
@@ -267,7 +267,7 @@ def _action_norm(spec: LeRobotCheckpoint, denormaliser: Any) -> dict[str, Any] |
     if mode is None or mode.name == "IDENTITY" or not stats:
         return None
     low, high = PAIRS[mode.name]
-    found: dict[str, Any] = {name: taken(stats[name]).astype(float).tolist() for name in (low, high)}
+    found: dict[str, Any] = {name: to_host(stats[name]).astype(float).tolist() for name in (low, high)}
     if mode.name == "MEAN_STD":
         if min(found["std"]) <= 0.0:
             raise ConfigError(f"{spec.source}: a joint whose std is 0 is not exported; serve it as it is")

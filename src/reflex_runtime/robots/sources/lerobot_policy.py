@@ -1,7 +1,7 @@
 """LeRobot's policies with their processors, and those that make a chunk in one call.
 
-`select_action` is never called, and `predict_action_chunk` only where it keeps nothing: their queues are in the policy
-object, which all robots share. Policies that see several observations are called below these queues.
+`select_action` is never called, and `predict_action_chunk` only for types whose call keeps nothing: other queues are in
+the policy object, which all robots share. Policies that see several observations are called below these queues.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from reflex_runtime.robots.policy.observation import Observation
 from reflex_runtime.robots.policy.spec import DeviceOptions
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import PAIRS, WEIGHTS, PolicyCheckpoint
-from reflex_runtime.robots.sources.torch_models import is_half, taken, torch_device
+from reflex_runtime.robots.sources.torch_models import is_half, to_host, torch_device
 from reflex_runtime.run.model_files import shorten
 
 Batch = dict[str, Any]
 
 
 class Prepared(NamedTuple):
-    """A request after the preprocessor: LeRobot's batch of one, and the state that relative actions are added to."""
+    """A request after the preprocessor: LeRobot's batch of one, and the state to which relative actions are added."""
 
     batch: Batch
     anchor: Any
@@ -42,9 +42,9 @@ class Prepared(NamedTuple):
 class LoadedPolicy:
     """A policy of LeRobot on its device, with its processors.
 
-    Processors keep data between their steps, and the postprocessor reads a state that the preprocessor kept: so each
-    thread has a pair of its own, copied from one that never runs. All pairs share a tokenizer: a copy of π0's takes
-    half a second and 360 MB.
+    Processors keep data between their steps, and the postprocessor reads a state that the preprocessor kept. So each
+    thread has its own pair, copied from one that never runs. All pairs share a tokenizer: to copy π0's takes half a
+    second and 360 MB.
     """
 
     def __init__(self, spec: PolicyCheckpoint, device: DeviceOptions) -> None:
@@ -78,7 +78,7 @@ class LoadedPolicy:
             batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
         pre, _ = self._pair()
         step = _relative_step(pre)
-        # A tokenizer changes at its first call, which sets how it pads, and at no later one.
+        # A tokenizer changes only at its first call, which sets how it pads.
         with nullcontext() if self._tokenized else self._lock, torch.inference_mode():
             made = pre(batch)
             self._tokenized = True
@@ -94,7 +94,7 @@ class LoadedPolicy:
         return self._finished(actions, None if anchors[0] is None else torch.cat(anchors))
 
     def shift(self, moved: Floats) -> Floats | None:
-        """See `PolicyModel.shift`: by the postprocessor's own factors."""
+        """See `PolicyModel.shift`. Computed with the postprocessor's own factors."""
         if self._relative is None or not self._relative[1].any():  # no state is added
             return None
         slope, added = self._relative
@@ -104,8 +104,8 @@ class LoadedPolicy:
         return -np.divide(by, slope, out=np.zeros_like(by), where=slope != 0.0)
 
     def slopes(self) -> tuple[Floats, Floats]:
-        """The postprocessor's factors of an action and of the state's number at that place, float32 [action_dim] each:
-        it is affine in both."""
+        """The postprocessor, which is affine, as factors: of each action, and of the state's number at the same place;
+        float32 [action_dim] each."""
         zero = torch.zeros(1, 1, self.spec.action_dim)
         state = torch.zeros(1, self.spec.states[0][1]) if self.spec.states else torch.zeros(1, 1)
         at_zero = self._finished(zero, state)
@@ -118,13 +118,13 @@ class LoadedPolicy:
         if step is not None and state is not None:
             step._last_state = state
         with torch.inference_mode():
-            return taken(post(actions))
+            return to_host(post(actions))
 
     def _pair(self) -> tuple[Any, Any]:
         """(preprocessor, postprocessor) of this thread."""
         if not hasattr(self._own, "pair"):
             kept = [value for step in self.pre.steps for value in vars(step).values() if hasattr(value, "pad_token_id")]
-            with self._lock:  # in one copy: the steps of one refer to those of the other
+            with self._lock:  # both in one deepcopy: the steps of one refer to those of the other
                 self._own.pair = copy.deepcopy((self.pre, self.post), {id(tokenizer): tokenizer for tokenizer in kept})
         pair: tuple[Any, Any] = self._own.pair
         return pair
@@ -141,7 +141,7 @@ def stacked_batch(batches: Sequence[Batch]) -> Batch:
 
 
 def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
-    """Tensors with zeros (False) on the right of one axis, up to the longest, and to `least`."""
+    """Tensors with zeros (False) at the end of one axis, as long as the longest and at least `least`."""
     longest = max(least, *(tensor.shape[dim] for tensor in tensors))
     found = []
     for tensor in tensors:
@@ -183,7 +183,7 @@ def _processors_of(path: Path, device: DeviceOptions, name: str) -> tuple[Any, A
 
 
 def _opened(path: Path, device: DeviceOptions, name: str, config: Any, kind: Any) -> Any:
-    """The policy with its weights, without those of others that the checkpoint's own would replace at once."""
+    """The policy with its weights. Pretrained weights, which those would replace at once, are not loaded."""
     if hasattr(config, "pretrained_backbone_weights"):
         config.pretrained_backbone_weights = None  # torchvision would download them
     if config.type == "smolvla" and config.load_vlm_weights:
@@ -202,10 +202,10 @@ def _opened(path: Path, device: DeviceOptions, name: str, config: Any, kind: Any
 def check_statistics(
     file: Path, pipeline: Any, config: Mapping[str, Any], wanted: Iterable[str], kind_of_step: str = "_normalizer"
 ) -> None:
-    """ConfigError where a processor lacks the statistics of a feature that it normalises.
+    """ConfigError if a processor lacks the statistics of a feature that it normalises.
 
-    LeRobot leaves a feature without statistics as it is, and a robot would get z-scores for degrees. Called before the
-    weights are loaded. kind_of_step: part of the names of steps that count, as a postprocessor must not normalise.
+    LeRobot does not change a feature without statistics, and a robot would get z-scores for degrees. Called before the
+    weights are loaded. kind_of_step: part of the names of the steps to check: a postprocessor must denormalise.
     """
     steps = [
         step for step in pipeline.steps if hasattr(step, "norm_map") and kind_of_step in f"_{step._registry_name}"
@@ -228,14 +228,14 @@ def check_statistics(
 def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
     feature, stats = step.features.get(name), step._tensor_stats
     if feature is None:
-        raise ConfigError(f"{where}: {name}, which is {mode}, is not in its features")
+        raise ConfigError(f"{where}: {name}, which is {mode}, is not in the features of this step")
     expected = feature.shape[0] if feature.type.value == "VISUAL" else prod(feature.shape)
     for key in PAIRS[mode]:
         if key not in stats.get(name, {}):
             others = sorted(other for other in stats if other.endswith(f".{name}") and key in stats[other])
             there = f" (there are those of {', '.join(map(shorten, others[:3]))})" if others else ""
             raise ConfigError(
-                f"{where} has no {key} of {name}, which is {mode}{there}: LeRobot would leave it as it is. Train the "
+                f"{where} has no {key} of {name}, which is {mode}{there}: LeRobot would not change it. Train the "
                 "policy on your robot's data, or save its processors with the statistics of that data "
                 "(make_pre_post_processors(config, dataset_stats=…))"
             )
@@ -244,7 +244,7 @@ def _check_feature(where: str, step: Any, name: str, mode: str) -> None:
 
 
 def _hub_hint(spec: PolicyCheckpoint) -> str:
-    """How to download what the checkpoint needs beside its directory."""
+    """How to download what the checkpoint needs besides its directory."""
     file = spec.path / "policy_preprocessor.json"
     steps = json.loads(file.read_bytes())["steps"] if file.is_file() else []  # openpi has none
     named = [spec.config.get("vlm_model_name"), *(step.get("config", {}).get("tokenizer_name") for step in steps)]
@@ -260,7 +260,7 @@ def _relative_step(pipeline: Any) -> Any:
 def check_loaded(source: str, file: Path, policy: Any) -> None:
     """ConfigError unless the policy has all weights of the file, and they are finite.
 
-    LeRobot logs weights that are missing, have another shape or cannot be read, and goes on with random ones.
+    For weights that are missing, have another shape or cannot be read LeRobot logs a line and uses random ones.
     """
     from safetensors import safe_open
 
@@ -283,7 +283,7 @@ def check_loaded(source: str, file: Path, policy: Any) -> None:
 
 
 def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """ConfigError unless all weights of a policy are stored, in its shapes. shapes: of the stored ones, by name."""
+    """ConfigError unless all weights of a policy are stored in its shapes. shapes: of the stored weights, by name."""
     own = policy.state_dict()
     if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # π0 and π0.5 of openpi have other names
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -317,14 +317,14 @@ class LeRobotWhole(WholeModel):
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         with torch.inference_mode():
             given = None if noise is None else torch.from_numpy(noise).to(self.loaded.device)
-            return taken(self._called(rows, given))
+            return to_host(self._called(rows, given))
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
         return self.loaded.finish(rows, torch.from_numpy(x))
 
     def _called(self, rows: Sequence[Observation], noise: Any) -> Any:
-        """Actions [n, chunk, dim]. The call is chosen anew each time: a bound method kept here would be a cycle, and an
-        unloaded policy would stay in memory."""
+        """Actions [n, chunk, dim]. The method is looked up at each call: a bound method kept here would be a reference
+        cycle, and an unloaded policy would stay in memory."""
         kind, predict = self.spec.model_type, self.loaded.policy.predict_action_chunk
         if not self.batched:
             return self._by_row(self._vqbet if kind == "vqbet" else predict, rows)
@@ -333,7 +333,7 @@ class LeRobotWhole(WholeModel):
 
     def _diffusion(self, batch: Batch, rows: Sequence[Observation], noise: Any) -> Any:
         condition = diffusion_condition(self.loaded, batch)
-        # A scheduler that adds noise at every step draws it from a generator of each row: its answer is its own.
+        # A scheduler that adds noise at every step draws it from a generator for each row: no row depends on others.
         drawn = [torch.Generator(device=condition.device).manual_seed(row.seed % (1 << 63)) for row in rows]
         x = self.loaded.policy.diffusion.conditional_sample(
             len(rows), global_cond=condition, generator=drawn, noise=noise
@@ -345,7 +345,7 @@ class LeRobotWhole(WholeModel):
         return self.loaded.policy.vqbet(batch, rollout=True)[:, : self.loaded.config.action_chunk_size]
 
     def _by_row(self, call: Callable[[Batch], Any], rows: Sequence[Observation]) -> Any:
-        """One call a row: the policy draws from torch's own generator, which is seeded for each row."""
+        """One call for each row: the policy draws from torch's global generator, which is seeded for each row."""
         if len(rows) > 1:
             self.notes["fanout"] = "sequential"
         answers = []
@@ -363,12 +363,12 @@ def stack_images(loaded: LoadedPolicy, batch: Batch) -> None:
 
 
 def diffusion_condition(loaded: LoadedPolicy, batch: Batch) -> Any:
-    """The observations as a diffusion model reads them."""
+    """What a diffusion model denoises by: its encoded observations."""
     stack_images(loaded, batch)
     return loaded.policy.diffusion._prepare_global_conditioning(batch)
 
 
 def diffusion_actions(loaded: LoadedPolicy, x: Any) -> Any:
-    """The actions of what diffusion made, which begins at the oldest observation."""
+    """The actions to execute, out of the denoised ones, which begin at the oldest observation."""
     first = loaded.config.n_obs_steps - 1
     return x[:, first : first + loaded.config.n_action_steps]

@@ -22,11 +22,11 @@ from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.policy.units import Floats
 from reflex_runtime.robots.sources.export_files import WEIGHTS, PolicyCheckpoint
 from reflex_runtime.robots.sources.lerobot_policy import LoadedPolicy, check_loaded, loading, padded
-from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, is_half, taken, torch_device
+from reflex_runtime.robots.sources.torch_models import GraphedStaged, Tensors, is_half, to_host, torch_device
 
 
 class ReadyVla(NamedTuple):
-    """A request as the model reads it, tensors [1, …]: what `predict_action_chunk` does before the model.
+    """A request as the model reads it, tensors [1, …]: after the part of `predict_action_chunk` before the model.
 
     anchor: see `Prepared`.
     """
@@ -42,7 +42,7 @@ class ReadyVla(NamedTuple):
 class StagedVla(GraphedStaged):
     """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`.
 
-    A prefix has "pad", bool [1, P], the tokens that count, and "keys i" and "values i" [1, heads, P, size] of layer i.
+    A prefix has "pad", bool [1, P], False for padding, and "keys i" and "values i" [1, heads, P, size] of layer i.
     """
 
     def __init__(self, spec: PolicySpec, policy: Any, name: str, device: DeviceOptions) -> None:
@@ -66,7 +66,7 @@ class StagedVla(GraphedStaged):
         return [made[i] for i in range(len(rows))]
 
     def _prefixes(self, rows: Sequence[ReadyVla]) -> list[PrefixTensors]:
-        """Of rows of one kind, in one forward pass."""
+        """The prefixes of rows of one kind, in one forward pass."""
         put = self._put
         images = [put(torch.cat(same)) for same in zip(*(row.images for row in rows), strict=True)]
         masks = [put(torch.cat(same)) for same in zip(*(row.masks for row in rows), strict=True)]
@@ -84,7 +84,7 @@ class StagedVla(GraphedStaged):
         return [PrefixTensors({name: t[i : i + 1].clone() for name, t in made.items()}) for i in range(len(rows))]
 
     def scene(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Sequence[Any]]:
-        """(which tokens count [n, P], keys and values of each layer) of a batch of prefixes."""
+        """(which tokens are no padding [n, P], keys and values of each layer) of a batch of prefixes."""
         model = self._model
         if self._smolvla:
             embedded, pad, attention = model.embed_prefix(images, masks, tokens, token_mask, state=state)
@@ -103,20 +103,20 @@ class StagedVla(GraphedStaged):
         return pad, [(layer.keys, layer.values) for layer in cache.layers]
 
     def pack(self, prefixes: Sequence[PrefixTensors], rows: Sequence[Observation]) -> SimpleNamespace:
-        """Padded on the right to the longest: masked tokens add nothing, and positions count the others only."""
+        """Padded on the right to the longest: masked tokens add nothing, and positions do not count them."""
         room = self.spec.chunk_size + (self.spec.model_type == "pi0")
         with torch.inference_mode():
             tensors = {}
             for name in prefixes[0].tensors:
                 tensor = torch.cat(padded([prefix.tensors[name] for prefix in prefixes], _axis(name)))
                 tensors[name] = tensor if name == "pad" else with_room(tensor, room)
-            # Of π0 the state is a token of the step: the request's own, as its prefix may be of an earlier one.
+            # π0 reads the state in its step: that of the request itself, as its prefix may be an earlier request's.
             if self.spec.model_type == "pi0":
                 tensors["state"] = self._put(torch.cat([row.ready.state for row in rows]))
         return self._packed(tensors)
 
     def _packed(self, tensors: dict[str, Any]) -> SimpleNamespace:
-        """A batch as LeRobot's functions take it, in views of these tensors."""
+        """A batch in the form that LeRobot's functions take, of views of these tensors."""
         pad, count = tensors["pad"], sum(name.startswith("keys ") for name in tensors)
         pairs = [(tensors[f"keys {i}"], tensors[f"values {i}"]) for i in range(count)]
         cache = PackedCache(pairs, pad.shape[1])
@@ -127,7 +127,7 @@ class StagedVla(GraphedStaged):
             time = torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32)
             moving = {"x": self._put(torch.from_numpy(x)), "time": self._put(time)}
             if self._captured is None:  # with the views of `pack`, whose masks are made once
-                return taken(self._moved(packed, moving, n))
+                return to_host(self._moved(packed, moving, n))
             return self.run_step(packed.tensors, moving, n)
 
     def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Any:
@@ -148,7 +148,7 @@ class StagedVla(GraphedStaged):
         # LeRobot's `denoise_step` without its copy of the whole cache.
         state = () if packed.state is None else (packed.state,)
         suffix, pad, attention, condition = model.embed_suffix(*state, x, time)
-        if packed.masks is None:  # they depend on the members, not on x and time
+        if packed.masks is None:  # they depend on the requests, not on x and time
             to_prefix = packed.pad[:, None, :].expand(-1, pad.shape[1], -1)
             mask = _four_dimensional(torch.cat([to_prefix, self._masks(pad, attention)], dim=2))
             packed.masks = mask, packed.pad.sum(dim=-1)[:, None] + torch.cumsum(pad, dim=1) - 1
@@ -169,7 +169,7 @@ class StagedVla(GraphedStaged):
 
 
 class LeRobotStaged(StagedVla):
-    """A VLA of LeRobot. Its answers differ from `predict_action_chunk` by the order of sums only."""
+    """A VLA of LeRobot. Its answers differ from those of `predict_action_chunk` only by the order of sums."""
 
     def __init__(self, spec: PolicyCheckpoint, device: DeviceOptions) -> None:
         self.loaded = LoadedPolicy(spec, device)
@@ -199,8 +199,8 @@ class LeRobotStaged(StagedVla):
 
 
 class PackedCache:
-    """The prefixes of a batch in place of LeRobot's `DynamicCache`: a step writes its own keys and values into room
-    behind them, so that nothing is copied while the same requests step.
+    """The prefixes of a batch in place of LeRobot's `DynamicCache`: a step writes its own keys and values into the room
+    after them, so that nothing is copied while the requests stay the same.
 
     buffers: (keys, values) of each layer [n, heads, P + room, size]. length: P.
     """
@@ -225,7 +225,7 @@ class PackedCache:
         return own_keys[:, :, :end], own_values[:, :, :end]
 
     def crop(self, length: int) -> None:
-        """LeRobot cuts the step's tokens off; here the next step overwrites them."""
+        """Does nothing: LeRobot would cut the step's tokens off, here the next step overwrites them."""
 
 
 def _axis(name: str) -> int:
@@ -283,7 +283,8 @@ class OpenpiStaged(StagedVla):
 
 @cache
 def _times(n: int) -> tuple[float, ...]:
-    """openpi sums in float32. The last bit of a time counts: it is multiplied by 2π/0.004 and goes to a sine."""
+    """The flow times of n steps, summed in float32 as in openpi. Their last bit matters: they are multiplied by
+    2π/0.004 for a sine."""
     times = [np.float32(1.0)]
     for _ in range(n - 1):
         times.append(times[-1] + np.float32(-1.0 / n))

@@ -1,5 +1,5 @@
-"""Policies by their source: an export directory, a checkpoint of LeRobot or openpi, or a factory in Python; and
-whether several fit the memory."""
+"""Loads policies from a source: an export directory, a checkpoint of LeRobot or openpi, or a factory in Python. Checks
+whether several fit into the memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("reflex.policies")
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
-    """Read and check a policy's description; its `open` loads the model. ConfigError names a fault and its place.
+    """Read and check a policy's description, whose `open` loads the model. ConfigError names a fault and its place.
 
     source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint), `openpi:DIR`, or
         `python:module:make`.
@@ -62,23 +62,23 @@ def is_export(source: str) -> bool:
 
 
 def directory_of(source: str) -> Path:
-    """The directory that a source names; of `python:` the current one."""
+    """The directory that a source names; for `python:` the current one."""
     return Path() if source.startswith(PYTHON) else Path(source.removeprefix(LEROBOT).removeprefix(OPENPI))
 
 
 class Weight(NamedTuple):
-    """A policy by the sizes of its files: hashing gigabytes first would only delay the refusal."""
+    """The size of a policy's model files, without their hash: hashing gigabytes would only delay a refusal."""
 
     source: str
     model_bytes: int
 
 
 def weight_of(source: str) -> Weight:
-    """The size of a source's model files, without reading them; 0 where its reader finds no configuration."""
+    """The size of a source's model files, without reading them; 0 for a factory, and if there is no configuration."""
     root = directory_of(source)
     if source.startswith(PYTHON) or not configured(root):
         return Weight(source, 0)
-    check_files(root)  # which bounds how many there are
+    check_files(root)  # bounds the number of files
     return Weight(source, model_bytes(root))
 
 
@@ -121,7 +121,7 @@ Factory = Callable[..., StagedModel | WholeModel]  # of a device, or of nothing
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PythonSource(PolicySource):
-    """made: the model for `device` until the first `open` on that device takes it."""
+    """A policy of a factory. made: the model for `device`, until the first `open` on that device takes it."""
 
     factory: Factory
     device: DeviceOptions
@@ -148,11 +148,11 @@ def read_python(source: str, device: DeviceOptions) -> PythonSource:
         raise ConfigError(f"{source}: {name!r} is no function; define `def {name}(device): …` there")
     model = _made(source, factory, device)
     values = {field.name: getattr(model.spec, field.name) for field in fields(PolicySpec)}
-    if not values["config_hash"]:  # of plain values; objects (a tokenizer, a robot) count by their class
+    if not values["config_hash"]:  # over plain values; of objects (a tokenizer, a robot) only over their class
         plain = {name: value for name, value in values.items() if name not in ("source", "model_hash")}
         text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
         values["config_hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if not values["model_hash"]:  # without weights: of the factory's file
+    if not values["model_hash"]:  # over the factory's file, as the weights are not known
         file = getattr(sys.modules.get(getattr(factory, "__module__", "")), "__file__", None)
         values["model_hash"] = hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()[:16]
     return PythonSource(**{**values, "source": source}, factory=factory, device=device, made=[model])
@@ -184,21 +184,20 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 #
-# Policies that do not fit the device together are refused before any is loaded. The rest of the memory is for
+# Policies that do not fit into the device together are refused before any is loaded. The rest of the memory is for
 # activations, prefix caches and whatever else runs there.
 
 
 SHARE: Final = 0.7
-"""Of all memory, what the models together may take."""
+"""The share of all memory that the models together may take."""
 
 SKIP: Final = "REFLEX_SKIP_2POLICY_MEMORY_CHECK"
-GB: Final = 1 << 30  # as makers of GPUs count, and nvidia-smi shows
-
+GB: Final = 1 << 30  # as for GPUs, and in nvidia-smi
 
 
 def refusal(model_bytes: int, total: int, policies: int = 2, beside: int = 0, provider: str = CPU) -> str:
-    """Why `policies` models of this size do not fit a memory of `total` bytes beside others: the sizes, and the three
-    ways out. "" where they fit."""
+    """Why `policies` models of this size do not fit into `total` bytes of memory with `beside` bytes of others: the
+    sizes, and three remedies. "" if they fit."""
     needed, available = policies * model_bytes + beside, SHARE * total
     if needed <= available:
         return ""
@@ -221,7 +220,7 @@ def check_two_policies(
     policies: int = 2,
     beside: int = 0,
 ) -> None:
-    """ConfigError when policies of the largest export's size do not fit; to be called before any is loaded.
+    """ConfigError if policies of the largest export's size do not fit; to be called before any is loaded.
 
     policies: how many are in memory at a time, more than two during an exchange. beside: bytes of the server's other
     policies. environ: REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes of
@@ -232,9 +231,9 @@ def check_two_policies(
         size = in_gb(larger.model_bytes)
         log.warning("%s=1: no check that %d policies of %s (%s) fit the memory", SKIP, policies, size, larger.source)
         return
-    told = refusal(larger.model_bytes, (total or total_memory)(provider), policies, beside, provider)
-    if told:
-        raise ConfigError(f"{larger.source}: {told}")
+    why = refusal(larger.model_bytes, (total or total_memory)(provider), policies, beside, provider)
+    if why:
+        raise ConfigError(f"{larger.source}: {why}")
 
 
 def in_gb(size: float) -> str:
@@ -267,10 +266,10 @@ def gpu_memory(environ: Mapping[str, str], command: str = "nvidia-smi") -> int:
     """Bytes of the first GPU in CUDA_VISIBLE_DEVICES, read by nvidia-smi. An index counts in PCI order, as with
     CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
-    ask = [command, f"--id={visible}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = [command, f"--id={visible}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout
-        return int(told) << 20
+        mebibytes = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+        return int(mebibytes) << 20
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
             f"the GPU's memory cannot be read: {error}. {command} belongs to the NVIDIA driver (in a container: "

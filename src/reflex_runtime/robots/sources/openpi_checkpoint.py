@@ -50,10 +50,10 @@ EPSILON: Final = 1e-6  # of its norms
 TOKENIZER: Final = "paligemma_tokenizer.model"
 
 _PLAIN, _WITH_STATE = "{prompt}\n", "Task: {prompt}, State: {state_bins};\nAction: "
-_FLIPPED: Final = (1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1)  # joints of ALOHA
+_FLIPPED: Final = (1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1)  # signs of ALOHA's joints in the model
 _GRIPPERS: Final = (6, 13)
-_ANGLES: Final = (-0.6213, 1.4910)  # of its gripper, closed and open
-_ZERO: Final = 0.5476  # the model's gripper counts from this angle
+_ANGLES: Final = (-0.6213, 1.4910)  # of ALOHA's gripper, closed and open
+_ZERO: Final = 0.5476  # the angle that is 0 in the model
 
 
 class _OpenpiRobot(NamedTuple):
@@ -235,7 +235,7 @@ def _stats_file(root: Path, asset_id: str | None) -> Path:
 
 
 def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm | None]:
-    """The norms of "state" and "actions" by the first dimensions of a norm_stats.json, as openpi pads."""
+    """The norms of "state" and "actions", of the first dimensions in a norm_stats.json, which openpi pads."""
     stats = JsonObject(file, read_export_json(file)).part("norm_stats")
     found = {}
     for key, dim in (("state", robot.state_dim), ("actions", robot.action_dim)):
@@ -257,7 +257,7 @@ def _action_transforms(robot: _OpenpiRobot, delta: bool, aloha: bool) -> tuple[T
 
 
 def _tokenizer(root: Path) -> InstructionTokenizer:
-    """PaliGemma's: from the checkpoint, else from openpi's own downloads."""
+    """PaliGemma's tokenizer, from the checkpoint or else from openpi's downloads."""
     cache = Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser()
     there = [root / TOKENIZER, cache / "big_vision" / TOKENIZER]
     for file in there:

@@ -40,9 +40,9 @@ class StagedModule(Protocol):
     """The module that `TorchStaged` runs. Tensors are on its device; the first axis is the batch axis.
 
     prefix: inputs → tensors by name for every step, each [n, …].
-    step: (the tensors of `prefix`, with "state" unless the prefix takes it; x [n, chunk_size, x_dim]; steps made so far
-        k [n]; all steps n) → x after one more step. It does not write to its inputs, nor, for CUDA graphs, wait for the
-        device (`.item()`, `.cpu()`, branches on values).
+    step: (the tensors of `prefix`, with "state" unless the prefix takes it; x [n, chunk_size, x_dim]; k [n], the steps
+        done so far; n, the number of all steps) → x after one more step. It must not write to its inputs, nor, for CUDA
+        graphs, wait for the device (`.item()`, `.cpu()`, branches on values).
     """
 
     def prefix(self, inputs: Tensors) -> Tensors: ...
@@ -64,7 +64,7 @@ class _Placed:
         self.module = module
 
     def put(self, array: NDArray[Any]) -> Tensor:
-        """An array on the device; floats in the module's type. From pinned memory where that is faster."""
+        """An array on the device; floats in the type of `--dtype`, if any. Copied from pinned memory to a GPU."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device == "cuda":
             tensor = tensor.pin_memory().to(self.device, non_blocking=True)
@@ -87,23 +87,23 @@ class GraphedStaged(StagedModel):
     _captured: CapturedStep | None = None
 
     def capture(self, sizes: Sequence[int], record: Record | None = None) -> None:
-        """Run steps as graphs of these batch sizes, ascending. The warm-up captures them."""
+        """Run steps as graphs of these batch sizes, ascending, which the warm-up captures."""
         self.captured_sizes = tuple(sizes)
         self._captured = CapturedStep(self.compute_step, sizes, record or recorder())
 
     def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
-        """x after one more of n steps, from tensors [rows, …] alone: the part that is captured."""
+        """x after one more of n steps, as a function of tensors [rows, …] alone: this is captured."""
         raise NotImplementedError
 
     def run_step(self, packed: Tensors, moving: Tensors, n: int) -> Floats:
-        """The x of `compute_step` on the host, by a graph where one was captured."""
+        """The x of `compute_step` on the host, by a captured graph if there is one."""
         if self._captured is None:
-            return taken(self.compute_step(packed, moving, n))
+            return to_host(self.compute_step(packed, moving, n))
         try:
             x, self.notes["captured"] = self._captured.run(packed, moving, n, self.warming)
         except ConfigError as error:
             raise ConfigError(f"{self.spec.source}: {error.message}") from error
-        return taken(x)
+        return to_host(x)
 
     def describe(self) -> dict[str, Any]:
         return {} if self._captured is None else {"cuda_graphs": self._captured.snapshot()}
@@ -170,7 +170,7 @@ class TorchWhole(WholeModel):
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         with torch.inference_mode():
             inputs = self._placed.inputs(rows, self.spec.takes_state)
-            return taken(self._call(inputs, None if noise is None else self._placed.put(noise)))
+            return to_host(self._call(inputs, None if noise is None else self._placed.put(noise)))
 
 
 def torch_device(device: DeviceOptions) -> str:
@@ -193,7 +193,7 @@ def torch_device(device: DeviceOptions) -> str:
 _WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def taken(tensor: Tensor) -> Floats:
+def to_host(tensor: Tensor) -> Floats:
     """A tensor as float32 on the host, in memory of its own."""
     if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.dtype in _WHOLE):
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -208,7 +208,7 @@ def weights_of(module: Any) -> tuple[str, int]:
     for name, tensor in sorted(module.state_dict().items()):
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        for start in range(0, flat.nbytes, 1 << 24):  # other threads run between the pieces
+        for start in range(0, flat.nbytes, 1 << 24):  # in pieces, so that other threads can run between them
             sha.update(flat[start : start + (1 << 24)].data)
         total += flat.nbytes
     return sha.hexdigest()[:16], total
@@ -232,16 +232,16 @@ def is_half(module: Any) -> bool:
 
 _Shape = tuple[Any, ...]  # n, and (name, shape without the batch axis, type) of every input
 
-MOST_SHAPES: Final = 4  # sets of row shapes that are captured; each has its own buffers and a graph for every size
+MOST_SHAPES: Final = 4  # sets of row shapes that are captured, each with its own buffers and a graph for every size
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """A captured call: fill `packed` and `moving`, replay, read `moved`. All are [size, …].
+    """A captured call: fill `packed` and `moving`, call `replay`, read `moved`. All tensors are [size, …].
 
-    constants: other tensors that the graph reads at their addresses, and which must therefore live as long as it.
+    constants: other tensors that the graph reads at their addresses, so that they must live as long as the graph.
     """
 
     packed: Tensors
@@ -255,15 +255,15 @@ class CapturedStep:
     """A step on rows, captured at batch sizes.
 
     call: (packed, moving, all steps n) → x after one more step, [rows, …]; see `run`. It neither writes to its inputs
-        nor waits for the device, and each row depends on itself alone.
-    sizes: batch sizes, ascending. Rows are padded to the next one with copies of the last.
-    record: makes a graph, as that of `recorder` does.
+        nor waits for the device, and no row depends on another.
+    sizes: batch sizes, ascending. Rows are padded to the next size with copies of the last row.
+    record: makes a graph of a function, as `recorder()` does.
 
-    A graph has one size, one n and one set of row shapes and types. All share their input buffers, as large as the
-    largest size. Graphs are captured in the warm-up and never later: capturing takes as long as several steps, and
-    requests may have deadlines. Calls without a graph run as they are and count in `missed`: more rows than the largest
-    size; shapes or an n that the warm-up did not have; shapes beyond `MOST_SHAPES`; and calls on another thread than
-    the one that captured, as a thread that was given up may still use the buffers.
+    A graph is for one size, one n and one set of row shapes and types. Graphs of equal row shapes share their input
+    buffers, as large as the largest size. Graphs are captured in the warm-up and never later: capturing takes as long
+    as several steps, and requests may have deadlines. Other calls run without a graph and count in `missed`: those with
+    more rows than the largest size; with shapes or an n that the warm-up did not have; with shapes beyond
+    `MOST_SHAPES`; and on another thread than the one that captured, as a thread that hung may still use the buffers.
     """
 
     def __init__(self, call: Callable[[Tensors, Tensors, int], Tensor], sizes: Sequence[int], record: Record) -> None:
@@ -289,7 +289,7 @@ class CapturedStep:
             self.missed += not warming
             return self._call(packed, moving, n), False
         if self._filled[0] is not packed or self._filled[1] is not graph:
-            self._filled = (None, None)  # should a copy fail
+            self._filled = (None, None)  # if a copy fails, the inputs are not filled
             _fill(graph.packed, packed)
             self._filled = (packed, graph)
         _fill(graph.moving, moving)
@@ -298,7 +298,7 @@ class CapturedStep:
         return graph.moved[:rows], True
 
     def snapshot(self) -> dict[str, int]:
-        """Counts for people: graphs, sets of shapes, and the steps with a graph and without since the warm-up."""
+        """The number of graphs and of sets of shapes, and of steps with and without a graph since the warm-up."""
         graphs = sum(map(len, self._graphs.values()))
         return {"graphs": graphs, "shapes": len(self._graphs), "replayed": self.replayed, "missed": self.missed}
 
@@ -383,7 +383,7 @@ def _kind(item: tuple[str, Tensor]) -> tuple[str, tuple[int, ...], Any]:
 
 
 def _fill(buffers: Tensors, given: Tensors) -> None:
-    """Copy rows into buffers of at least as many; the last one fills the rest."""
+    """Copy rows into buffers of at least as many rows; copies of the last row fill the rest."""
     for name, rows in given.items():
         buffer, n = buffers[name], len(rows)
         buffer[:n].copy_(rows)
