@@ -121,7 +121,7 @@ def _at_once(metadata: Mapping[str, str]) -> int | None:
 
 
 def _numbers(text: str, count: int) -> tuple[int, ...] | None:
-    """The first `count` numbers of a text, above 0 and without fractions; a single number stands for all of them."""
+    """The first `count` numbers of a text, above 0, as integers; a single number stands for all of them."""
     found = literal(text[:100])
     values = [found] * count if isinstance(found, (int, float)) else found
     if not isinstance(values, (list, tuple)) or len(values) < count:

@@ -81,7 +81,7 @@ class Wire(NamedTuple):
     """A protocol of requests, and its modules in `robots/wires`.
 
     routes: the module with `routes(handler)`. listener: the module with `listener(app, handler)`, for a port of its own
-    whose address is in the setting `setting`. clients: their name in the log. described: `wires` of an export may.
+    whose address is in the setting `setting`. clients: their name in the log. described: exports may have it.
     """
 
     routes: str = ""
