@@ -424,7 +424,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         _processor("post", lambda s: [s[0] | {"state_file": f"../checkpoint/{s[0]['state_file']}"}, *s[1:]]),
         "steps[0].state_file: ../checkpoint/policy_postprocessor_step_0_unnormalizer_processor.safetensors is not the",
     ),
-    "not among its features": (_processor("post", _without_action), "action, which is MIN_MAX, is not in the features of"),
+    "not among its features": (_processor("post", _without_action), "action, which is MIN_MAX, is not in the features"),
     "unknown step": (_processor("pre", _other_step("some_new_step")), "some_new_step is not applied: only steps that"),
     "crops": (_processor("pre", _other_step("image_crop_resize_processor")), "image_crop_resize_processor is not app"),
     "other actions": (_processor("post", _other_step("xvla_rotation_6d_to_axis_angle")), "axis_angle is not applied"),

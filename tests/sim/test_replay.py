@@ -162,7 +162,7 @@ def test_t6_a_changed_recording_is_noticed(tmp_path: Path) -> None:
     assert replay.first_difference is not None
     assert replay.first_difference.recorded is batch
     recording.header.groups.clear()
-    with pytest.raises(ConfigError, match="the header's `groups` do not say how prod were scheduled"):
+    with pytest.raises(ConfigError, match="the header's `groups` lack the settings of prod"):
         replay_measured(recording)
 
 

@@ -314,7 +314,7 @@ def test_p28_the_gripper_opens_or_closes(tmp_path: Path) -> None:
         ([{}], r"action_transforms\[0\]: found {}, expected one of scale and offset, add_state, binarise"),
         ([{"scale": [1, 1], "add_state": [True]}], r"action_transforms\[0\]: .* expected one of"),
         ([{"scale": [1]}], r"action_transforms\[0\].scale: found \[1\], expected a list of 2 finite numbers"),
-        ([{"add_state": [True] * 3}], r"add_state: .* at most 2 of them"),
+        ([{"add_state": [True] * 3}], r"add_state: .* at most 2, one for each"),
         ([{"add_state": [1]}], "add_state: .* a list of true and false"),
         ([{"binarise": {"dims": [2], "threshold": 0, "below": 0, "above": 1}}], r"dims: .* integers in \[0, 1\]"),
         ([{"binarise": {"dims": [0], "threshold": 0, "below": 0}}], "binarise.above: found nothing, expected a number"),
