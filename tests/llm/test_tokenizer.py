@@ -312,7 +312,7 @@ def test_a_long_text_takes_time_in_proportion(root: Path) -> None:
 
 def test_missing_and_broken_files_are_named(root: Path) -> None:
     settings(root, chat_template="{% if %}")
-    assert refusal(root).startswith("ROOT/tokenizer_config.json: chat template: Expected an expression")
+    assert refusal(root).startswith("ROOT/tokenizer_config.json: chat template, line 1: Expected an expression")
     settings(root, chat_template=5)
     assert refusal(root) == "ROOT/tokenizer_config.json: chat_template: must be a Jinja template, found int"
     settings(root, add_bos_token="yes")

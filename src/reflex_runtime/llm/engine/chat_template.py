@@ -81,7 +81,7 @@ def _compile(file: Path, source: str) -> Callable[..., str]:
     try:
         return environment.from_string(_MARKS.sub(r"{#\1 \2#}", source)).render
     except jinja2.TemplateError as error:
-        raise ConfigError(f"{file}: chat template: {error}") from error
+        raise ConfigError(f"{file}: chat template, line {getattr(error, 'lineno', '?')}: {error}") from error
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
