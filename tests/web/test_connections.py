@@ -369,7 +369,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_h10_ssl_certfile_and_ssl_keyfile_serve_tls(tiny: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     with Server(tiny, "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)) as server:
-        assert "ready on https://" in server.wait_log("ready on")
+        assert "INFO reflex ready on https://" in server.wait_log("ready on")
         trusts = ssl.create_default_context(cafile=str(cert))
         with server.connect() as plain, trusts.wrap_socket(plain, server_hostname="localhost") as sock:
             sock.sendall(encode({"state": STATE}, {"Connection": "close"}))

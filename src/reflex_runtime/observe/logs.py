@@ -39,6 +39,7 @@ def begin(form: str = PLAIN) -> None:
     """Log lines for people, until `use` sets another format. From now on neither a log line nor a `print` waits."""
     guard(stdout=True)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    logging.getLogger().name = "reflex"  # not "root": its lines are the command's own
     _format(TextLog(form))
 
 
