@@ -29,7 +29,7 @@ from reflex_runtime.web.oip import tensor_out
 from serving.harness import Answer
 
 from .door import Functions
-from .served import CARELESS, KINDS, RAISED, TYPES, Person
+from .served import CARELESS, KINDS, RAISED, TYPES, Family, Person
 
 telemetry_off()
 MSGPACK, NPY = "application/msgpack", "application/x-npy"
@@ -227,9 +227,12 @@ class Pair(NamedTuple):
         (dict[str, Person], {"b": {"name": "a", "agee": 1}}, "b", "unknown field b.agee; did you mean age?"),
         (dict[int, Person], {"1": {"name": "a", "agee": 1}}, "1", "unknown field 1.agee; did you mean age?"),
         (Person, {"name": 1, "agee": 1}, "name", "name: expected `str`, got `int`"),
+        (Family, {"name": "a", "children": [{"name": 1}]}, "children", "children[0].name: expected `str`, got `int`"),
+        (Family, {"name": "a", "children": [{}]}, "children", "children[0].name: is missing"),
+        (list[Person], [{}], "body", "[0].name: is missing"),
     ],
 )
-def test_an_unknown_field_is_found_wherever_it_is(hint: Any, item: Any, field: str, says: str) -> None:
+def test_a_wrong_field_is_named_wherever_it_is(hint: Any, item: Any, field: str, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Values(hint, "f").decode(json.dumps(item).encode(), b"application/json")
     assert (caught.value.message, caught.value.details["field"]) == (says, field)
@@ -260,7 +263,7 @@ def test_structs_dataclasses_and_dicts_are_read_from_json_msgpack_and_forms(serv
         ("double", "1", "body"), ("double", 1.5, "body"), ("double", None, "body"), ("double", [1], "body"),
         ("boxes", {}, "left"), ("boxes", {"left": "1"}, "left"), ("boxes", 1, "body"), ("boxes", [], "body"),
         ("people", {"name": "a", "age": "b"}, "age"), ("people", {"age": 1}, "name"),
-        ("people", {"name": "a", "boxes": [{"left": 1}, {}]}, "left"), ("people", {"name": "a", "boxes": 1}, "boxes"),
+        ("people", {"name": "a", "boxes": [{"left": 1}, {}]}, "boxes"), ("people", {"name": "a", "boxes": 1}, "boxes"),
         ("people", {"name": "a", "boxes": [{"left": 1}, {"left": "x"}]}, "boxes"),
         ("queries", {"text": 1, "top": 1}, "text"), ("queries", {"text": "a"}, "top"), ("queries", {"top": 1}, "text"),
         ("orders", {"count": 0}, "count"), ("orders", {"count": "x"}, "count"), ("orders", {}, "count"),
