@@ -74,7 +74,7 @@ def _kind_of(word: str) -> str:
 
 
 def _kind_in_python(source: str) -> str:
-    """As `_kind_of`: "" for what may be a factory of policies, a function without arguments, or of a `device`. Reads
+    """As `_kind_of`: "" for what may be a factory of policies: it takes nothing, a `device` or DeviceOptions. Reads
     the source file: an import here would load the model's libraries before the server does."""
     module, _, name = source.removeprefix(PYTHON).partition(":")
     if "" not in sys.path:
@@ -86,8 +86,8 @@ def _kind_in_python(source: str) -> str:
         return UNKNOWN
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            names = [one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)]
-            return "" if not names or names[0] == "device" else "functions"
+            first, *_ = [ast.unparse(one) for one in ast.walk(node.args) if isinstance(one, ast.arg)] or ["device"]
+            return "" if first.partition(":")[0] == "device" or "DeviceOptions" in first else "functions"
         if isinstance(node, ast.ClassDef) and node.name == name:
             return "functions"
     return UNKNOWN

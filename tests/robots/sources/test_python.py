@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.cli import main
+from reflex_runtime.cli.serving import kind_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.robots import DeviceOptions, load_policy, read_source
 from reflex_runtime.robots.analysis.doctor import examine
@@ -175,6 +176,18 @@ WRONG = {
     "python:my_policy:no_step": "python:my_policy:no_step: NoStep has no step(packed, x, k, n); define it",
     "python:my_policy:no_chunk": "python:my_policy:no_chunk: NoChunk has no chunk(rows, noise); define it",
 }
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        ("()", ""), ("(device)", ""), ("(device: DeviceOptions)", ""), ("(d: DeviceOptions)", ""),
+        ("(d: 'robots.DeviceOptions')", ""), ("(devices)", "functions"), ("(items: list[str])", "functions"),
+    ],
+)  # fmt: skip
+def test_p5_a_factory_is_known_by_its_argument(here: Path, head: str, kind: str) -> None:
+    Path("heads.py").write_text(f"def make{head}: ...\n")
+    assert (kind_of(["python:heads:make"]) == "functions") == (kind == "functions")
 
 
 @pytest.mark.parametrize("source", WRONG)
