@@ -52,7 +52,7 @@ def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shap
 
 
 def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape:
-    """A text frame is an error: JSON from Reflex, a traceback from another server."""
+    """Ask over the websocket. A text frame is an error: JSON from Reflex, a traceback from another server."""
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
     from websockets.sync.client import ClientConnection, connect
 

@@ -217,7 +217,7 @@ def run_placed(
 
 
 def _placed(config: Any, plan: Plan, devices: Sequence[str], number: int = 0) -> Served:
-    """The server of a worker, whose process is put on its device."""
+    """The server of a worker. Sets the environment, so that this process uses the worker's device."""
     changed, env = settings_of(config, devices, number)
     os.environ.update(env)
     return plan(changed)

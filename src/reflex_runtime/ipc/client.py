@@ -30,9 +30,9 @@ log = logging.getLogger("reflex.ipc")
 
 State = Literal["starting", "ready", "restarting", "open", "stopped"]
 
-GRACE = 1.0  # seconds for a process to exit after its connection ended: its status says why
+GRACE = 1.0  # seconds for a process to exit after its connection ended, so that its exit status is known
 SOON = 1.0  # seconds until a retry while a start is under way
-_COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # by name; other names are the runtime's and may be many
+_COUNTED = frozenset({CHUNK, PROMPT, STATS, EVENT})  # notifications counted by name; others could have many names
 _DAY = 86400.0
 
 
@@ -41,9 +41,9 @@ class ClientConfig:
     """Limits of one runtime process, in seconds.
 
     call_timeout_s: of a `request` without its own. start_timeout_s: from the start of the process until it is prepared.
-    heartbeat_s: between heartbeats; 0: none. hung_after_s: longest silence. backoff_s, backoff_max_s: before the first
-    restart, and at most; it starts anew after a life of steady_s. most_failures: failed starts and shorter lives in a
-    row that open the breaker; then one start every cooldown_s.
+    heartbeat_s: between heartbeats; 0: none. hung_after_s: longest silence. backoff_s, backoff_max_s: wait before the
+    first restart, and the longest one; it begins anew after a run of steady_s. most_failures: failed starts and shorter
+    runs in a row that open the breaker; then there is one start every cooldown_s.
     """
 
     call_timeout_s: float = option(30.0, within=(0, _DAY, "seconds"), above=True)
@@ -231,7 +231,7 @@ class RuntimeClient:
     # -- of the connection ---------------------------------------------------------------------------------------------
 
     def called(self, peer: Peer, request: RpcMessage) -> None:
-        """Refuse: a front answers no calls."""
+        """Refuse a call: the front answers none."""
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
 
     def notified(self, peer: Peer, note: RpcMessage) -> None:
@@ -351,7 +351,7 @@ class RuntimeClient:
                 await self._drop(self._link)
 
     async def _shut_down(self, link: Link, timeout: float, drain: bool) -> None:
-        """0.8 of the time is for the streams, 0.1 for the exit, 0.1 for SIGTERM."""
+        """End the process: 0.8 of the time for its streams, 0.1 for its exit, 0.1 after SIGTERM."""
         unheard(link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout)))
         await asyncio.wait({link.ended}, timeout=0.9 * timeout)
         if not link.ended.done() and link.process is not None:

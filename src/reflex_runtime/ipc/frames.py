@@ -39,7 +39,7 @@ class ProtocolError(ReflexError):
 
 
 class RpcError(msgspec.Struct, omit_defaults=True):
-    """The error of a call. data: of an error of the runtime, to raise it at the other end (`error_of`)."""
+    """The error of a call. data: made by `error_of` of a runtime error, to raise it at the other end."""
 
     code: int
     message: str

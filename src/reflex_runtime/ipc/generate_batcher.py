@@ -1,7 +1,7 @@
 """Puts concurrent `generate` calls into few `batch_generate` messages; each caller gets its own answer.
 
-The scheduler decides which requests leave when; the dispatcher drives it; the registry counts the free places. This
-module has what is particular to generation: which requests may share a message, and how a request is cancelled.
+The scheduler decides which requests are sent when; the dispatcher drives it; the registry counts the free places. This
+module has what is specific to generation: which requests may share a message, and how a request is cancelled.
 
     enqueue ──▶ waits ──▶ out, in a message ──▶ answered: its stream has begun
                   │           │
@@ -39,7 +39,7 @@ from reflex_runtime.run.batcher import Dispatcher
 from reflex_runtime.settings.declare import option, validate
 
 GROUP = "generate"
-UNIT_BYTES = 16  # of a frame, at most, for a token or character of a prompt and its part of the other fields
+UNIT_BYTES = 16  # most bytes of a frame for a token or character of a prompt, with its part of the other fields
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # and their defaults
 
@@ -95,7 +95,7 @@ class StepHold:
     computes: whether the runtime has streams.
     """
 
-    PART, GAIN = 0.5, 0.25  # of a step; of the mean
+    PART, GAIN = 0.5, 0.25  # of a step that holds may last; weight of the latest step in the mean
     SHORT = 0.006  # seconds; with holds in steps of 3 ms the first token came 1.5 times as late
 
     def __init__(self, computes: Callable[[], bool], least: float) -> None:
@@ -359,7 +359,7 @@ class GenerateBatcher:
             handle.close()
 
     def _settled(self, ticket: Ticket) -> None:
-        """Its ticket has settled: answered, failed, or not sent."""
+        """End a call whose ticket has settled: answered, failed, or not sent."""
         call: Call = ticket.request.payload
         call.ticket = call.handle.on_left = None  # they hold the call: break the reference cycles
         call.params = _SPENT  # the scheduler may remember the ticket for a while, and prompts are large
@@ -398,7 +398,7 @@ class GenerateBatcher:
         return reading
 
     def _departs(self, ticket: Ticket, now: float) -> None:
-        """A request leaves the queue and takes its place."""
+        """Reserve a place for a request that leaves the queue."""
         call: Call = ticket.request.payload
         call.out = True
         self._reserving = True  # the scheduler has counted it already
@@ -420,7 +420,7 @@ class GenerateBatcher:
             self._dispatcher.input(lambda scheduler, now: scheduler.set_room(GROUP, max(0, limit - active), now))
 
     def _stream_event(self, handle: StreamHandle, event: str) -> None:
-        """A slow reader pauses the partition of its stream."""
+        """Pause the partition of a stream whose reader is slow."""
         pause, key = self.config.pause_on_backpressure_ms / 1000.0, handle.partition
         if self._loop is not None and isinstance(key, tuple) and pause > 0.0:
             self._dispatcher.input(lambda scheduler, now: scheduler.pause(GROUP, now + pause, now, key))

@@ -22,7 +22,7 @@ log = logging.getLogger("reflex.ipc")
 
 
 class Handler(Protocol):
-    """Receives the messages of a peer, on the loop. Its exceptions are logged; that of a call is its answer."""
+    """Receives the messages of a peer, on the loop. Its exceptions are logged; one of `called` answers the call."""
 
     def called(self, peer: Peer, request: RpcMessage) -> None:
         """A call: answer with `peer.respond` or `peer.refuse`, now or later."""

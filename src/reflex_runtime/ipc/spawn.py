@@ -1,6 +1,6 @@
 """Runtime processes: started on one end of a socket pair, watched for hangs, killed with their children, and reaped.
 
-A thread waits for the end of each, so that every event loop gets it; SIGCHLD belongs to the owner of the main thread.
+A thread waits for the end of each process, on any event loop. SIGCHLD is left to the main thread of the program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartFailed(ReflexError):
 class Process:
     """A child process in its own process group, which a Ctrl-C in a terminal does not reach.
 
-    ended: its status, as of `subprocess`, set when it is reaped.
+    ended: a future of its exit status, as `subprocess` has it; set when the process is reaped.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -159,7 +159,7 @@ def unheard(answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
 async def beat(peer: Peer, every: float, limit: float) -> None:
     """Call a process every `every` seconds, and end its connection when it is silent for `limit` seconds.
 
-    A wait that is late by more than `every` means that this process stood still: it is not counted.
+    A wait that ends late by more than `every` is not counted: this process itself was stopped.
     """
     loop, silent = asyncio.get_running_loop(), 0.0
     answer = unheard(peer.call(INFO, {}))

@@ -1,9 +1,9 @@
 """Streams of tokens between a runtime process and its front: one credit scheme, both its ends.
 
 The front (`StreamRegistry`) registers a stream before its request is queued, so that no early notification is lost. A
-request takes one of `limit` places when it is put into a message: requests that wait hold none, and an urgent one gets
-the next free place. The stream holds its place until its terminal event, also after its reader has closed it: only the
-runtime can free it. A reader that takes tokens grants as many more.
+request takes one of `limit` places when it is put into a message: requests that wait have none, and an urgent one gets
+the next free place. A stream keeps its place until its terminal event, even if its reader has closed it: only the
+runtime can free it. A reader that takes tokens grants as many more credits.
 
 The runtime process (`Outlets`) sends the tokens of each stream within its credits. The engine sets the bell of a stream
 that has new tokens; at the end of that turn of the loop the tokens of all such streams are sent together: one write for
@@ -37,7 +37,7 @@ from reflex_runtime.run.audience import Idle
 
 log = logging.getLogger("reflex.ipc")
 
-WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays within one
+WINDOWS = 4  # windows of tokens that may be unread; a runtime that obeys its credits stays within one
 MOST_STREAMS = 10_000  # live at a time in a runtime process
 SCORES_A_TURN = 4096  # scores of prompts that are sent in one turn of the loop: some 60 KB
 _CLOSED = "closed before all of it was read"
@@ -147,10 +147,10 @@ class OutputStream:
     # -- hooks of a subclass that bounds it ----------------------------------------------------------------------------
 
     def _pushed(self, n: int) -> None:
-        """n outputs were pushed."""
+        """Hook: n outputs were pushed."""
 
     def _taken(self, n: int) -> None:
-        """n outputs were read."""
+        """Hook: n outputs were read."""
 
     def _left(self) -> None:
         """The reader closed it before its end."""
@@ -276,7 +276,7 @@ class StreamRegistry:
         return len(self._streams)
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait until no stream holds a place, at most `timeout` seconds. Returns whether none does."""
+        """Wait until no stream has a place, at most `timeout` seconds. Returns whether none has."""
         return await self._idle.wait(timeout)
 
     def reserve(self, handle: StreamHandle) -> None:

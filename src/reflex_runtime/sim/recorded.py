@@ -306,7 +306,7 @@ def observe(journal: Journal) -> ObservedLoad:
 
 
 def ends_of(journal: Journal) -> dict[int, float]:
-    """The end of each ticket: of its error, or of its last batch."""
+    """When each ticket ended: with its error, or with its last batch."""
     found = {seq: b.finished for b in journal.batches for seq in b.seqs}
     return found | {e.ticket: e.at for e in journal.ended if e.ticket is not None}
 
