@@ -84,6 +84,7 @@ def test_i18_many_hangups_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         ((SHORT,), "no processor: give --processor MODULE:NAME or --onnx FILE"),
         ((SHORT, "--onnx", "shapes", "--processor", "mine:Sizes"), "give one of them, not both"),
         (("a=none.mp4",), "a=none.mp4: no such file"),
+        (("a=0",), "a=0: no such file; the camera is /dev/video0"),
         (("a=chaos:", "a.fps=5", "a.fps=6"), "a.fps: is given twice"),
         (("a=chaos:", "a.max-batch-size=5"), "a.max-batch-size=5: not a setting of one feed: give --max-batch-size"),
         (("a=chaos:", "a.fsp=5"), "a.fsp=5: no such setting fsp; did you mean fps?"),

@@ -189,7 +189,8 @@ def source_of_spec(spec: FeedSpec) -> Source:
     if spec.file is not None and not spec.file.exists():
         feed, _, setting = spec.name.rpartition(".")
         hint = did_you_mean(setting, PER_FEED) if feed else ""
-        why = f"no such setting {setting}{hint}" if hint else "no such file"
+        camera = f"; the camera is /dev/video{spec.source}" if spec.source.isdecimal() else ""  # as OpenCV counts them
+        why = f"no such setting {setting}{hint}" if hint else f"no such file{camera}"
         if feed and setting.replace("-", "_") in hints_of(FeedsConfig):
             why = f"not a setting of one feed: give {flag(setting)}"
         raise ConfigError(f"{spec.name}={_public(spec.source)}: {why}")
