@@ -1,7 +1,7 @@
 """`python -m bench.sim compare | ablation | stages | fleet`: research on the scheduler in virtual time.
 
     python -m bench.sim compare --duration-s 20            the rules against each other
-    python -m bench.sim ablation                           what each rule brings: each switched off, over 39 loads
+    python -m bench.sim ablation                           what each rule brings: each switched off, over 40 loads
     python -m bench.sim ablation --rules evidence drift+gathering          some of them; + for several at once
     python -m bench.sim stages                             joins at denoise steps against whole chunks
     python -m bench.sim stages --ratios 3,30               the same for prefixes as long as 3 and 30 steps

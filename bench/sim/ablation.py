@@ -202,6 +202,7 @@ def loads() -> list[Load]:
         Load("128 callers", [Callers(128, Around(0.010, 0.005))], QUICK),
         Load("128, after 1 ms", [Callers(128, Fixed(0.001))], QUICK),
         Load("128, 119 fit", [Callers(128, Fixed(0.002))], Affine(0.0355, 0.00445)),
+        Load("250, 119 fit", [Callers(250, Fixed(0.002))], Affine(0.0355, 0.00445)),
         Load("32, one by one", one_by_one(32), Affine(0.002, 0.0001)),
         Load("cameras 60 25 12", cameras(60.0, 25.0, 12.0, jitter=0.1), Affine(0.006, 0.002), of_feeds),
         Load("cameras 4 × 30", cameras(*[30.0] * 4), Affine(0.010, 0.002), of_feeds),
@@ -247,7 +248,7 @@ def rules() -> dict[str, Switch]:
     return {
         "returns": (holding.Holding, "_for_returns", lambda *_: NO_HOLD),
         "gathering": (ThinkTimes, "hold", lambda self, *args: _by_gain(ungathered, self, *args)),
-        "even parts": (holding, "_even_places", lambda found, queued, places: places),
+        "even parts": (holding, "_even_part", lambda found, queued, most: most),
         "gaps": (holding._Client, "answer", _thinks_only),
         "pace of preparing": (ThinkTimes, "_ready_soon", lambda *_: []),
         "a long fixed part": (Planner, "_longest", lambda self, base, a, b: base.max_batch_cost),

@@ -469,8 +469,8 @@ MUTANTS = [
     M(
         "core/holding.py",
         "callers that do not fit fill the largest batch",
-        "return places if callers <= most else",
-        "return places if True else",
+        "return most if callers <= most or",
+        "return most if True or",
     ),
     # the wall
     M("run/processor.py", "repeats what must not be", "len(batch) > 1 and repeatable and ", "len(batch) > 1 and "),
@@ -911,6 +911,12 @@ MUTANTS = [
     M("core/forming.py", "all have the part of one", "clients - 1) * least)", "clients - 1))"),
     M("core/forming.py", "prompts count as one unit of a part", "left[client] -= grants[ticket]", "left[client] -= 1"),
     M("core/token_budget.py", "a stall is usual", "min(took, 1.25 * usual)", "took"),
+    # callers in several batches
+    M("core/group.py", "early charges stay dear", "if cost < known:", "if False:"),
+    M("core/group.py", "all kinds fall with one", "(cost / known) ** (1.0 / len(self._prices))", "cost / known"),
+    M("core/order.py", "counters shrink", "most - (most - client.counter) * factor", "client.counter * factor"),
+    M("core/holding.py", "those that come once share even parts", " or queued > most > 2.0 * back", ""),
+    M("core/forming.py", "a queue fills the largest batch", "if filled.passed_over and self", "if False and self"),
 ]
 
 

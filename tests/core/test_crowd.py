@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
@@ -11,7 +12,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim.run import Affine, Noisy, simulate
-from reflex_runtime.sim.workload import Around, Callers, Fixed
+from reflex_runtime.sim.workload import Around, Callers, Fixed, Open, Poisson
 
 
 def test_one_batch_of_all_where_they_are_back_within_the_fixed_part() -> None:
@@ -23,15 +24,31 @@ def test_one_batch_of_all_where_they_are_back_within_the_fixed_part() -> None:
     assert sizes == [128] * 5
 
 
-@pytest.mark.parametrize(("callers", "even"), [(128, 64), (200, 100)])
-def test_callers_that_just_do_not_fit_into_one_batch_share_two_of_equal_size(callers: int, even: int) -> None:
+@pytest.mark.parametrize(("callers", "even"), [(128, 64), (200, 100), (250, 84), (330, 110)])
+def test_callers_that_do_not_fit_into_one_batch_share_few_of_equal_size(callers: int, even: int) -> None:
     """35.5 + 4.45n ms: 119 fit. In batches of 119 the nine left over wait for two of 567 ms."""
     config = GroupConfig(flush=FlushPolicy.window(None), controller=Planner())
     crowd, device = Callers(callers, Fixed(0.002)), Noisy(Affine(0.0355, 0.00445), 0.03)
     done = simulate(Scheduler([config]), [crowd], device, duration=12.0, warmup=4.0, seed=1)
-    assert {ran.size for ran in done.batches if ran.started >= 4.0} == {even}
+    assert {ran.size for ran in done.batches if 4.0 <= ran.started < 10.0} == {even}
     longest = max(end.latency for end in done.answers if end.arrived >= 4.0)
-    assert longest < 2.2 * (0.0355 + 0.00445 * even)
+    assert longest < 1.1 * ceil(callers / even) * (0.0355 + 0.00445 * even)
+
+
+def test_callers_that_were_served_before_anything_was_measured_wait_no_longer_for_it() -> None:
+    """They are charged a guess of 50 ms, ten times what a request of a full batch costs."""
+    config = GroupConfig(flush=FlushPolicy.window(None), controller=Planner())
+    crowd, device = Callers(250, Fixed(0.002)), Noisy(Affine(0.0355, 0.00445), 0.03)
+    done = simulate(Scheduler([config]), [crowd], device, duration=12.0, seed=1)
+    assert max(end.latency for end in done.answers) < 2.5
+
+
+def test_callers_that_come_once_fill_the_largest_batch() -> None:
+    """Nobody is expected back: even parts of those that wait would cost the rate that they need."""
+    config = GroupConfig(flush=FlushPolicy.window(None), controller=Planner())
+    device = Noisy(Affine(0.0355, 0.00445), 0.03)
+    done = simulate(Scheduler([config]), [Open(Poisson(300.0), strangers=True)], device, duration=6.0, seed=1)
+    assert min(ran.size for ran in done.batches if 3.0 <= ran.started < 6.0) > 110
 
 
 def planned(base: FlushPolicy, fixed: float, marginal: float, modest: bool = False) -> float:

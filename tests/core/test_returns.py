@@ -353,7 +353,7 @@ def test_memory_is_bounded() -> None:
         returns.arrived(client, HERE, 0.0)
         returns.answered(client, 0.0)
     assert len(returns._clients) <= REMEMBERED
-    assert len(returns._absent) <= RECENT
+    assert len(returns._absent) <= REMEMBERED
     for i in range(3 * HISTORY):
         returns.arrived("one", HERE, i + 0.5)
         returns.answered("one", float(i + 1))

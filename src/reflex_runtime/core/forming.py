@@ -462,6 +462,9 @@ class Former:
         filling = Filling(self.group, self.partition, self.policy, self.now)
         filled = filling.fill()
         self.preempted = list(filling.preempted)
+        if filled.passed_over and self.policy.times_fixed:
+            even = list(filled.grants)[: self.holding.even_part(self.group, self.partition, filled, self.now)]
+            filled = replace(filling.fill_from(even), passed_over=True, short_of=filled.short_of)
         if self.policy.shed and len(self.partition.deadlines):
             filled, self.shed = self._select_for_deadlines(filling, filled)
         if not filling.base and (not filled.grants or self._held(filled)):

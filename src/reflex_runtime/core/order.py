@@ -85,16 +85,13 @@ class LazyHeap(Generic[T, K]):
 
     def put(self, item: T, key: K | None) -> None:
         """Set the item's key; None discards it."""
-        entry = self._entries.get(item)
         if key is None:
-            if entry is not None:
-                self.discard(item)
-        elif entry is None or entry[0] != key:
+            self.discard(item)
+        elif (entry := self._entries.get(item)) is None or entry[0] != key:
             self.push(key, item)
 
     def _compact(self) -> None:
-        entries = self._entries
-        self._heap = [entry for entry in self._heap if entries.get(entry[2]) is entry]
+        self._heap = list(self._entries.values())
         heapify(self._heap)
 
     def first(self) -> tuple[K, T] | None:
@@ -240,6 +237,12 @@ class Clients:
             self.shares.enter(client)
         client.unsettled += 1
         return client
+
+    def shrink(self, factor: float) -> None:
+        """Bring all counters closer together: what was charged is now worth this part of it. All grow."""
+        most = max([client.counter for client in self._known.values()])
+        for client in self._known.values():
+            client.counter = most - (most - client.counter) * factor
 
     def leave(self, client: ClientShare, now: float) -> None:
         """One ticket of the client settled."""

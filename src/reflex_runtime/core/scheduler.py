@@ -387,8 +387,7 @@ class Scheduler:
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""
-        events = self._events[:]
-        self._events.clear()
+        events, self._events = self._events, []
         return events
 
     def take_left(self, group: str) -> tuple[Ticket, ...]:

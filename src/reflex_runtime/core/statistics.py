@@ -41,6 +41,12 @@ class RecentValues:
         self._latest: list[float] = []  # a deque would take half a kilobyte for each client
         self.ordered: list[float] = []
 
+    @property
+    def spread(self) -> float:
+        """Interquartile range; inf without values."""
+        ordered, n = self.ordered, len(self.ordered)
+        return ordered[3 * n // 4] - ordered[n // 4] if n else inf
+
     def add(self, value: float) -> None:
         if len(self._latest) == self._most:
             del self.ordered[bisect_left(self.ordered, self._latest.pop(0))]

@@ -235,7 +235,7 @@ class Open:
             if at == inf:
                 return None
             request = requests[0] if len(requests) == 1 else rng.choices(requests, self.shares or None)[0]
-            return Arrival(at, replace(request, client=next(numbers)) if self.strangers else request)
+            return Arrival(at, replace(request, client=(seed, next(numbers))) if self.strangers else request)
 
         return (RequestStream(False, arrival),)
 

@@ -190,13 +190,18 @@ class Batches(Memory, Wake, Conservation):
 
     def price(self, w: World, ticket: Seen, units: float, marginal: float, size: int, cause: str) -> float:
         """What it is charged: the cost in a batch of the usual size, as it was when it last changed by more than a
-        quarter; at least its part of a call that was made for it alone."""
+        quarter; at least its part of a call that was made for it alone. When it falls, what was charged before it is
+        worth less, by its part of the kinds."""
         usual = 0.0
         for n in w.sizes:
             usual = usual + (n - usual) / 32 if usual else float(n)
         cost = marginal + w.meter.fixed(ticket) / (usual or size)
         key = (ticket.request.shape, ticket.stage, ticket.request.cost_class, units)
-        if not 0.75 * w.prices.get(key, 0.0) <= cost <= 1.25 * w.prices.get(key, 0.0):
+        known = w.prices.get(key, 0.0)
+        if not 0.75 * known <= cost <= 1.25 * known:
+            most, worth = max(w.counters.values()), (cost / known) ** (1 / len(w.prices)) if known else 1.0
+            for client, counter in w.counters.items() if worth < 1.0 else ():
+                w.counters[client] = most - (most - counter) * worth
             w.prices[key] = cost
         own = marginal + w.meter.fixed(ticket) / size
         return max(w.prices[key], own) if cause == "apart" else w.prices[key]
