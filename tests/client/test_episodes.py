@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from reflex_runtime.client import BadRequest, NotFound, ProcessorFailed
@@ -113,6 +114,13 @@ def test_nothing_is_reported_that_nobody_said(make: Make) -> None:
         with pytest.raises(KeyboardInterrupt):
             caller.episode(interrupted)
         assert stub.seen == []
+
+
+@pytest.mark.parametrize("reward", [0, np.float32(0.0), np.float32(1.0)])
+def test_a_reward_may_be_any_number(make: Make, reward: Any) -> None:
+    with Stub([OUTCOME]) as stub:
+        make(stub.url).report_outcome("ep-1", np.True_, reward)
+    assert told(stub) == [{"success": True, "reward": float(reward)}]
 
 
 def test_a_report_that_fails_is_logged_and_hides_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -209,13 +209,13 @@ class BaseClient:
     async def _report_outcome(
         self, episode_id: str, success: bool, reward: float | None = None, robot_id: str | None = None
     ) -> dict[str, Any]:
-        """Report how an episode ended, as `episode` does by itself. robot_id: of its requests."""
+        """Report how an episode ended, which `episode` does by itself. robot_id: that of its requests."""
         if success not in (True, False):
             raise ValueError(f"success={success!r}: must be True or False")
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"reward={reward!r}: must be finite")
-        told = {"success": bool(success), "reward": reward and float(reward), "robot_id": robot_id}
-        body = {name: value for name, value in told.items() if value is not None}
+        fields = {"success": bool(success), "reward": None if reward is None else float(reward), "robot_id": robot_id}
+        body = {name: value for name, value in fields.items() if value is not None}
         return await self._post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id)
 
     async def _ask(

@@ -522,8 +522,8 @@ def check_rtc_boundary(context: CheckContext) -> str:
     if not spec.staged:
         if context.rtc_horizon is None:
             raise Finding("skip", "a policy that answers in one call cannot do --rtc: its steps are inside the call")
-        told = "monolithic: its steps are inside the graph"
-        raise Finding("fail", told, "export prefix and expert apart, or serve --no-rtc")
+        actual = "monolithic: its steps are inside the graph"
+        raise Finding("fail", actual, "export prefix and expert as two graphs, or serve --no-rtc")
     if spec.chunk_size < horizon:
         actual = f"chunk_size {spec.chunk_size} ends before a horizon of {horizon}"
         shorter = f"serve with --rtc-horizon {max(1, spec.chunk_size // 2)} (at most {spec.chunk_size}), or --no-rtc"
