@@ -283,6 +283,8 @@ def test_f14_a_pipe_that_nobody_reads_ends_it_with_2(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     feeds = ran("a=chaos:", "--results", "pipe", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=2)
     assert feeds.log[-1].endswith("--results=pipe: cannot be written: nobody reads this pipe; start its reader first")
+    feeds = ran("a=chaos:", "--trace", "pipe", "--processor", "mine:Sizes", cwd=tmp_path, status=2)
+    assert feeds.log[-1].endswith("the trace 'pipe': cannot be written: nobody reads this pipe; start its reader first")
 
 
 def test_f14_a_video_that_failed_is_not_among_those_that_were_written(tmp_path: Path) -> None:

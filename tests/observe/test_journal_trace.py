@@ -291,7 +291,7 @@ def test_batches_that_were_taken_back_before_they_ran_leave_nothing_in_memory(
 
 
 def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"JournalWriter\.to='.*/no/t\.jsonl': cannot be written: there is no"):
+    with pytest.raises(ConfigError, match=r"the trace '.*/no/t\.jsonl': cannot be written: there is no"):
         JournalWriter(tmp_path / "no" / "t.jsonl")
     with pytest.raises(ConfigError, match=r"capacity=0: must be >= 1"):
         JournalWriter(tmp_path / "t.jsonl", capacity=0)

@@ -334,7 +334,7 @@ class JournalWriter:
             self.path, self._opened = to.path, to
         else:
             self.path = Path(to)
-            with refused(f"JournalWriter.to={str(to)!r}"):
+            with refused(f"the trace {str(to)!r}"):
                 self._opened = LineFile(self.path, self.path.suffix == ".gz")
         self._capacity, self._limit = capacity, 0 if self._recording is None else self._recording.max_bytes
         self._full = self._odd = 0  # lines dropped: no room or no file; lost with the file, or not encodable
