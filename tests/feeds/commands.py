@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -110,10 +111,15 @@ def clean(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line with which the command refuses to start, asked in this process. Asserts that it is one."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
     try:
         status = main(["feeds", *arguments])
     except SystemExit as left:
         status = int(left.code or 0)
+    finally:
+        root.handlers[:] = before  # its own writes to what `capsys` closes
+        root.setLevel(level)
     out, err = capsys.readouterr()
     assert (status, out) == (2, ""), (status, out, err)
     assert len(err.splitlines()) == 1, err

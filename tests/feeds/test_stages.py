@@ -264,3 +264,12 @@ def test_zones_and_lines_are_read_from_lists_that_a_file_or_the_environment_cut_
 def test_lines_without_tracks_are_an_error_not_a_count_of_nothing() -> None:
     with pytest.raises(ConfigError, match="lines need tracks"):
         ZoneStage({}, {"l": ((0, 0), (9, 9))})(found([box(0)], 0.0))
+
+
+def test_a_zone_outside_of_the_picture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as one in pixels of a camera's larger stream."""
+    beside, inside = ((400.0, 0.0), (500.0, 0.0), (500.0, 40.0)), ((0.0, 0.0), (500.0, 0.0), (500.0, 40.0))
+    stage = ZoneStage({"far": beside, "near": inside}, {})
+    for number in range(3):
+        stage(found([box(0)], 0.0, number))
+    assert caplog.messages == ["a: far lies outside of the picture, 64x64, and counts nothing"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from reflex_runtime.feeds.runtime.pipeline import After, Result, library, refusa
 from reflex_runtime.run.modules import imported, made
 from reflex_runtime.settings import FeedsConfig
 from reflex_runtime.settings.declare import one_line
+
+log = logging.getLogger("reflex.feeds")
 
 NO_TRACK: Final = -1
 NO_CLASS: Final = -1
@@ -182,12 +185,18 @@ class ZoneStage:
             name: sv.LineZone(start=sv.Point(*start), end=sv.Point(*end), triggering_anchors=foot)
             for name, (start, end) in lines.items()
         }
+        self._unchecked = {**zones, **lines}  # until the first result shows the size of the pictures
         self.zone_counts = dict.fromkeys(zones, 0)
         self.line_counts = {name: {"in": 0, "out": 0} for name in lines}
 
     def __call__(self, result: Result) -> Result:
         if not has_boxes(result):
             return result
+        places, self._unchecked = self._unchecked, {}
+        for name, points in places.items():
+            if (np.array(points) >= result.frame.size).all(axis=0).any():
+                size = "x".join(map(str, result.frame.size))
+                log.warning("%s: %s lies outside of the picture, %s, and counts nothing", result.feed, name, size)
         detections = to_supervision(result, masks=False)
         if self._lines and detections.tracker_id is None:
             raise ConfigError("lines need tracks: put a TrackStage before")
