@@ -28,7 +28,7 @@ class DeviceConfig(ServerConfig):
 
     provider: str = option("cpu", "cpu, cuda or an ONNX Runtime provider name", group="what is served")
     threads: int = option(1, "threads of the model per call", (1, 256))
-    replicas: int = option(1, "worker processes on one port, each with a copy of the policy", (1, 64))
+    replicas: int = option(1, "worker processes on one port, each with a copy of the model", (1, 64))
     devices: str = option("", "a worker for each device, such as cuda:0,cuda:1", metavar="DEVICES")
     max_concurrent: int = option(
         0, "most HTTP requests in progress; beyond it 429; 0 is off", (0, 1_000_000), group="listening and trust"
