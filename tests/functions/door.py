@@ -25,7 +25,7 @@ class Functions(Server):
         self.names = names
         env = {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])} | how.pop("env", {})
         sources = [name if ":" in name or "/" in name else source(name) for name in names]
-        super().__init__(sources[0], *sources[1:], *options, env=env, until=how.pop("until", "root ready"), **how)
+        super().__init__(sources[0], *sources[1:], *options, env=env, until=how.pop("until", "reflex ready"), **how)
 
     def path(self, name: str = "", **query: Any) -> str:
         asked = "&".join(f"{key}={value}" for key, value in query.items())

@@ -218,7 +218,7 @@ def test_a_function_that_hangs_fails_its_callers_and_no_other() -> None:
 
 def test_devices_are_a_worker_each() -> None:
     with Functions("double", options=("--devices", "cpu,cpu"), supervised=True) as server:
-        server.wait_log_while_fewer("root ready", 2)
+        server.wait_log_while_fewer("reflex ready", 2)
         health = server.get("/health").json
         assert len(health["workers"]) == 2
         assert len(psutil.Process(server.process.pid).children()) == 2

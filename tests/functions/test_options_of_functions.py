@@ -154,12 +154,12 @@ def test_h10_reload_starts_again_when_a_file_changes(tmp_path: Path) -> None:
                 assert server.predict("", 0).json == 1
             server.process.send_signal(signal.SIGCONT)
         written("def f(items: list[int]) -> list[int]:\n    return [22 for _ in items]\n", 1)
-        server.wait_log_while_fewer("root ready", 2)
+        server.wait_log_while_fewer("reflex ready", 2)
         assert server.predict("", 0).json == 22
         written("def f(:\n", 2)
         server.wait_log("the server has ended")
         written("def f(items: list[int]) -> list[int]:\n    return [333 for _ in items]\n", 3)
-        server.wait_log_while_fewer("root ready", 3)
+        server.wait_log_while_fewer("reflex ready", 3)
         assert server.predict("", 0).json == 333
         assert server.stop() == 0
 

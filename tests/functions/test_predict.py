@@ -222,14 +222,15 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     ("hint", "item", "field", "says"),
     [
-        (Pair, [{"name": "a", "agee": 1}], "body", "unknown field [0].agee"),
-        (list[Person], [{"name": "a"}, {"name": "a", "agee": 1}], "body", "unknown field [1].agee; did you mean age?"),
+        (Pair, [{"name": "a", "agee": 1}], "body", "unknown field body[0].agee"),
+        (list[Person], [{"name": "a"}, {"name": "a", "agee": 1}], "body",
+         "unknown field body[1].agee; did you mean age?"),
         (dict[str, Person], {"b": {"name": "a", "agee": 1}}, "b", "unknown field b.agee; did you mean age?"),
         (dict[int, Person], {"1": {"name": "a", "agee": 1}}, "1", "unknown field 1.agee; did you mean age?"),
         (Person, {"name": 1, "agee": 1}, "name", "name: expected `str`, got `int`"),
         (Family, {"name": "a", "children": [{"name": 1}]}, "children", "children[0].name: expected `str`, got `int`"),
         (Family, {"name": "a", "children": [{}]}, "children", "children[0].name: is missing"),
-        (list[Person], [{}], "body", "[0].name: is missing"),
+        (list[Person], [{}], "body", "body[0].name: is missing"),
     ],
 )
 def test_a_wrong_field_is_named_wherever_it_is(hint: Any, item: Any, field: str, says: str) -> None:

@@ -35,7 +35,7 @@ def check_members(found: Any, value: Any, hint: Any, path: str = "") -> None:
     """The 422 for a field that was found in a body and is not in the value that was made of it. hint: of the body."""
     if isinstance(found, list) and isinstance(value, list | tuple):
         for i, (one, kept) in enumerate(zip(found, value, strict=False)):
-            check_members(one, kept, hint, f"{path}[{i}]")
+            check_members(one, kept, hint, f"{path or 'body'}[{i}]")
     if not isinstance(found, dict):
         return
     if isinstance(value, dict):  # of a TypedDict if names are missing; else its keys may be numbers, in the same order
@@ -50,7 +50,7 @@ def check_members(found: Any, value: Any, hint: Any, path: str = "") -> None:
             check_members(one, there[name], hint, whole)
         elif not isinstance(value, msgspec.Struct):
             meant = suggestion(f"unknown field `{name}` - at `$.{path}`", hint)
-            field = re.split(r"[.\[]", whole, maxsplit=1)[0] or "body"
+            field = re.split(r"[.\[]", whole, maxsplit=1)[0]
             raise invalid(printable(field), printable(f"unknown field {whole}") + meant)
 
 

@@ -64,8 +64,8 @@ def invalid_input(name: str, why: str) -> InvalidRequest:
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
     """The 422 for an error of msgspec. kind: the struct of the body, for a suggestion."""
     path, unknown, why = parts_of_error(error)
-    whole = ".".join(part for part in (path, unknown) if part) or "body"
-    field = re.split(r"[.\[]", whole, maxsplit=1)[0] or "body"
+    whole = re.sub(r"^(?=\[|$)", "body", ".".join(part for part in (path, unknown) if part))
+    field = re.split(r"[.\[]", whole, maxsplit=1)[0]
     meant = suggestion(str(error), kind) if kind is not None else ""
     return invalid(printable(field), printable(f"{whole}: {why}") + meant)
 
