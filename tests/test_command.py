@@ -303,7 +303,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("trace --prompts hi --priority urgnt", "--priority=urgnt: must be one of urgent, default, background"),
         (
             "trace --prompts hi ho --priority urgnt",
-            "must be one of urgent, default, background, or 2 of them with commas, one for each prompt",
+            "must be one of urgent, default, background, or 2 of them separated by commas, one for each prompt",
         ),
         ("trace --prompts hi --at 1,2", "--at=1,2: must be a whole number in [0, 999999999]"),
         ("trace --prompts hi --model nope", "--model=nope: no such directory; scribe is the bundled model"),

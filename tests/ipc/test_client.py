@@ -276,7 +276,7 @@ def test_g14_a_first_start_that_fails_raises_why_and_leaves_nothing(wrong: Excep
     ("behaviour", "kind", "says"),
     [
         ("exits", StartFailed, "exited with status 3"),
-        ("older", ProtocolError, "w speaks protocol 2, and this end protocol 1"),
+        ("older", ProtocolError, "w speaks protocol 2, but this server protocol 1"),
         ("mute", StartFailed, "was not ready within 0.3 s"),
         ("garbage", StartFailed, "a frame begins with J, not with the byte 72, before it was ready"),
     ],

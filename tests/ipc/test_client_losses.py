@@ -106,7 +106,7 @@ def test_g14_a_process_that_stands_still_is_given_up_and_killed(loop: str) -> No
         assert isinstance(await failure(client.call("never", {})), ConnectionLost)
         assert now() - since >= 0.5
         assert isinstance(await failure(refused[0]), WorkerUnavailable)
-        assert "nothing was answered for 0.6 s" in str(watch.losses[0])
+        assert "it did not answer for 0.6 s" in str(watch.losses[0])
         await watch.times("ready", 2)
         assert not alive(pid)
         await client.close()

@@ -94,7 +94,7 @@ def test_l9_what_is_said_of_a_prompt_is_kept_for_the_reader_and_bounded(front: F
         front.note("stream.prompt", stream_id="t", tokens=[[4, -1.0]])  # it was not asked for
         assert front.cancels == ["s", "t"]
         for stream in (handle, other):
-            with pytest.raises(ProtocolError, match="not asked for, or more than 524288 numbers"):
+            with pytest.raises(ProtocolError, match="was not requested, or has more than 524288 numbers"):
                 await anext(stream)
 
     run(main())

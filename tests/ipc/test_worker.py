@@ -626,7 +626,7 @@ def test_a_model_that_cannot_be_loaded_may_be_loaded_again() -> None:
     async def main() -> None:
         async with ends(loaded=False) as both:
             both.loading.set()
-            with pytest.raises(ConfigError, match="nothing is"):
+            with pytest.raises(ConfigError, match="no model is"):
                 await both.call("generate", params("a"))
             with pytest.raises(ProcessorError, match="FileNotFoundError: nowhere"):
                 await both.call("load_model", {"model_id": "m", "path": "nowhere"})
@@ -700,7 +700,7 @@ def test_g14_shutdown_with_drain_lets_streams_finish_and_takes_nothing_more() ->
             both.peer.notify("stream.credit", {"stream_id": "a", "tokens": 1})
             await shutdown
             assert await both.run is True
-            assert both.worker.told_to_stop
+            assert both.worker.shutdown_called
             assert both.engine.closes[0][0] is True
             await both.front.until(lambda: bool(both.front.lost_with))
             for name in ("a", "begins"):
@@ -795,7 +795,7 @@ def test_g14_the_end_of_the_connection_ends_everything(how: str) -> None:
             [(drain, timeout)] = both.engine.closes
             assert not drain
             assert worker.GRACE - 1 < timeout <= worker.GRACE
-            assert not both.worker.told_to_stop
+            assert not both.worker.shutdown_called
             with pytest.raises(ReflexError):
                 await begins
 

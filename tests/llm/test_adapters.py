@@ -159,7 +159,7 @@ def test_l9_an_adapter_that_is_not_there_is_told(tmp_path: Path) -> None:
     engine = LLMEngine()
     with pytest.raises(ConfigError, match="adapter='x': no such adapter is loaded; there is none"):
         engine.add_request("robots", adapter="x")
-    with pytest.raises(ConfigError, match="adapters: are those of a Hugging Face directory"):
+    with pytest.raises(ConfigError, match="adapters: only for a Hugging Face directory"):
         LLMEngine(ToyRunner(), adapters={"x": tmp_path})
 
 
@@ -223,7 +223,7 @@ def test_l9_an_adapter_that_does_more_is_refused_by_the_name_of_what_it_does(
         (lambda at: renamed(at, Q_A, Q_A.replace("q_proj", "lm_head")), "tensor .*lm_head.*: is not served"),
         (lambda at: renamed(at, Q_A, Q_A.replace("layers.0", "layers.7")), "of the model's 2 layers"),
         (lambda at: renamed(at, Q_A, Q_A.replace("lora_A", "lora_magnitude_vector")), "is not served"),
-        (lambda at: renamed(at, Q_A, None), "q_proj: has lora_B alone, expected lora_A and lora_B"),
+        (lambda at: renamed(at, Q_A, None), "q_proj: has only lora_B, expected lora_A and lora_B"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:, :-1].copy()), r"lora_A \[4, 63\] .* do not fit .* \[64, 64\]"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[:-1]), r"lora_A \[3, 64\] and lora_B \[64, 4\] do not fit"),
         (lambda at: renamed(at, Q_A, Q_A, lambda x: x[0]), r"lora_A \[64\] and lora_B \[64, 4\] do not fit"),
@@ -284,7 +284,7 @@ def test_l9_ranks_and_their_number_are_bounded(
         LoraAdapter.read("a", random_adapter(tmp_path / "a", llama, rank=257), model)
     one = LoraAdapter.read("b", random_adapter(tmp_path / "b", llama, rank=1), model)
     assert len(AdapterStack([one] * MOST_ADAPTERS).names) == MOST_ADAPTERS
-    with pytest.raises(ConfigError, match="lora: 33 adapters, at most 32 are served of a model"):
+    with pytest.raises(ConfigError, match="lora: 33 adapters; a model may have at most 32"):
         AdapterStack([one] * (MOST_ADAPTERS + 1))
     monkeypatch.setattr(adapters, "free_bytes", lambda: 50_000)
     assert len(AdapterStack([one] * 6).names) == 6  # 7,424 bytes for each rank
@@ -296,7 +296,7 @@ def test_l9_ranks_and_their_number_are_bounded(
 
 def test_l9_adapters_of_other_architectures_are_refused_with_what_would_work(llama: Path, tmp_path: Path) -> None:
     other, adapter = random_checkpoint("Granite", tmp_path / "other"), random_adapter(tmp_path / "a", llama)
-    says = f"lora: adapters are served of checkpoints of the Llama, Mistral, .*; {MERGE}"
+    says = f"lora: only checkpoints of the Llama, Mistral, .*; {MERGE}"
     with pytest.raises(ConfigError, match=says):
         check(describe(other), adapters={"a": adapter})
     with pytest.raises(ConfigError, match=says):

@@ -269,7 +269,7 @@ def test_templates_without_a_default_serve_what_they_are_for(tmp_path: Path) -> 
     template = HEAD + marked() + TAIL
     tokenizer = HFTokenizer.load(saved(tmp_path, [{"name": "tool_use", "template": template}]))
     assert tokenizer.chat(Conversation(ASK, TOOLS))
-    with pytest.raises(ConfigError, match="has chat templates named tool_use, and no default"):
+    with pytest.raises(ConfigError, match="has chat templates named tool_use, but no default"):
         tokenizer.chat(Conversation(ASK))
 
 

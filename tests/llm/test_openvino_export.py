@@ -137,7 +137,7 @@ def test_what_is_no_decoder_with_keys_and_values_is_refused(gpt2: tuple[Path, Or
     assert "has no state" in refused(saved("stateless", [ids], [], ops.gather(table, ids, 0)))
     pixels = ops.parameter([-1, 256], ov.Type.f32, name="pixel_values")
     pixels.output(0).set_names({"pixel_values"})
-    assert "goes from input_ids, pixel_values to logits" in refused(
+    assert "computes input_ids, pixel_values to logits" in refused(
         saved("sees", [ids, pixels], [], ops.add(ops.gather(table, ids, 0), pixels))
     )
     recurrent = ops.read_value(np.zeros((1, 256), np.float32), "recurrent")

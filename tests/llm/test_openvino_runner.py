@@ -432,7 +432,7 @@ def test_where_nothing_can_be_locked_a_graph_is_kept_all_the_same(
 
 def test_a_conversion_that_is_killed_says_what_to_do(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os; print('a warning', flush=True); os.kill(os.getpid(), 9)"]
-    with pytest.raises(ConfigError, match=r"ended by signal 9, most often by too little memory.*--runner torch"):
+    with pytest.raises(ConfigError, match=r"ended by signal 9, most often for lack of memory.*--runner torch"):
         GraphCache(tmp_path).kept("traced", "key", lambda draft: run_converter(command), lambda place: place)
     assert graphs_in(tmp_path) == []
 

@@ -55,5 +55,5 @@ def test_recordings_of_many_sizes_share_their_memory(tmp_path: Path) -> None:
 def test_a_cache_beyond_the_memory_of_the_gpu_is_refused(tmp_path: Path) -> None:
     from reflex_runtime.core.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="to the memory that is free"):
+    with pytest.raises(ConfigError, match="to the free memory"):
         TorchRunner(models.random_model("llama", tmp_path), device="cuda", kv_cache_bytes=1 << 50)

@@ -213,7 +213,7 @@ def test_a_cache_has_room_for_a_block(llama: Path) -> None:
 
 
 def test_a_context_is_at_most_what_the_model_was_made_for(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="max_model_len=513: must be at most 512, what the model was made for"):
+    with pytest.raises(ConfigError, match="max_model_len=513: must be at most 512, the model's context"):
         TorchRunner(llama, num_blocks=8, max_model_len=513)
 
 

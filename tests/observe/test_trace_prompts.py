@@ -272,7 +272,7 @@ def test_a_model_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> N
         (["x.jsonl", "--sweep", "4..8"], "--sweep=4..8: only with --prompts"),
         (["--prompts", ""], "--prompts='': must have at least one character"),
         (["--prompts", "@no.txt"], "--prompts=@no.txt: No such file or directory"),
-        (["--prompts", "@empty.txt"], "--prompts: 0 of them; must be in [1, 10000]"),
+        (["--prompts", "@empty.txt"], "--prompts: there are 0; must be in [1, 10000]"),
         (["--prompts", "@binary.txt"], "--prompts=@binary.txt: not UTF-8 at byte 0"),
         (["--prompts", "a", "--max-tokens", "0"], "--max-tokens=0: must be a whole number in [1, 65536]"),
         (["--prompts", "a", "--max-tokens", "x"], "--max-tokens=x: must be a whole number in [1, 65536]"),

@@ -47,7 +47,7 @@ def test_l3_l10_steps_over_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert table[18] == ["4", "18", "6.0", "67%", "1 / 1", "◀ knee"]
     assert table[64] == ["4", "18", "6.0", "91%", "1 / 1"]
     assert sorted(table) == [4, 5, 6, 7, 9, 11, 18, 64]
-    assert "knee at 18: more budget buys nothing (4 steps, as without a limit)" in out
+    assert "knee at 18: a larger budget saves no step (4 steps, as without a limit)" in out
     assert os.listdir() == []
 
 
@@ -77,7 +77,7 @@ def test_l10_the_sweep_is_drawn_and_names_the_knee(
     out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
     assert out.endswith("wrote s.svg\nwrote s.png\n")
     svg = Path("s.svg").read_text()
-    for text in ("knee at 18: more budget buys nothing", 'id="knee"', 'id="steps"'):
+    for text in ("knee at 18: a larger budget saves no step", 'id="knee"', 'id="steps"'):
         assert text in svg
     with Image.open("s.png") as image:
         assert image.size == (1800, 800)

@@ -62,7 +62,7 @@ def test_x6_the_log_of_a_runtime_process_is_json_where_its_server_says_so() -> N
         theirs.close()
         ours.sendall(b"no frame at all" * 10)
         told = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[1].splitlines()]
-    assert any(line["message"].startswith("the other end does not keep to the protocol") for line in told)
+    assert any(line["message"].startswith("the other end broke the protocol") for line in told)
     assert {(line["level"], line["pid"]) for line in told} == {("WARNING", process.pid)}
 
 

@@ -1,11 +1,11 @@
-"""Runtime processes: models in another process, so that a step never delays the server.
+"""Runtime processes: models in processes of their own, so that a step never delays the server.
 
     client = RuntimeClient(spawned(command), on_note=registry.note, on_lost=registry.lost)   a process, and calls to it
     batcher = GenerateBatcher(client, registry)                                    many generate calls, few messages
-    stream = registry.register()                                                   its tokens
-    response = await batcher.enqueue(GenerateParams(stream_id=stream.id, …))       the response to this request
+    stream = registry.register()                                                   the tokens of one call
+    response = await batcher.enqueue(GenerateParams(stream_id=stream.id, …))       its response
 
-`Worker` and `serve` are the other side. docs/workers.md has the protocol.
+`Worker` and `serve` are the process's side. docs/workers.md has the protocol.
 """
 
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable

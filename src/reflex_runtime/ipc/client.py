@@ -1,7 +1,7 @@
-"""The front's end of one runtime process: starts it, calls it, and starts it again when it is lost.
+"""The server's end of one runtime process: starts it, calls it, and starts it again when it is lost.
 
-Calls that wait when a process is lost fail and are not repeated: the process may have executed them. Calls without a
-process fail with `WorkerUnavailable`; a retry of those is safe.
+When a process is lost, its unanswered calls fail and are not repeated: the process may have executed them. Calls while
+there is no process fail with `WorkerUnavailable`; they can safely be retried.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class RuntimeClient:
         client = RuntimeClient(spawned(command), prepare=load, on_note=registry.note, on_lost=registry.lost)
         await client.start()
 
-    prepare: called after every start, to load the model; until it returns, within start_timeout_s, only its own calls
-    and those of its tasks are sent. on_note: gets every notification. on_lost: called once for each process that was
-    ready. What these raise is logged.
+    prepare: called after every start, to load the model. Until it returns, only its own calls and those of its tasks
+    are sent. It must return within start_timeout_s. on_note: called for every notification. on_lost: called once when a
+    process that was ready is lost. Exceptions of both are logged.
 
-    capabilities, info: of the last process that was ready. restarts: starts after the first. last_error: why the last
-    process was lost or did not start.
+    capabilities, info: of the last process that answered `runtime/info`. restarts: starts after the first. last_error:
+    why the last process was lost or did not start.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RuntimeClient:
         self._restarts = Restarts(
             given.backoff_s, given.backoff_max_s, given.steady_s, given.most_failures, given.cooldown_s, random.random
         )
-        self._link: Link | None = None  # set also while the process is prepared, and until it is reaped
+        self._link: Link | None = None  # set from before the process is prepared until it is reaped
         self._since = math.nan  # when it became ready
         self._next_start = math.nan
         self._life: asyncio.Task[Any] | None = None
@@ -123,9 +123,9 @@ class RuntimeClient:
 
     async def start(self) -> None:
         """Start the process; returns when it is ready. Raises StartFailed, ProtocolError, ConnectionLost, Closed, or
-        the error of `prepare`; no process is left then."""
+        the error of `prepare`; then no process is left."""
         if self._life is not None or self._closing is not None:
-            raise ConfigError(f"{self.name}: a client is started once, and not after it was closed")
+            raise ConfigError(f"{self.name}: can be started only once, and not after close; make a new client")
         self._life = starting = asyncio.create_task(self._ready_link(), name=self.name)
         try:
             link = await starting
@@ -143,19 +143,19 @@ class RuntimeClient:
         self._life = asyncio.create_task(self._live(link), name=self.name)
 
     async def close(self, timeout: float = 10.0, drain: bool = True) -> None:
-        """End the process: it may finish its streams (`drain`; else they end with an error) and exit within `timeout`
-        seconds, or is killed. Calls that wait fail. Idempotent; goes on when its caller is cancelled."""
+        """End the process. drain: it may finish its streams; else they end with an error. It is killed if it does not
+        exit within `timeout` seconds. Unanswered calls fail. Idempotent; continues if its caller is cancelled."""
         if self._closing is None:
-            served = self._link if self.ready else None
+            ready = self._link if self.ready else None
             self._become("stopped")
-            self._closing = asyncio.create_task(self._close(served, timeout, drain), name=f"{self.name}-closes")
+            self._closing = asyncio.create_task(self._close(ready, timeout, drain), name=f"{self.name}-closes")
         await asyncio.shield(self._closing)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, params: Any) -> asyncio.Future[Raw]:
-        """A future of the answer. It raises the runtime's error, ConnectionLost, or WorkerUnavailable if nothing was
-        sent. Cancelling it drops the answer; the runtime goes on."""
+        """A future of the answer. It raises the runtime's error, ConnectionLost, or WorkerUnavailable if there is no
+        process. Cancelling it drops the answer; the runtime still executes the call."""
         if self._link is not None and (self.ready or _PREPARES.get() is self):
             return self._link.peer.call(method, params)
         refused: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
@@ -163,8 +163,8 @@ class RuntimeClient:
         return refused
 
     async def request(self, method: str, params: Any, kind: Any = Any, timeout: float | None = None) -> Any:
-        """The result of a call as a `kind`. timeout: seconds; None: call_timeout_s, or none inside of `prepare`. Raises
-        also WaitTimeout, and ProtocolError for a result of another kind."""
+        """The result of a call as a `kind`. timeout: seconds; None: call_timeout_s, or no limit inside of `prepare`.
+        Also raises WaitTimeout, and ProtocolError for a result of another kind."""
         limit = timeout
         if limit is None and _PREPARES.get() is not self:
             limit = self.config.call_timeout_s
@@ -176,7 +176,7 @@ class RuntimeClient:
         return Reader(kind).read(answer)
 
     def notify(self, method: str, params: Any) -> None:
-        """Send a notification, also in a drain; nothing without a process."""
+        """Send a notification, also during `close`. Without a process it is dropped."""
         if self._link is not None and (not math.isnan(self._since) or _PREPARES.get() is self):
             self._link.peer.notify(method, params)
 
@@ -207,8 +207,8 @@ class RuntimeClient:
         return WorkerUnavailable(f"{self.name} is {_WORDS[self.state]}{why}", retry_after=self._retry_after())
 
     def stats(self) -> dict[str, Any]:
-        """JSON-safe, counted over all processes. sent, received: messages by method. frames: written. buffered: bytes
-        to send. up_s: since it became ready."""
+        """JSON-safe; counts are over all processes. sent, received: messages by method. frames: frames that were
+        written. buffered: bytes that wait to be sent. up_s: seconds since the process became ready."""
         sent, frames, buffered = Counter(self._sent), self._frames, 0
         if self._link is not None:
             sent += self._link.peer.calls + self._link.peer.notes
@@ -241,7 +241,7 @@ class RuntimeClient:
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
-            return  # it was not ready: `_ready_link` raises
+            return  # the process was not ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
         if self.state == "stopped":
             self._tell_lost(CutShort(f"{self.name} was shut down"))
@@ -255,13 +255,13 @@ class RuntimeClient:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _live(self, link: Link | None) -> None:
-        """Run one process after another until `close`. link: of the first one, which is ready."""
+        """Run one process after another until `close`. link: that of the first process, which is ready."""
         try:
             while True:
                 if link is not None:
                     hung = await self._until_lost(link)
                     if self.state == "stopped":
-                        return  # `close` has the link
+                        return  # `_close` ends the process
                     await self._drop(link, 0.0 if hung else GRACE)
                     if link.process is not None:
                         self.last_error += f"; its process {link.process.ending}"
@@ -275,7 +275,7 @@ class RuntimeClient:
                     self._restarts.failed()
         finally:
             self._become("stopped")
-            if self._link is not None and self._closing is None:  # the loop ends without `close`
+            if self._link is not None and self._closing is None:  # this task was cancelled, but not by `close`
                 await self._drop(self._link)
 
     async def _ready_link(self) -> Link:
@@ -286,8 +286,8 @@ class RuntimeClient:
                 link = self._link = await self._open(self)
                 info: Info = Reader(Info).read(await link.peer.call(INFO, {}))
                 if info.protocol != PROTOCOL:
-                    what = f"{self.name} speaks protocol {info.protocol}, and this end protocol {PROTOCOL}"
-                    raise ProtocolError(what)
+                    what = f"{self.name} speaks protocol {info.protocol}, but this server protocol {PROTOCOL}"
+                    raise ProtocolError(f"{what}; use the same version of Reflex for both")
                 self.info, self.capabilities = info, frozenset(info.capabilities)
                 if self._prepare is not None:
                     mark = _PREPARES.set(self)
@@ -314,7 +314,7 @@ class RuntimeClient:
         return link
 
     async def _until_lost(self, link: Link) -> bool:
-        """Wait until the connection ends. Returns whether a hang of the process was the reason."""
+        """Wait until the connection ends. Returns whether it was ended because the process hangs."""
         every, ended = self.config.heartbeat_s, {link.peer.ended}
         if not every:
             await asyncio.wait(ended)
@@ -337,16 +337,16 @@ class RuntimeClient:
         self._become("restarting")
         self.restarts += 1
 
-    async def _close(self, served: Link | None, timeout: float, drain: bool) -> None:
+    async def _close(self, ready: Link | None, timeout: float, drain: bool) -> None:
         try:
-            if served is not None and timeout > 0:
-                await self._shut_down(served, timeout, drain)
+            if ready is not None and timeout > 0:
+                await self._shut_down(ready, timeout, drain)
         finally:
             if self._life is not None:
                 self._life.cancel()
                 await asyncio.wait({self._life})
                 if not self._life.cancelled():
-                    self._life.exception()  # `start` has raised it
+                    self._life.exception()  # so that asyncio does not log it: `start` has raised it
             if self._link is not None:
                 await self._drop(self._link)
 
@@ -360,7 +360,7 @@ class RuntimeClient:
             await asyncio.wait({link.ended}, timeout=0.1 * timeout)
 
     async def _drop(self, link: Link, grace: float = 0.0) -> None:
-        """End a link, and keep its counts."""
+        """End a link and its process, and keep its counts."""
         await link.kill(grace)
         if link is self._link:
             self._link = None
@@ -383,7 +383,7 @@ class RuntimeClient:
             try:
                 self.on_lost(error)
             except Exception:
-                log.exception("%s: its listener failed", self.name)
+                log.exception("%s: on_lost failed", self.name)
 
 
 _WORDS: dict[State, str] = {

@@ -1,4 +1,4 @@
-"""JSON-RPC 2.0 in frames: bytes to messages, and back. No socket, no clock, no task.
+"""JSON-RPC 2.0 in frames: from bytes to messages and back, without sockets, clocks or tasks.
 
 A frame is the byte `J`, the length of its body in four bytes, big-endian, and the body in JSON: one message, or an
 array of the messages of one turn of the loop.
@@ -19,14 +19,14 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 MAX_FRAME = 64 * 2**20  # bytes of a body: a list of 4 MiB of token ids takes a third of it
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32700, -32600, -32601, -32602, -32603
-APPLICATION_ERROR = -32000  # an error of the runtime: see `data`
+APPLICATION_ERROR = -32000  # an error of the runtime: see `RpcError.data`
 
 _HEADER = struct.Struct(">cI")
 _JSON = b"J"
 
 
 class ProtocolError(ReflexError):
-    """The other end broke the protocol. rpc_code: of the error that is its answer."""
+    """The other end broke the protocol. rpc_code: of the error that answers it."""
 
     code, http_status = "protocol_error", 502
 
@@ -52,10 +52,10 @@ _Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class RpcMessage(msgspec.Struct):
-    """A call has a method and an id, and gets exactly one answer; a notification has a method alone. An answer has the
-    id of its call (None: not known), and a result or an error.
+    """A call has a method and an id, and gets exactly one answer; a notification has a method but no id. An answer has
+    the id of its call (None: not known), and a result or an error.
 
-    jsonrpc: VERSION. params, result: raw in a message that was read, since the method determines their type.
+    params, result: raw in a message that was read, since the method determines their type.
     """
 
     jsonrpc: Literal["2.0"]
@@ -76,7 +76,8 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what de
 
 
 def encode(messages: list[RpcMessage], most: int = MAX_FRAME) -> bytes:
-    """One frame of at least one message. Raises ProtocolError above `most` bytes, and for values that are not JSON."""
+    """A frame of these messages, at least one. Raises ProtocolError if its body has more than `most` bytes, or if a
+    value cannot be written as JSON."""
     try:
         body = msgspec.json.encode(messages[0] if len(messages) == 1 else messages)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -92,22 +93,22 @@ class FrameDecoder:
         decoder.feed(data)
         for messages in decoder: ...
 
-    Raises ProtocolError for a frame without messages, or above `most` bytes. Nothing can be read after
-    that: the frame is missing, and a part must not pass for the whole answer.
+    Raises ProtocolError for a frame that holds no messages, or more than `most` bytes. Read nothing after that: the
+    frame is missing, and a part must not pass for the whole answer.
     """
 
     def __init__(self, most: int = MAX_FRAME) -> None:
         self._most, self._data, self._at = most, bytearray(), 0
 
     def feed(self, data: bytes) -> None:
-        if self._at:  # removed with the next bytes, not after each frame
+        if self._at:  # bytes that were read are removed here, not after each frame
             del self._data[: self._at]
             self._at = 0
         self._data += data
 
     @property
     def pending(self) -> int:
-        """Bytes of an incomplete frame."""
+        """Bytes that were fed and not read: between two iterations those of an incomplete frame."""
         return len(self._data) - self._at
 
     def __iter__(self) -> Iterator[list[RpcMessage]]:
@@ -138,8 +139,8 @@ def _messages(body: bytes) -> list[RpcMessage]:
 
 
 class Reader:
-    """Decodes params or results of one type. Raises ProtocolError (−32602) that names the field, and ConfigError for a
-    value out of its range."""
+    """Decodes params or results of one type. `read` raises ProtocolError (−32602) that names the field, and ConfigError
+    for a value out of its range."""
 
     def __init__(self, kind: Any) -> None:
         self._decode = msgspec.json.Decoder(kind).decode
@@ -160,17 +161,17 @@ _KINDS: dict[str, type[ReflexError]] = {
 
 
 def error_of(error: ReflexError) -> RpcError:
-    """An error of the runtime, for the wire; `raised` is the inverse."""
+    """An error of the runtime as a message has it; `raised` is the inverse."""
     if isinstance(error, ProtocolError):
         return RpcError(error.rpc_code, error.message)
     known = next(kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind)
     data = {"type": known, "code": error.code, "retry_after": error.retry_after, "details": dict(error.details)}
-    told = INTERNAL_ERROR if error.code == ReflexError.code else APPLICATION_ERROR
-    return RpcError(INVALID_PARAMS if isinstance(error, ConfigError) else told, error.message, data)
+    code = INTERNAL_ERROR if error.code == ReflexError.code else APPLICATION_ERROR
+    return RpcError(INVALID_PARAMS if isinstance(error, ConfigError) else code, error.message, data)
 
 
 def raised(error: RpcError) -> ReflexError:
-    """The error that `error_of` got at the other end."""
+    """The error that the other end gave to `error_of`; a ProtocolError if its type is unknown."""
     data = error.data if isinstance(error.data, dict) else {}
     kind, details, after = _KINDS.get(str(data.get("type"))), data.get("details"), data.get("retry_after")
     if kind is None:

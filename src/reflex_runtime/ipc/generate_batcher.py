@@ -3,7 +3,7 @@
 The scheduler decides which requests are sent when; the dispatcher drives it; the registry counts the free places. This
 module has what is specific to generation: which requests may share a message, and how a request is cancelled.
 
-    enqueue ──▶ waits ──▶ out, in a message ──▶ answered: its stream has begun
+    enqueue ──▶ waits ──▶ sent in a message ──▶ answered: its stream has begun
                   │           │
                   └───────────┴──▶ cancelled, expired, failed: its stream has ended, its place is free or will be
 """
@@ -43,7 +43,7 @@ UNIT_BYTES = 16  # most bytes of a frame for a token or character of a prompt, w
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}  # and their defaults
 
-_SPENT = GenerateParams()
+_EMPTY = GenerateParams()  # in place of the params of a request that has settled
 _NONE = (0.0, 0.0, 0.0)
 
 
@@ -51,11 +51,11 @@ _NONE = (0.0, 0.0, 0.0)
 class GenerateBatcherConfig:
     """The section `generate_batcher` of the configuration file.
 
-    enabled: False sends every request alone. max_batch_size: most requests in a message. min_hold_ms, max_hold_ms:
-    shorter holds do not pay; longer ones are cut. background_extra_ms: added to the longest hold of background
-    requests. pause_on_backpressure_ms: pause of a partition with a slow reader. max_pending, max_pending_tokens:
-    requests that may wait, and their prompt tokens (characters of text). stream_limit: active streams.
-    call_timeout_ms: for the answer to a message. ungroupable_options: a request with one of these fields goes alone.
+    enabled: False sends every request alone. max_batch_size: most requests in a message. min_hold_ms: no request is
+    held for a shorter time. max_hold_ms: longest hold; background_extra_ms: added to it for background requests.
+    pause_on_backpressure_ms: pause of a partition when one of its readers is slow. max_pending, max_pending_tokens:
+    most requests that wait, and most of their prompt tokens (of a text: characters). stream_limit: most active streams.
+    call_timeout_ms: for the answer to a message. ungroupable_options: a request that sets one of these is sent alone.
     """
 
     enabled: bool = True
@@ -88,9 +88,9 @@ class StepHold:
     """Holds requests until half of the runtime's current step is over.
 
     No request can begin before that step has ended, so the hold delays no first token. Callers whose streams ended with
-    the last step are back by then and share a message. The other half of the step covers the way to the runtime, late
-    timers and shorter steps. Nothing is held in steps shorter than SHORT, between steps, or for less than `least`
-    seconds.
+    the last step have sent their next requests by then, and these share a message. The other half of the step is left
+    for the way to the runtime, late timers and shorter steps. Nothing is held in steps shorter than SHORT, between
+    steps, or for less than `least` seconds.
 
     computes: whether the runtime has streams.
     """
@@ -104,7 +104,7 @@ class StepHold:
         self._made: tuple[FlushPolicy, FlushPolicy, FlushPolicy] | None = None  # base, without a hold, of one request
 
     def begins(self, now: float) -> None:
-        """A step begins: tokens of the last one came, or a request left for an idle runtime."""
+        """A step begins: tokens of the last one came, or a request was sent to an idle runtime."""
         if now - self._began >= self.PART * self._step:
             self._began = now
 
@@ -129,10 +129,10 @@ class StepHold:
 
 
 class GenerateBatcher:
-    """See the module. Only on one loop, that of the first `enqueue`.
+    """See the module. Use it only on the event loop of its first request.
 
-    registry: of the same runtime process; the batcher sets its hooks. on_batch_dispatched: called for every message.
-    series: of `GENERATE_BATCHER`; several batchers may share them.
+    registry: of the same runtime process; the batcher sets its hooks. on_batch_dispatched: called for every message
+    that was answered or failed. series: of `GENERATE_BATCHER`; several batchers may share them.
     """
 
     def __init__(
@@ -175,18 +175,18 @@ class GenerateBatcher:
         """Start one stream; returns its response, a `Started` as a dict.
 
         params: `stream_id` is that of a registered stream; `credits` are the registry's window unless set. priority: of
-        the request here and in the runtime. cancel: when set before the stream ends, cancels it; so does cancelling
-        this task or closing the handle. timeout_ms: for this response; by default that of params, which is until the
-        first token. telemetry: its `request_id` is sent along.
+        the request here and in the runtime. cancel: cancels the stream if it is set before the stream ends; so does
+        cancelling this task or closing the handle. timeout_ms: for this response; None: that of params, which is until
+        the first token. telemetry: its `request_id` is sent if params have none.
 
         Raises ConfigError for wrong params, `Rejected` if not admitted (a retry is safe), `Dropped` if it was cancelled
-        or never sent, else the error of the message or of the request. Its stream has ended then.
+        or never sent, else the error of the message or of the request. The stream has ended then.
         """
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if cancel is not None and cancel.is_set():
             why = "cancelled before it was queued"
             self._registry.release(self._handle(params.stream_id), Cancelled(why))
-            raise Cancelled(why)  # not a local name: its traceback has this frame
+            raise Cancelled(why)  # no local variable for it: its traceback refers to this frame
         call = self.submit(params, priority, timeout_ms, telemetry, answer)
         try:
             if cancel is not None:
@@ -196,7 +196,7 @@ class GenerateBatcher:
             self._abort(call, Cancelled("its caller was cancelled"))
             raise
         finally:
-            del answer  # its error has this frame in its traceback: break the reference cycle
+            del answer  # the traceback of its error refers to this frame: break the reference cycle
 
     def submit(
         self,
@@ -206,8 +206,8 @@ class GenerateBatcher:
         telemetry: Mapping[str, Any] | None = None,
         answer: asyncio.Future[dict[str, Any]] | None = None,
     ) -> Call:
-        """As `enqueue`, for a caller that reads its stream alone. Raises ConfigError and `Rejected`; later errors end
-        the stream. answer: gets the response."""
+        """As `enqueue`, but returns at once: for callers that only read the stream. Raises ConfigError and `Rejected`;
+        later errors end the stream. answer: gets the response."""
         self._started()
         handle = self._handle(params.stream_id)
         try:
@@ -219,11 +219,11 @@ class GenerateBatcher:
         return call
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of messages."""
+        """Call the sink with the scheduler's events."""
         self._dispatcher.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """Stop calling it."""
+        """Stop calling the sink."""
         self._dispatcher.remove_sink(sink)
 
     def queue(self) -> dict[str, Any]:
@@ -256,9 +256,9 @@ class GenerateBatcher:
         }
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
-        """Admit nothing more. drain: send the waiting requests, and wait `timeout` seconds for the answers. Every
-        caller has its answer when this returns. Streams that have begun go on."""
-        self._started()  # a batcher without requests must refuse, too
+        """Admit nothing more. drain: send the waiting requests, and wait `timeout` seconds for the answers. When it
+        returns, every caller has an answer or an error. Streams that have begun go on."""
+        self._started()  # so that a batcher that had no request refuses, too
         await self._dispatcher.close(drain, timeout)
 
     # -- admission -----------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class GenerateBatcher:
     def _completed(
         params: GenerateParams, handle: StreamHandle, priority: str, telemetry: Mapping[str, Any] | None
     ) -> GenerateParams:
-        """The request with its stream's id, its priority and its credits."""
+        """The request with its stream's id, its priority and its credits. Sets the handle's window and scores_left."""
         if params.credits != WINDOW:
             handle.window = params.credits
         handle.scores_left = 0 if params.prompt_logprobs is None else MOST_SCORES
@@ -300,7 +300,7 @@ class GenerateBatcher:
         why = self._off or self._why_alone(params, units, "timeout_ms" if timeout_ms is not None else "")
         guidance = params.guidance or {}
         key = (params.model_id, params.draft_model or "", str(guidance.get("mode", "")))
-        handle.partition = self._behind(params.follows, key) or ((*key, why) if why else key)
+        handle.partition = self._leader_partition(params.follows, key) or ((*key, why) if why else key)
         request = Request(
             payload=call,
             id=params.request_id or params.stream_id,
@@ -319,19 +319,19 @@ class GenerateBatcher:
             raise
         handle.on_left = lambda: self._abort(call, Cancelled("its stream was closed"))
 
-    def _behind(self, follows: str | None, key: tuple[str, str, str]) -> Hashable:
-        """The partition of the stream that a request follows, if they could share a message; else None. The runtime
-        must get that stream first, and partitions have no order among them."""
+    def _leader_partition(self, follows: str | None, key: tuple[str, str, str]) -> Hashable:
+        """The partition of the stream that a request follows, if both have the same key; else None. The runtime must
+        get that stream first, and only requests of the same partition are sent in order."""
         first = self._registry.find(follows) if follows else None
         same = first is not None and isinstance(first.partition, tuple) and first.partition[:3] == key
         return first.partition if first is not None and same else None
 
     def _why_alone(self, params: GenerateParams, units: float, also: str) -> str:
-        """Why a request cannot share a message; "" if it can. also: an option in use beside those of params."""
+        """Why a request cannot share a message; "" if it can. also: a further option that the caller set."""
         if BATCH_GENERATE not in self._client.capabilities:
             return "capability"
         if units * min(self.config.max_batch_size, self._registry.limit) > MAX_FRAME / UNIT_BYTES:
-            return "oversize"  # as many of them might not fit a frame
+            return "oversize"  # a message of such requests might not fit into a frame
         for name in self.config.ungroupable_options:
             if name == also or getattr(params, name) != OPTIONS[name]:
                 return "options"
@@ -353,7 +353,7 @@ class GenerateBatcher:
         handle.on_left = None
         if ticket is not None and ticket.state is WAITING:
             self._dispatcher.cancel(ticket)
-        if isinstance(error, Expired):  # its reader is still there
+        if isinstance(error, Expired):  # its reader still waits, and must get the error
             self._registry.give_up(handle, copy.copy(error))
         else:
             handle.close()
@@ -361,8 +361,8 @@ class GenerateBatcher:
     def _settled(self, ticket: Ticket) -> None:
         """End a call whose ticket has settled: answered, failed, or not sent."""
         call: Call = ticket.request.payload
-        call.ticket = call.handle.on_left = None  # they hold the call: break the reference cycles
-        call.params = _SPENT  # the scheduler may remember the ticket for a while, and prompts are large
+        call.ticket = call.handle.on_left = None  # both refer to the call: break the reference cycles
+        call.params = _EMPTY  # the scheduler may remember the ticket for a while, and prompts are large
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
@@ -384,29 +384,29 @@ class GenerateBatcher:
     def _send(self, batch: Batch) -> Awaitable[Sequence[Outcome]]:
         if not self._client.ready:
             batch.notes[UNSENT] = True
-            self._room_changed()  # none of the places that the scheduler counted is taken
+            self._room_changed()  # frees the places that the scheduler counted for the batch
             raise self._client.unavailable()
         if not self._registry.active_count():
             self._steps.begins(batch.scheduled_at)
         for ticket in batch.grants:
             self._departs(ticket, batch.scheduled_at)
         answer = unheard(sent(self._client, batch))
-        if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
+        if next(iter(batch.grants)).request.priority is Priority.URGENT:  # urgent requests come first in a batch
             self._client.flush()
         reading = asyncio.ensure_future(outcomes(self._client, batch, answer, self.config.call_timeout_ms / 1000.0))
-        reading.add_done_callback(lambda _: answer.cancel())  # also of one that never ran
+        reading.add_done_callback(lambda _: answer.cancel())  # even if `reading` was cancelled before it ran
         return reading
 
     def _departs(self, ticket: Ticket, now: float) -> None:
         """Reserve a place for a request that leaves the queue."""
         call: Call = ticket.request.payload
         call.out = True
-        self._reserving = True  # the scheduler has counted it already
+        self._reserving = True  # the scheduler has counted the place already
         self._registry.reserve(call.handle)
         self._reserving = False
         if ticket.deadline < inf:
             assert self._loop is not None
-            late = Expired("its time was over before the runtime answered")
+            late = Expired("its deadline passed before the runtime answered")
             call.timer = self._loop.call_later(max(0.0, ticket.deadline - now), self._abort, call, late)
         if call.params.timeout_ms is not None:
             left = max(1.0, call.params.timeout_ms - 1000.0 * (now - ticket.arrived))
@@ -442,6 +442,6 @@ def _group(config: GenerateBatcherConfig, steps: StepHold) -> GroupConfig:
 
 
 def _prompt_units(params: GenerateParams) -> float:
-    """The prompt's tokens, or the characters of its text: at least as many."""
+    """The prompt's tokens, or the characters of its text, which are at least as many."""
     characters = sum(len(str(message.get("content", ""))) for message in params.messages or ())
     return float(max(1, len(params.prompt_token_ids or ()) + len(params.prompt or "") + characters))

@@ -1,6 +1,6 @@
 """The requests of a batch as one message to the runtime, the outcome of each, and the batcher's statistics.
 
-Nothing is sent twice once it was written: the runtime may have started it.
+What was written is not sent again: the runtime may have started it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.streams import StreamHandle
 from reflex_runtime.observe.metrics import GENERATE_BATCHER, SeriesSet
 
-MOST_PARTITIONS = 256  # kept; the least recently used is dropped
+MOST_PARTITIONS = 256  # in the statistics; the least recently used without waiting requests is dropped
 RECENT = 512  # requests of a partition whose waits are shown
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
-UNSENT: Final = "unsent"  # note of a batch: there was no runtime when it was formed
-LOST: Final = "lost"  # note of a batch: its message failed as a whole
+UNSENT: Final = "unsent"  # a key of `Batch.notes`: there was no runtime when the batch was formed
+LOST: Final = "lost"  # a key of `Batch.notes`: the message failed as a whole
 _RESULT, _STARTED = Reader(BatchResult), Reader(Started)
-_UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start it, and gave no reason")
+_UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start the request, and gave no reason")
 
 
 class Call:
     """One request from `enqueue` to the answer of its message.
 
-    params: until it has settled. answer: of a caller that waits, until it has settled or was cancelled. out: it is in a
-    message. refused: the runtime answered that it did not start. timer: of its time limit, when out.
+    params: dropped when it has settled. answer: for a caller that waits for it; None once it was answered. out: it was
+    put into a message. refused: the runtime answered that it did not start. timer: of its time limit, once it is out.
     """
 
     __slots__ = ("answer", "handle", "out", "params", "priority", "refused", "ticket", "timer")
@@ -68,7 +68,7 @@ class Call:
 
 
     def answered(self, result: dict[str, Any] | ReflexError) -> None:
-        """Answer its caller, once."""
+        """Give its caller the answer, once."""
         answer, self.answer = self.answer, None
         if answer is None or answer.done():
             return
@@ -80,7 +80,7 @@ class Call:
 
 def sent(client: RuntimeClient, batch: Batch) -> asyncio.Future[Raw]:
     """Send a batch as one message; returns the future of its answer."""
-    requests = [ticket.request.payload.params for ticket in batch.grants]  # one, where they go alone: see `StepHold`
+    requests = [ticket.request.payload.params for ticket in batch.grants]  # only one if they go alone: see `StepHold`
     single = alone(batch.partition)
     return client.call(*((GENERATE, requests[0]) if single else (BATCH_GENERATE, {"requests": requests})))
 
@@ -95,10 +95,10 @@ async def outcomes(client: RuntimeClient, batch: Batch, answer: asyncio.Future[R
             raw = await answer
     except TimeoutError:
         error = ProcessorHung(f"the runtime did not answer within {1000.0 * limit:g} ms")
-    except ConnectionLost as lost:  # a retry is safe where nothing was written
+    except ConnectionLost as lost:  # a retry is safe if nothing was written
         error = copy.copy(lost) if lost.written else client.unavailable()
     except ReflexError as failed:
-        error = copy.copy(failed)  # its traceback has this frame: a cycle
+        error = copy.copy(failed)  # the traceback of `failed` refers to this frame: avoid a reference cycle
         calls[0].refused = single
     else:
         try:
@@ -106,7 +106,7 @@ async def outcomes(client: RuntimeClient, batch: Batch, answer: asyncio.Future[R
         except ProtocolError as wrong:
             error = copy.copy(wrong)
     finally:
-        del answer  # its error has this frame, too
+        del answer  # its error refers to this frame, too
     batch.notes[LOST] = not calls[0].refused
     return [Failed(error)] * len(calls)
 
@@ -120,23 +120,23 @@ def _each(calls: list[Call], results: list[Item]) -> list[Outcome]:
     ]
 
 
-def _outcome(call: Call, said: Started | RpcError | None) -> Outcome:
-    """The outcome of one request."""
-    if isinstance(said, RpcError):
+def _outcome(call: Call, answer: Started | RpcError | None) -> Outcome:
+    """The outcome of one request. answer: the runtime's, None if it gave none."""
+    if isinstance(answer, RpcError):
         call.refused = True
-        return Failed(raised(said))
-    if said is None or said.stream_id != call.handle.id:
-        other = "nothing" if said is None else f"stream {said.stream_id!r:.220}"
+        return Failed(raised(answer))
+    if answer is None or answer.stream_id != call.handle.id:
+        other = "nothing" if answer is None else f"stream {answer.stream_id!r:.220}"
         return Failed(ProtocolError(f"the answer to stream {call.handle.id!r} is about {other}"))
-    return Done({"stream_id": said.stream_id, "prompt_tokens": said.prompt_tokens})
+    return Done({"stream_id": answer.stream_id, "prompt_tokens": answer.prompt_tokens})
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDispatched:
     """A message that was answered or failed.
 
-    hold_ms: from the arrival of its oldest request until it was sent. priority_mix: requests by priority. duration_ms:
-    until its answer. rejections: requests that did not start.
+    hold_ms: from the arrival of its oldest request until it was sent. priority_mix: number of requests by priority.
+    duration_ms: from then until its answer. rejections: requests that failed.
     """
 
     size: int
@@ -156,15 +156,15 @@ class _PartitionStats:
 
 
 class BatcherStats:
-    """A sink: counters of one batcher, in all and by partition. told: called for every message."""
+    """A sink: counters of one batcher, in all and by partition. on_batch: called for every message."""
 
     events = frozenset({RequestQueued, RequestSettled, BatchScheduled, BatchFinished, SchedulerPaused})
 
-    def __init__(self, series: SeriesSet | None, told: Callable[[BatchDispatched], None] | None) -> None:
+    def __init__(self, series: SeriesSet | None, on_batch: Callable[[BatchDispatched], None] | None) -> None:
         self.enqueued = dict.fromkeys(PRIORITIES, 0)
         self.fallbacks: Counter[str] = Counter()
         self.batches = self.urgent_flushes = self.pauses = self.rejections = self.errors = 0
-        self._told = told
+        self._on_batch = on_batch
         self._series = of = series or SeriesSet(GENERATE_BATCHER, CollectorRegistry())
         self._size = of.histogram("reflex_generate_batcher_batch_size")
         self._wait = of.histogram("reflex_generate_batcher_queue_wait_ms")
@@ -219,10 +219,10 @@ class BatcherStats:
         self.errors += bool(batch.notes.get(UNSENT) or batch.notes.get(LOST))
         rejections = sum(isinstance(ticket.outcome, Failed) for ticket in batch.grants)
         self.rejections += rejections
-        if self._told is not None and not batch.notes.get(UNSENT):
+        if self._on_batch is not None and not batch.notes.get(UNSENT):
             hold = 1000.0 * (batch.scheduled_at - min(ticket.arrived for ticket in batch.grants))
             mix = dict(Counter[str](ticket.request.payload.priority for ticket in batch.grants))
-            self._told(BatchDispatched(len(batch), hold, mix, 1000.0 * event.elapsed, rejections))
+            self._on_batch(BatchDispatched(len(batch), hold, mix, 1000.0 * event.elapsed, rejections))
 
     def lanes(self) -> list[dict[str, Any]]:
         """The statistics of every partition."""

@@ -1,6 +1,6 @@
 """Messages of runtime processes: params and results of each method, and notifications of streams.
 
-`SamplingParams` and `GenerateParams` are the engine's, too. docs/workers.md shows every message. An older end ignores
+The engine uses `SamplingParams` and `GenerateParams`, too. docs/workers.md shows every message. An older end ignores
 fields that a newer one adds.
 """
 
@@ -35,22 +35,22 @@ class Constraint(msgspec.Struct, frozen=True):
             raise ConfigError(f"{self.kind}: has {len(self.text)} characters, must have 1 to {MOST_FORM}")
 
 
-Ranges = dict[str, tuple[float, float, str]]  # of fields that are not None: least, most, and the rule in words
+Ranges = dict[str, tuple[float, float, str]]  # of fields, if they are not None: least, most, and the rule in words
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
     """How output is sampled, and when it ends. Raises ConfigError that names the field, its value and its range.
 
     max_tokens: most tokens of output. temperature: 0 takes the likeliest token. top_p: sample from the likeliest tokens
-    with this probability in sum. top_k: from the k likeliest; 0 is off. min_p: from those at least this share as likely
-    as the likeliest. seed: None draws one. stop: texts before which the output ends; include_stop: after which.
-    stop_token_ids: ids with which it ends. min_tokens: no end before. ignore_eos: go on after the model's own end.
-    logprobs: alternatives to report for each token, of the model's own distribution; None reports nothing, 0 the
-    token's own.
+    that together have this probability. top_k: from the k likeliest; 0 is off. min_p: from tokens whose probability is
+    at least this share of the likeliest's. seed: None draws one. stop: texts before which the output ends, or after
+    which with include_stop. stop_token_ids: tokens with which it ends. min_tokens: it does not end before. ignore_eos:
+    it does not end with the model's end tokens. logprobs: how many alternatives to report for each token, from the
+    model's own distribution; 0 reports only the token's own logprob, None nothing.
 
-    Changes of the logits: repetition_penalty divides those of tokens in the prompt or the output (multiplies, where
-    negative); frequency_penalty is subtracted for each time in the output, presence_penalty once; logit_bias, pairs of
-    (id, number), is added. constraint: only tokens that fit remain.
+    Changes of the logits: repetition_penalty divides those of tokens in the prompt or the output (negative ones are
+    multiplied); frequency_penalty is subtracted for each occurrence in the output, presence_penalty once; logit_bias,
+    pairs of (id, number), is added. constraint: only tokens that fit the form remain.
     """
 
     max_tokens: int = 16
@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         self._check_ids()
 
     def _check_ids(self) -> None:
-        """`Limits.check_sampling` checks token ids against the vocabulary of a model."""
+        """Check token ids without a model; `Limits.check_sampling` checks them against its vocabulary."""
         well = len(self.stop_token_ids) <= MOST_STOP_IDS and all(0 <= token < 1 << 31 for token in self.stop_token_ids)
         _check("stop_token_ids", list(self.stop_token_ids), well, f"must be at most {MOST_STOP_IDS} token ids")
         bias = self.logit_bias
@@ -105,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @classmethod
     def greedy(cls, max_tokens: int = 16, **more: Any) -> Self:
-        """Always the likeliest token."""
+        """Parameters that always take the likeliest token."""
         return cls(max_tokens=max_tokens, temperature=0.0, **more)
 
 
@@ -125,9 +125,9 @@ PROTOCOL = 1  # in runtime/info; other numbers are refused
 EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
 TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
 
-WINDOW = 64  # tokens that a stream may be ahead of its reader, by default
-MOST_CREDITS = 1_000_000  # at a time
-MOST_SCORES = 1 << 19  # scores of a prompt's tokens: some 40 MB of JSON
+WINDOW = 64  # tokens that a stream may by default be ahead of its reader
+MOST_CREDITS = 1_000_000  # tokens that one message may grant
+MOST_SCORES = 1 << 19  # numbers for the tokens of a prompt: about 40 MB of JSON
 
 
 def check_name(field: str, name: object) -> None:
@@ -157,11 +157,12 @@ class LoadModel(msgspec.Struct):
 class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     """Params of `generate`, and of each request of `batch_generate`: what the engine needs for one choice.
 
-    stream_id: unique among live streams. adapter: "" for none. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
-    traceparent: of the request's span, if sampled. timeout_ms: until the first token; max_gap_ms: between two.
-    prompt_logprobs: alternatives to report for each token of the prompt; None reports nothing. follows: a stream with
-    the same prompt; this request waits until that one has computed it. credits: tokens that may be sent before
-    `stream.credit`. draft_model, guidance: of other runtimes; requests that differ in them share no message.
+    stream_id: unique among live streams. adapter: "" for none. Exactly one of `prompt`, `prompt_token_ids`, `messages`
+    is set. traceparent: of the request's span, if sampled. timeout_ms: until the first token. max_gap_ms: between two
+    tokens. prompt_logprobs: how many alternatives to report for each token of the prompt; None reports nothing.
+    follows: a stream with the same prompt; this request waits until that one has computed it. credits: tokens that may
+    be sent before a `stream.credit`. draft_model, guidance: for other runtimes; requests that differ in them share no
+    message.
     """
 
     stream_id: str = ""
@@ -201,7 +202,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class BatchGenerate(msgspec.Struct):
-    """Params of `batch_generate`. Each request is decoded separately: a wrong one fails alone."""
+    """Params of `batch_generate`. Each request is decoded separately, so that a wrong one fails alone."""
 
     requests: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1024)]
 
@@ -222,8 +223,8 @@ class Item(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct):
-    """The result of `batch_generate`, in the order of its requests. groups: requests by model and draft model.
-    duration_ms: until all were started."""
+    """The result of `batch_generate`. results: in the order of its requests. size: number of requests. groups: the same
+    by model and draft model. duration_ms: until all were started."""
 
     results: list[Item]
     size: int = 0
@@ -247,9 +248,9 @@ class Shutdown(msgspec.Struct):
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """One token of output.
 
-    text: to send with it; empty while a character is incomplete or the text may begin a stop text. top: the likeliest
-    (id, logprob), if requested. held: characters of earlier tokens that were not sent yet. finish: None, or why it is
-    the last: `stop` (end of sequence, stop token, stop text) or `length`.
+    text: that is certain with it; empty while a character is incomplete or the text may begin a stop text. top: the
+    likeliest (id, logprob), if requested. held: characters of earlier tokens that were not sent before. finish: None,
+    or why it is the last: `stop` (end of sequence, stop token, stop text, complete form) or `length`.
     """
 
     text: str
@@ -269,8 +270,8 @@ class StreamChunk(msgspec.Struct):
 
 
 class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token, sampled or of a prompt, and its score: natural logarithms of the model's own distribution at temperature
-    1. top: the likeliest (id, logprob), best first. None and () if not requested."""
+    """A token that was sampled or is in a prompt, with natural logarithms of the model's own probabilities at
+    temperature 1. top: the likeliest (id, logprob), best first. None and () if not requested."""
 
     token_id: int
     logprob: float | None = None
@@ -278,15 +279,15 @@ class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamPrompt(msgspec.Struct):
-    """`stream.prompt`: scores of the next tokens of the prompt, from its second on. All come before the first
-    `stream.chunk` of the stream and of its followers."""
+    """`stream.prompt`: scores of the next tokens of the prompt, which begin with its second. All of them come before
+    the first `stream.chunk` of the stream and of its followers."""
 
     stream_id: str
     tokens: list[ScoredToken]
 
 
 class StreamStats(msgspec.Struct):
-    """`stream.stats`, once, before the terminal event. ttft_ms: None without a token."""
+    """`stream.stats`, sent once, before the terminal event. ttft_ms: time to the first token; None without a token."""
 
     stream_id: str
     prompt_tokens: int
@@ -306,7 +307,7 @@ class StreamEvent(msgspec.Struct, omit_defaults=True):
 
 
 class Credit(msgspec.Struct):
-    """`stream.credit`, from the front: further tokens that may be sent."""
+    """`stream.credit`, from the server: further tokens that may be sent."""
 
     stream_id: str
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_CREDITS)]

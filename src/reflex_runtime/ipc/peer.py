@@ -1,7 +1,7 @@
 """One end of a connection: calls, answers and notifications in both directions, on one event loop.
 
-All messages of one turn of the loop leave in one frame: the tokens of all streams in a step are one write and one read.
-Time limits are the callers'.
+All messages of one turn of the loop are sent in one frame: the tokens of all streams in a step are one write and one
+read. Callers set time limits themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Handler(Protocol):
         """A notification."""
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """The connection has ended; called once. None: closed here, or by the other end between two frames."""
+        """The connection has ended; called once. error: None if it was closed here, or elsewhere between two frames."""
 
 
 class ConnectionLost(ReflexError):
@@ -48,10 +48,10 @@ class ConnectionLost(ReflexError):
 
 
 class Peer(asyncio.Protocol):
-    """See the module. most: bytes of a frame.
+    """See the module. most: bytes of a frame's body.
 
-    calls, notes: messages sent, by method. frames: written. ended: done when the connection has ended. congested: the
-    other end does not read; hold messages back until `on_relief` is called.
+    calls, notes: number of calls and notifications, by method. frames: number of frames that were written. ended: done
+    when the connection has ended. congested: the other end does not read; send nothing until `on_relief` is called.
     """
 
     def __init__(self, handler: Handler, most: int = frames.MAX_FRAME) -> None:
@@ -68,14 +68,14 @@ class Peer(asyncio.Protocol):
         self._out: list[RpcMessage] = []
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Raw]] = {}
-        self._over = False
+        self._over = False  # closed, or lost
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, params: Any) -> asyncio.Future[Raw]:
         """A future of the raw answer; it raises the other end's error, or ConnectionLost. Cancelling it drops the
-        answer; the other end goes on."""
+        answer; the other end still executes the call."""
         waiting: asyncio.Future[Raw] = self._loop.create_future()
         if self._over:
             waiting.set_exception(ConnectionLost("the connection is over", written=False))
@@ -89,7 +89,7 @@ class Peer(asyncio.Protocol):
         return waiting
 
     def notify(self, method: str, params: Any) -> None:
-        """Send a notification; nothing once the connection has ended."""
+        """Send a notification; it is dropped if the connection has ended."""
         self.notes[method] += 1
         self._say(RpcMessage(VERSION, method, params))
 
@@ -99,8 +99,8 @@ class Peer(asyncio.Protocol):
 
     def refuse(self, request: RpcMessage, error: ReflexError | frames.RpcError) -> None:
         """Answer a call with an error."""
-        told = error if isinstance(error, frames.RpcError) else frames.error_of(error)
-        self._say(RpcMessage(VERSION, id=request.id, error=told))
+        sent = error if isinstance(error, frames.RpcError) else frames.error_of(error)
+        self._say(RpcMessage(VERSION, id=request.id, error=sent))
 
     def flush(self) -> None:
         """Write the messages of this turn now."""
@@ -115,20 +115,20 @@ class Peer(asyncio.Protocol):
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, error: Exception | None = None) -> None:
-        """End the connection after the messages so far. Unanswered calls fail."""
+        """Send the messages so far and end the connection. Unanswered calls fail."""
         self.flush()
         self._end(error)
 
     def abort(self, error: Exception | None = None) -> None:
-        """End it at once, also if it is closed and still writes."""
+        """End the connection at once, even if `close` still writes."""
         self._end(error)
         if self._transport is not None:
             self._transport.abort()
 
-    # -- the loop's ----------------------------------------------------------------------------------------------------
+    # -- called by asyncio ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        if self._over:  # closed before it was connected
+        if self._over:  # `close` was called before it was connected
             transport.abort()
             return
         self._transport = transport
@@ -153,13 +153,13 @@ class Peer(asyncio.Protocol):
                         return
                     self._receive(message)
         except frames.ProtocolError as error:
-            log.warning("the other end does not keep to the protocol: %s", error.message[:1000])
+            log.warning("the other end broke the protocol: %s", error.message[:1000])
             self._say(RpcMessage(VERSION, id=None, error=frames.error_of(error)))
             self.close(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None and self._decoder.pending and not self._over:
-            after = f"{self._decoder.pending} bytes after its begin"
+            after = f"{self._decoder.pending} bytes after its beginning"
             exc = frames.ProtocolError(f"the connection ended inside a frame, {after}")
         self._end(exc)
 
@@ -180,7 +180,7 @@ class Peer(asyncio.Protocol):
             if len(messages) == 1:
                 self._unsent(messages[0], error)
                 return
-            for message in messages:  # only the caller of a message that cannot be written gets the error
+            for message in messages:  # one by one: only the caller of a message that cannot be written gets the error
                 self._write([message])
             return
         self._transport.write(data)
@@ -192,12 +192,12 @@ class Peer(asyncio.Protocol):
             if waiting := self._call(message):
                 waiting.set_exception(error)
             return
-        told = frames.RpcError(frames.INTERNAL_ERROR, f"the answer was not sent: {error}")
+        sent = frames.RpcError(frames.INTERNAL_ERROR, f"the answer was not sent: {error}")
         if message.error and message.error.data is not None:
-            told = frames.RpcError(message.error.code, "an error that cannot be written")
+            sent = frames.RpcError(message.error.code, "an error that cannot be written")
         elif message.error:
             return
-        self._write([RpcMessage(VERSION, id=message.id, error=told)])
+        self._write([RpcMessage(VERSION, id=message.id, error=sent)])
 
     def _call(self, message: RpcMessage) -> asyncio.Future[Raw] | None:
         """The call of this id that waits for its answer."""
@@ -237,12 +237,12 @@ class Peer(asyncio.Protocol):
         self._over = True
         if self._transport is not None:
             self._transport.close()
-        unsaid = {message.id for message in self._out if message.method is not ABSENT}
+        unwritten = {message.id for message in self._out if message.method is not ABSENT}
         self._out.clear()
-        told = "the connection was lost" if error is None else f"the connection was lost: {error}"
+        why = "the connection was lost" if error is None else f"the connection was lost: {error}"
         for number, waiting in list(self._waiting.items()):
             if not waiting.done():
-                waiting.set_exception(ConnectionLost(told, written=number not in unsaid))
+                waiting.set_exception(ConnectionLost(why, written=number not in unwritten))
         if not self.ended.done():
             self.ended.set_result(None)
         self._handler.lost(self, error)

@@ -23,8 +23,8 @@ from reflex_runtime.run.process import ending
 
 log = logging.getLogger("reflex.ipc")
 
-LAST_WORDS = 0.05  # seconds to read what a process wrote before it ended
-KILL_LIMIT = 10.0  # seconds that killing may take: a process inside a driver that hangs cannot be killed
+LAST_READ_S = 0.05  # to read what a process wrote before it ended
+KILL_LIMIT = 10.0  # seconds that killing may take: a process inside of a driver that hangs cannot be killed
 
 
 class StartFailed(ReflexError):
@@ -34,7 +34,7 @@ class StartFailed(ReflexError):
 
 
 class Process:
-    """A child process in its own process group, which a Ctrl-C in a terminal does not reach.
+    """A child process in its own process group, so that Ctrl-C in a terminal does not reach it.
 
     ended: a future of its exit status, as `subprocess` has it; set when the process is reaped.
     """
@@ -55,7 +55,7 @@ class Process:
         self._popen.terminate()
 
     async def kill(self) -> None:
-        """Kill its group and wait until it is reaped, also when the caller is cancelled."""
+        """Kill its group and wait until it is reaped; if the caller is cancelled, for at most a second."""
         if self.ended.done():
             return
         self._kill_group()
@@ -76,7 +76,7 @@ class Process:
             self._loop.call_soon_threadsafe(self._over)
 
     def _over(self) -> None:
-        self._kill_group()  # before it is reaped: until then its group's number is not used again
+        self._kill_group()  # its children; before it is reaped, because its number may be reused afterwards
         self.ended.set_result(self._popen.wait())
 
     def _kill_group(self) -> None:
@@ -86,8 +86,8 @@ class Process:
 
 
 class Link:
-    """A connection to a runtime, and its process if this end started one. When the process ends the connection does,
-    even if another process has the socket. ended: done when the process has ended, or else the connection."""
+    """A connection to a runtime, and its process if this end started it. The connection ends with the process, even if
+    another process has the socket, too. ended: done when the process has ended, without one when the connection has."""
 
     def __init__(self, peer: Peer, process: Process | None = None) -> None:
         self.peer, self.process = peer, process
@@ -96,7 +96,7 @@ class Link:
             process.ended.add_done_callback(self._without_process)
 
     async def kill(self, grace: float = 0.0) -> None:
-        """End the connection at once, and the process unless it exits within `grace` seconds."""
+        """End the connection at once, and kill the process unless it exits within `grace` seconds."""
         self.peer.abort()
         if self.process is None:
             return
@@ -109,17 +109,17 @@ class Link:
     def _without_process(self, _: Any) -> None:
         assert self.process is not None
         ended = ConnectionLost(f"its process {self.process.ending}")
-        asyncio.get_running_loop().call_later(LAST_WORDS, self.peer.abort, ended)
+        asyncio.get_running_loop().call_later(LAST_READ_S, self.peer.abort, ended)
 
 
 Opener = Callable[[Handler], Awaitable[Link]]
 
 
 def spawned(command: Sequence[str], env: Mapping[str, str] | None = None) -> Opener:
-    """Runs a command with one end of a socket pair as its standard input, where it reads and writes frames.
+    """An opener that runs a command with one end of a socket pair as its standard input, to read and write frames.
 
-    Its stdout and stderr go to this process's stderr. env: added to this process's environment. The opener raises
-    StartFailed; on failure no process is left.
+    The command's stdout and stderr go to this process's stderr. env: added to this process's environment. The opener
+    raises StartFailed; then no process is left.
     """
     if isinstance(command, str) or not command:
         raise ConfigError(f"command={command!r}: must be a list of at least one word")
@@ -151,7 +151,7 @@ async def _peer_on(sock: socket.socket, handler: Handler) -> Peer:
 
 
 def unheard(answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
-    """The answer; asyncio does not log its error if nobody waits for it."""
+    """The same future; asyncio will not log its error if nobody waits for it."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
     return answer
 
@@ -170,4 +170,4 @@ async def beat(peer: Peer, every: float, limit: float) -> None:
             answer, silent = unheard(peer.call(INFO, {})), 0.0
         elif loop.time() - begun <= wait + every:
             silent += wait
-    peer.abort(ProcessorHung(f"nothing was answered for {limit:g} s"))
+    peer.abort(ProcessorHung(f"it did not answer for {limit:g} s"))

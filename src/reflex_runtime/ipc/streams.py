@@ -1,4 +1,4 @@
-"""Streams of tokens between a runtime process and its front: one credit scheme, both its ends.
+"""Streams of tokens from a runtime process to its front: both ends of their credit scheme.
 
 The front (`StreamRegistry`) registers a stream before its request is queued, so that no early notification is lost. A
 request takes one of `limit` places when it is put into a message: requests that wait have none, and an urgent one gets
@@ -7,8 +7,8 @@ runtime can free it. A reader that takes tokens grants as many more credits.
 
 The runtime process (`Outlets`) sends the tokens of each stream within its credits. The engine sets the bell of a stream
 that has new tokens; at the end of that turn of the loop the tokens of all such streams are sent together: one write for
-a step. Tokens without credits stay in the engine, which holds that stream alone. Scores of a prompt are sent first,
-a bounded number in each turn of the loop, so that they delay no other stream.
+a step. Tokens without credits stay in the engine, which then holds only that stream. Scores of a prompt are sent first,
+a bounded number in each turn of the loop, so that they do not delay other streams.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ log = logging.getLogger("reflex.ipc")
 
 WINDOWS = 4  # windows of tokens that may be unread; a runtime that obeys its credits stays within one
 MOST_STREAMS = 10_000  # live at a time in a runtime process
-SCORES_A_TURN = 4096  # scores of prompts that are sent in one turn of the loop: some 60 KB
-_CLOSED = "closed before all of it was read"
+SCORES_A_TURN = 4096  # numbers for tokens of prompts that are sent in one turn of the loop: about 60 KB
+_CLOSED = "the stream was closed before all of it was read"
 
 
 class OutputStream:
     """The tokens of one request, from this process or another: an async iterator for one reader.
 
     Producers push on the event loop and never wait. A subclass bounds the memory with the hooks `_pushed` and `_taken`.
-    An error is raised after the outputs before it. A reader that stops before the end calls `close`.
+    An error is raised after the outputs before it. A reader that stops before the end must call `close`.
 
     bell: set whenever there is something to read; several streams may share one. ended: no more outputs will come; some
-    may be unread. closed: by its reader. held: its engine computes nothing until outputs are taken. prompt_tokens, and
-    cached_tokens among them: known from the first output on. prompt_scores: of the prompt's tokens from the second on,
-    if requested; complete before the first output.
+    may be unread. closed: by its reader. held: its engine computes nothing for it. prompt_tokens: known from
+    the first output on; cached_tokens, among them: at the end. prompt_scores: of the prompt's tokens from the second
+    on, if requested; complete before the first output.
     """
 
     __slots__ = (
@@ -87,13 +87,13 @@ class OutputStream:
         return output
 
     async def read(self) -> list[wire.TokenOutput]:
-        """All unread outputs, at least one; empty at the end."""
+        """Wait for outputs and take all unread ones; empty at the end."""
         return self.take() if self._outputs or await self._more() else []
 
     def take(self, most: int | None = None) -> list[wire.TokenOutput]:
-        """Unread outputs, at most so many, without waiting. Raises the stream's error once all are read."""
+        """Take unread outputs, at most `most`, without waiting. Raises the stream's error once all are taken."""
         if not self._outputs and self._error is not None:
-            raise copy.copy(self._error)  # the traceback of a raised error holds this stream: avoid a reference cycle
+            raise copy.copy(self._error)  # the traceback of a raised error refers to this stream: avoid a cycle
         if most is None or most >= len(self._outputs):
             outputs = list(self._outputs)
             self._outputs.clear()
@@ -104,8 +104,8 @@ class OutputStream:
         return outputs
 
     def close(self) -> None:
-        """Cancel the request unless it has ended. Reading then raises `Cancelled`, so that a part does not pass for the
-        whole answer."""
+        """Cancel the request unless it has ended. Reading then raises `Cancelled` if outputs were left, so that a part
+        does not pass for the whole answer."""
         if self.closed:
             return
         self.closed = True
@@ -130,7 +130,7 @@ class OutputStream:
     # -- for the producer ----------------------------------------------------------------------------------------------
 
     def push(self, outputs: list[wire.TokenOutput]) -> None:
-        """Add outputs; dropped after `close`."""
+        """Add outputs; they are dropped after `close`."""
         if not self.closed:
             self._outputs += outputs
             self._bell.set()
@@ -159,12 +159,12 @@ class OutputStream:
 async def merged(
     streams: Sequence[OutputStream], bell: asyncio.Event
 ) -> AsyncIterator[tuple[int, list[wire.TokenOutput]]]:
-    """(number of the stream, its new outputs), as they come. bell: of all the streams. Raises the first error."""
+    """(index of the stream, its new outputs), as they come. bell: of all the streams. Raises the first error."""
     still = dict(enumerate(streams))
     while still:
         bell.clear()
         for number, stream in list(still.items()):
-            ended = stream.ended  # read first: later outputs ring again
+            ended = stream.ended  # read before the yield, during which more outputs may come
             outputs = stream.take()
             if outputs:
                 yield number, outputs
@@ -178,10 +178,10 @@ async def merged(
 class StreamHandle(OutputStream):
     """A stream from a runtime process. Made by `StreamRegistry.register`.
 
-    ttft_ms, token_s: time to the first token, and seconds between two; known at the end. scores_left: scores of the
-    prompt that may still come. reserved: it holds a place. window: tokens that the runtime may be ahead of the reader.
-    For the batcher: partition; on_left: called when its reader closes it before its end; on_end: called once, at its
-    end.
+    ttft_ms: time to the first token; token_s: mean seconds between two; known at the end. scores_left: numbers for the
+    prompt's tokens that may still come. reserved: it holds a place. window: tokens that the runtime may be ahead of the
+    reader. For the batcher: partition; on_left: called when the reader closes the stream before its end; on_end: called
+    once, at its end.
     """
 
     __slots__ = (
@@ -198,7 +198,7 @@ class StreamHandle(OutputStream):
         self.on_left: Callable[[], None] | None = None
         self.on_end: Callable[[], object] | None = None
         self._registry = registry
-        self._owed = 0  # read, and not granted again
+        self._owed = 0  # tokens that were read, but not granted again
 
     def _taken(self, n: int) -> None:
         self._owed += n
@@ -213,10 +213,10 @@ class StreamHandle(OutputStream):
 class StreamRegistry:
     """The streams of one runtime process. Only on the loop.
 
-    limit: places. window: see `StreamHandle.window`. The batcher sets the hooks. say: sends a notification to the
-    runtime. on_room: the number of free places may have changed. on_event: `backpressure` or `slowConsumer` of a
-    stream. on_tokens: tokens of any stream came. on_completed: a stream completed while it was read. stray: dropped
-    notifications, by reason.
+    limit: number of places. window: see `StreamHandle.window`. stray: dropped notifications, by reason. The batcher
+    sets the hooks: say: sends a notification to the runtime. on_room: the number of free places may have changed.
+    on_event: `backpressure` or `slowConsumer` of a stream. on_tokens: tokens of any stream came. on_completed: a stream
+    completed that its reader had not closed, and that was not given up.
     """
 
     def __init__(self, limit: int = 64, window: int = wire.WINDOW) -> None:
@@ -231,7 +231,7 @@ class StreamRegistry:
         self.on_completed: Callable[[StreamHandle], object] = _dropped
         self.say: Callable[[str, Any], object] = _dropped
         self.stray: Counter[str] = Counter()
-        self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
+        self._streams: dict[str, StreamHandle] = {}  # registered; until the runtime, too, has ended them
         self._active = 0  # streams with a place
         self._idle = Idle(lambda: not self._active)
         self._prefix, self._number = secrets.token_hex(4), 0
@@ -245,9 +245,9 @@ class StreamRegistry:
     def register(
         self, stream_id: str | None = None, partition: Hashable = None, bell: asyncio.Event | None = None
     ) -> StreamHandle:
-        """A stream without a place. Close it, or read it to its end.
+        """A new stream, which holds no place yet. Close it, or read it to its end.
 
-        stream_id: 1 to 200 printable characters; None: a new one. Raises ConfigError.
+        stream_id: 1 to 200 printable characters; None makes one. Raises ConfigError.
         """
         if stream_id is None:
             self._number += 1
@@ -259,7 +259,7 @@ class StreamRegistry:
         return handle
 
     def find(self, stream_id: str) -> StreamHandle | None:
-        """The stream of that name that has not ended."""
+        """The registered stream of that id."""
         return self._streams.get(stream_id)
 
     def active_count(self) -> int:
@@ -280,7 +280,7 @@ class StreamRegistry:
         return await self._idle.wait(timeout)
 
     def reserve(self, handle: StreamHandle) -> None:
-        """Its request is put into a message: it takes a place."""
+        """Give the stream a place, because its request is put into a message."""
         assert not handle.reserved, handle.id
         assert self._streams.get(handle.id) is handle, handle.id
         handle.reserved = True
@@ -288,19 +288,19 @@ class StreamRegistry:
         self.on_room()
 
     def release(self, handle: StreamHandle, error: ReflexError | None = None) -> None:
-        """The runtime does not have the stream: free its place, and end it. Nothing if it has ended."""
+        """End a stream that the runtime does not have, and free its place. Nothing if that has been done."""
         if self._streams.get(handle.id) is handle:
             self._end(handle, error)
 
     def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
-        """The runtime may have the stream: cancel it there, free its place at once, and end it."""
+        """End a stream that the runtime may have: cancel it there, and free its place at once."""
         if handle.reserved:
             self.say(wire.CANCEL, wire.StreamId(handle.id))
         self.release(handle, error)
 
     def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
-        """End the stream for its reader, and cancel it at the runtime, which frees its place. Nothing if it has
-        ended."""
+        """End the stream for its reader, and cancel it at the runtime, whose terminal event frees the place. Nothing if
+        it has ended."""
         if handle.ended or self._streams.get(handle.id) is not handle:
             return
         if not handle.closed:
@@ -327,7 +327,7 @@ class StreamRegistry:
         take(handle, said)
 
     def lost(self, error: ReflexError) -> None:
-        """The runtime process was lost: end the streams with a place. Requests that wait go to the next process."""
+        """The runtime process was lost: end the streams with a place. Waiting requests go to the next process."""
         for handle in [handle for handle in self._streams.values() if handle.reserved]:
             self._end(handle, error)
 
@@ -349,7 +349,7 @@ class StreamRegistry:
         self.on_tokens()
         handle.completion_tokens += len(chunk.tokens)
         if handle.unread + len(chunk.tokens) > WINDOWS * handle.window:
-            self.give_up(handle, ProtocolError(f"the runtime is over {WINDOWS} windows ahead of the reader"))
+            self.give_up(handle, ProtocolError(f"the runtime is more than {WINDOWS} windows ahead of the reader"))
         elif chunk.tokens:
             handle.push(chunk.tokens)
 
@@ -358,8 +358,8 @@ class StreamRegistry:
         if handle.ended:
             self.stray["after_the_end"] += 1
         elif handle.scores_left < 0:
-            told = f"not asked for, or more than {wire.MOST_SCORES} numbers"
-            self.give_up(handle, ProtocolError(f"{wire.PROMPT}: {told}"))
+            why = f"was not requested, or has more than {wire.MOST_SCORES} numbers"
+            self.give_up(handle, ProtocolError(f"{wire.PROMPT}: {why}"))
         else:
             handle.prompt_scores += said.tokens
 
@@ -377,7 +377,7 @@ class StreamRegistry:
                 self.on_completed(handle)
             self._end(handle, None)
         elif said.event == "cancelled":
-            self._end(handle, Cancelled("it was cancelled"))
+            self._end(handle, Cancelled("the runtime cancelled the stream"))
         elif said.error is None:
             self._end(handle, ProcessorError("the runtime ended the stream without a reason"))
         else:
@@ -396,7 +396,7 @@ class StreamRegistry:
             self.give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
 
     def _left(self, handle: StreamHandle) -> None:
-        """Its reader closed it before its end."""
+        """The reader closed the stream before its end."""
         if handle.reserved:
             self.say(wire.CANCEL, wire.StreamId(handle.id))
         if handle.on_left is not None:
@@ -405,7 +405,7 @@ class StreamRegistry:
             self._end(handle, None)
 
     def _end(self, handle: StreamHandle, error: ReflexError | None) -> None:
-        """The runtime does not have the stream: end it, and free its place."""
+        """End a stream that the runtime does not have, or no longer, and free its place."""
         del self._streams[handle.id]
         if not handle.ended:
             handle.end(error)
@@ -418,7 +418,7 @@ class StreamRegistry:
 
     @staticmethod
     def _ended(handle: StreamHandle) -> None:
-        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # they may refer to it: break the cycle
+        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # the hooks may refer to it: break the cycle
         if on_end is not None:
             on_end()
 
@@ -426,8 +426,8 @@ class StreamRegistry:
 _ID = Reader(wire.StreamId)
 
 
-def _dropped(*told: object) -> None:
-    """The hooks without a batcher."""
+def _dropped(*ignored: object) -> None:
+    """Does nothing: the hooks before a batcher sets them."""
 
 
 # -- in the runtime process --------------------------------------------------------------------------------------------
@@ -436,14 +436,15 @@ def _dropped(*told: object) -> None:
 class Outlet:
     """A stream of this process from its request to its terminal event.
 
-    leader: an earlier stream with the same prompt. stream: None until the engine has it. gone: why it will not begin.
-    begun: set when the engine has it, or it will not begin. told: scores of its prompt that were sent; None: not
-    requested, or all sent. first_told: a leader whose scores are sent before its tokens.
+    leader: an earlier stream with the same prompt. stream: None before the engine has it, and after its end. gone: why
+    it will not begin. begun: set when the engine has it, or when it will not begin. scored: number of its prompt's
+    scores that were sent; None: not requested, or all sent. awaited: a leader, all of whose scores must be sent before
+    this stream's tokens. final: its last token was sent. stalled: `backpressure` was sent.
     """
 
     __slots__ = (
-        "arrived", "begun", "bell", "credits", "final", "first", "first_told", "gone", "id", "leader", "stalled",
-        "stream", "told",
+        "arrived", "awaited", "begun", "bell", "credits", "final", "first", "gone", "id", "leader", "scored", "stalled",
+        "stream",
     )  # fmt: skip
 
     def __init__(
@@ -456,8 +457,8 @@ class Outlet:
         self.gone: ReflexError | None = None
         self.first: float | None = None  # when its first token was sent
         self.stalled = self.final = False
-        self.told: int | None = None if params.prompt_logprobs is None else 0
-        self.first_told = leader if leader is not None and leader.told is not None else None
+        self.scored: int | None = None if params.prompt_logprobs is None else 0
+        self.awaited = leader if leader is not None and leader.scored is not None else None
 
 
 class _Bell(asyncio.Event):
@@ -478,17 +479,17 @@ class Outlets:
         self.live: dict[str, Outlet] = {}
         self.peer: Peer | None = None
         self._clock = clock
-        self._news: dict[Outlet, None] = {}
+        self._news: dict[Outlet, None] = {}  # those that may have something to send, in order
         self._due = False  # whether `forward` is scheduled
-        self._scores = 0  # of prompts, that may still be sent in this turn
+        self._scores = 0  # numbers for tokens of prompts that may still be sent in this turn
         self._empty = asyncio.Event()
         self._empty.set()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def add(self, params: wire.GenerateParams) -> Outlet:
-        """A stream for this request. Raises ConfigError for a wrong id, ProtocolError (−32602) for one that is live;
-        QueueFull."""
+        """A stream for this request. Raises ConfigError for a wrong id, ProtocolError (−32602) for one that is live,
+        QueueFull if there are too many."""
         id = params.stream_id
         wire.check_name("stream_id", id)
         if id in self.live:
@@ -501,7 +502,7 @@ class Outlets:
         return outlet
 
     def begin(self, outlet: Outlet, stream: OutputStream) -> None:
-        """The engine has it: send its tokens from now on. Raises the error of an outlet that was cancelled before."""
+        """Send the tokens of a stream from now on. If it was cancelled before, closes it and raises its error."""
         if outlet.gone is not None:
             _close(stream)
             raise outlet.gone
@@ -510,22 +511,22 @@ class Outlets:
         self._rang(outlet)
 
     def drop(self, outlet: Outlet) -> None:
-        """The stream does not begin: no notification is sent."""
+        """Forget a stream that does not begin. No notification is sent."""
         outlet.begun.set()
         self._forget(outlet)
 
-    # -- the reader's --------------------------------------------------------------------------------------------------
+    # -- for the reader ------------------------------------------------------------------------------------------------
 
     def credit(self, given: wire.Credit) -> None:
-        """Grant a stream credits; nothing if it has ended."""
+        """Add to a stream's credits; nothing if it has ended."""
         outlet = self.live.get(given.stream_id)
         if outlet is not None:
             outlet.credits += given.tokens
             self._rang(outlet)
 
     def cancel(self, id: str) -> bool:
-        """Cancel a stream: it ends with the event `cancelled`; one that has not begun, with that error of its request.
-        Returns whether there was such a stream."""
+        """Cancel a stream: it ends with the event `cancelled`, or if it has not begun, its request fails. Returns
+        whether there was such a stream."""
         outlet = self.live.get(id)
         if outlet is None:
             return False
@@ -535,7 +536,7 @@ class Outlets:
             self._end(outlet, "cancelled")
         return True
 
-    # -- the engine's --------------------------------------------------------------------------------------------------
+    # -- for the engine ------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
         """Send the new tokens of all streams."""
@@ -579,7 +580,7 @@ class Outlets:
 
     def _send(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> None:
         unread = stream.unread
-        if unread and not self._told(peer, outlet, stream):
+        if unread and not self._send_scores(peer, outlet, stream):
             return
         if unread and outlet.credits:
             outputs = stream.take(min(unread, outlet.credits))
@@ -598,37 +599,37 @@ class Outlets:
                 self._end(outlet, "completed")
         elif not stream.held:
             outlet.stalled = False
-        elif not outlet.stalled:  # no credits; one event each time that its engine holds it
+        elif not outlet.stalled:  # it has no credits; one event is sent each time that its engine holds it
             outlet.stalled = True
             peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, "backpressure"))
 
-    def _told(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> bool:
-        """Send scores of its prompt, as many as this turn has room for. Returns whether its tokens may be sent: all
-        scores were, also those of its leader."""
-        if outlet.told is not None:
-            begin = end = outlet.told
+    def _send_scores(self, peer: Peer, outlet: Outlet, stream: OutputStream) -> bool:
+        """Send as many scores of its prompt as this turn has room for. Returns whether its tokens may be sent: its own
+        scores and those of its leader are."""
+        if outlet.scored is not None:
+            begin = end = outlet.scored
             scores = stream.prompt_scores
             while end < len(scores) and self._scores > 0:
                 self._scores -= 1 + len(scores[end].top)
                 end += 1
             if end > begin:
                 peer.notify(wire.PROMPT, wire.StreamPrompt(outlet.id, scores[begin:end]))
-            outlet.told = end
+            outlet.scored = end
             if end < len(scores):
                 self._rang(outlet)  # the rest in the next turn
                 return False
-            self._all_told(outlet)
-        return outlet.first_told is None
+            self._all_scored(outlet)
+        return outlet.awaited is None
 
-    def _all_told(self, outlet: Outlet) -> None:
-        """Its scores are sent: the tokens of its followers may be."""
-        outlet.told = None
-        for follower in [one for one in self.live.values() if one.first_told is outlet]:
-            follower.first_told = None
+    def _all_scored(self, outlet: Outlet) -> None:
+        """All scores of the stream were sent, or it has ended: its followers may send tokens."""
+        outlet.scored = None
+        for follower in [one for one in self.live.values() if one.awaited is outlet]:
+            follower.awaited = None
             self._rang(follower)
 
     def _failed(self, peer: Peer, outlet: Outlet, error: ReflexError) -> None:
-        if isinstance(error, Cancelled):  # by its engine, which held it too long
+        if isinstance(error, Cancelled):  # the engine cancelled it because it was held too long
             peer.notify(wire.EVENT, wire.StreamEvent(outlet.id, "slowConsumer"))
         self._end(outlet, "error", error)
 
@@ -651,8 +652,8 @@ class Outlets:
     def _forget(self, outlet: Outlet) -> None:
         self.live.pop(outlet.id, None)
         self._news.pop(outlet, None)
-        if outlet.told is not None:
-            self._all_told(outlet)
+        if outlet.scored is not None:
+            self._all_scored(outlet)
         if not self.live:
             self._empty.set()
 

@@ -1,7 +1,7 @@
-"""The runtime process: a model on one side, a connection to its front on the other.
+"""The runtime process: it has a model, and a connection to the server.
 
-The front sends requests, the engine computes, and `Outlets` sends the tokens. A process loads one model in its life.
-When the connection ends, every stream is closed, and the process ends.
+The server sends requests, the engine computes, and `Outlets` sends the tokens. A process loads only one model. When the
+connection ends, every stream is closed, and the process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reflex_runtime.version import __version__
 
 log = logging.getLogger("reflex.ipc")
 
-GRACE = 5.0  # seconds beyond its time limit until work is left behind
+GRACE = 5.0  # seconds that work may take beyond its time limit; then the process ends without it
 
 _KINDS = {
     wire.LOAD: wire.LoadModel, wire.GENERATE: wire.GenerateParams, wire.BATCH_GENERATE: wire.BatchGenerate,
@@ -36,29 +36,30 @@ _READERS = {method: frames.Reader(kind) for method, kind in _KINDS.items()}  # o
 
 
 class Engine(Protocol):
-    """A loaded model. Called on the loop only."""
+    """A loaded model. Called only on the loop."""
 
     def info(self) -> dict[str, Any]:
         """The result of `load_model`; JSON-safe."""
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Admit nothing more; every stream has ended when it returns. Returns whether no thread is at work."""
+        """Admit nothing more, and end every stream. drain: let them finish within `timeout` seconds. Returns whether no
+        thread is at work."""
 
     def state(self) -> dict[str, Any]:
-        """Its part of `runtime/state`; JSON-safe."""
+        """The `model` of `runtime/state`; JSON-safe."""
         return {"state": "ready"}
 
     async def metrics(self) -> str:
-        """Prometheus text, or nothing."""
+        """Prometheus text, or ""."""
         return ""
 
     def live(self) -> Any:
-        """A `LiveSnapshot` since the last call; None for nothing."""
+        """A `LiveSnapshot` of the time since the last call, or None."""
         return None
 
     async def submit(self, params: wire.GenerateParams, bell: asyncio.Event, leader: Any) -> OutputStream:
         """Queue a request. bell: see `OutputStream`. leader: None, or a stream of this engine with the same prompt and
-        no output yet, for which this one waits. Raises ReflexError."""
+        no output yet; the new one waits for it. Raises ReflexError."""
 
 
 Load = Callable[[wire.LoadModel], Awaitable[Engine]]
@@ -66,7 +67,7 @@ _Accepted = tuple[wire.GenerateParams, Engine, Outlet]
 
 
 class Worker:
-    """Answers the calls of the front; the handler of one peer. grace: see GRACE."""
+    """Answers the calls of the server; the handler of one peer. grace: see GRACE."""
 
     def __init__(self, load: Load, *, grace: float = GRACE, clock: Callable[[], float] = time.monotonic) -> None:
         self._make, self._clock, self._grace = load, clock, grace
@@ -75,7 +76,7 @@ class Worker:
         self._model_id, self._loading = "", False
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[bool] | None = None
-        self._over, self.told_to_stop = asyncio.Event(), False  # whether `shutdown` was called
+        self._over, self.shutdown_called = asyncio.Event(), False
         self._methods: dict[str, Callable[..., Any]] = {
             wire.INFO: self._info, wire.STATE: self._state, wire.METRICS: self._metrics, wire.LIVE: self._live,
             wire.LOAD: self._load, wire.CHECK_DRAFT: _no_drafts, wire.GENERATE: self._generate,
@@ -84,9 +85,9 @@ class Worker:
         self._notes: dict[str, Callable[[Any], object]] = {wire.CREDIT: self._outlets.credit, wire.CANCEL: self._cancel}
 
     async def run(self, peer: Peer) -> bool:
-        """Serve until `shutdown`, or until the connection ends. Every stream and the engine are closed when it returns.
-        Returns whether no thread is at work, so that the process can exit in the usual way."""
-        self._meet(peer)
+        """Serve until `shutdown`, or until the connection ends; then close every stream and the engine. Returns whether
+        no thread is at work, so that the process can exit normally."""
+        self._set_peer(peer)
         await self._over.wait()
         stopping = self._stop(False, self._grace)
         await asyncio.wait([stopping], timeout=2 * self._grace)
@@ -105,11 +106,11 @@ class Worker:
 
     def called(self, peer: Peer, request: frames.RpcMessage) -> None:
         """Answer a call at once, or when its coroutine is done."""
-        self._meet(peer)
+        self._set_peer(peer)
         method, reader = self._methods.get(request.method), _READERS.get(request.method)
         if method is None:
-            told = f"{request.method[:100]!r}: there is no such method"
-            peer.refuse(request, frames.RpcError(frames.METHOD_NOT_FOUND, told))
+            why = f"{request.method[:100]!r}: there is no such method"
+            peer.refuse(request, frames.RpcError(frames.METHOD_NOT_FOUND, why))
             return
         result = method() if reader is None else method(reader.read(request.params))
         if not isinstance(result, Coroutine):
@@ -120,7 +121,7 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
     def notified(self, peer: Peer, note: frames.RpcMessage) -> None:
-        self._meet(peer)
+        self._set_peer(peer)
         if act := self._notes.get(note.method):
             act(_READERS[note.method].read(note.params))
         else:
@@ -131,11 +132,11 @@ class Worker:
         if error is not None:
             log.warning("the connection ended: %s", error)
         self._outlets.end(Drained("the connection ended"))
-        for task in self._tasks:  # after their first step: a coroutine must have begun
+        for task in self._tasks:  # in the next turn: a coroutine that has not begun could not handle its cancellation
             asyncio.get_running_loop().call_soon(task.cancel)
         self._over.set()
 
-    def _meet(self, peer: Peer) -> None:
+    def _set_peer(self, peer: Peer) -> None:
         if self._outlets.peer is None:
             self._outlets.peer = peer
             peer.on_relief = self._outlets.forward
@@ -161,10 +162,10 @@ class Worker:
     def _live(self) -> Any:
         return None if self._engine is None else self._engine.live()
 
-    def _shutdown(self, asked: wire.Shutdown) -> Coroutine[Any, Any, dict[str, bool]]:
-        """The first call decides; later ones get its answer."""
-        self.told_to_stop = True
-        return _clean(self._stop(asked.drain, asked.timeout_s))
+    def _shutdown(self, params: wire.Shutdown) -> Coroutine[Any, Any, dict[str, bool]]:
+        """Only the params of the first call count; later calls get the same answer."""
+        self.shutdown_called = True
+        return _clean(self._stop(params.drain, params.timeout_s))
 
     def _stop(self, drain: bool, timeout: float) -> asyncio.Task[bool]:
         if self._stopping is None:
@@ -192,23 +193,23 @@ class Worker:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def _load(self, asked: wire.LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Check the params at once, so that the next call finds the model taken; load in a coroutine."""
-        wire.check_name("load_model: model_id", asked.model_id)
+    def _load(self, params: wire.LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Check the params at once, so that the next `load_model` is refused; the coroutine loads."""
+        wire.check_name("load_model: model_id", params.model_id)
         self._check_open()
         if self._engine is not None or self._loading:
-            told = f"a process has one model, and {self._model_id!r} is loaded"
-            raise ConfigError(f"load_model: model_id={asked.model_id!r}: {told}")
-        self._model_id, self._loading = asked.model_id, True
-        return self._loaded(asked)
+            why = f"a process has one model, and {self._model_id!r} is loaded"
+            raise ConfigError(f"load_model: model_id={params.model_id!r}: {why}")
+        self._model_id, self._loading = params.model_id, True
+        return self._loaded(params)
 
-    async def _loaded(self, asked: wire.LoadModel) -> dict[str, Any]:
+    async def _loaded(self, params: wire.LoadModel) -> dict[str, Any]:
         try:
-            engine = await self._make(asked)
+            engine = await self._make(params)
         except Exception:
             self._loading = False
             raise
-        self._loading = False  # not after a cancellation: a thread may still be loading
+        self._loading = False  # but not after a cancellation: a thread may still be loading
         if self._stopping is not None:
             await self._closed(engine, False, self._grace)
             self._check_open()
@@ -216,7 +217,7 @@ class Worker:
         return engine.info()
 
     async def _closed(self, engine: Engine, drain: bool, timeout: float) -> bool:
-        """Close an engine. False if it does not close in time, or a thread of it is at work."""
+        """Close an engine. Returns False if it does not close in time, or if one of its threads is at work."""
         closing = asyncio.ensure_future(engine.close(drain, timeout))
         await asyncio.wait([closing], timeout=timeout + self._grace)
         if not closing.done():
@@ -231,21 +232,21 @@ class Worker:
         """The model of this name, or "". Raises ConfigError, Closed."""
         self._check_open()
         if self._engine is None or id not in ("", self._model_id):
-            there = "nothing" if self._engine is None else repr(self._model_id)
+            there = "no model" if self._engine is None else repr(self._model_id)
             raise ConfigError(f"model_id={id[:220]!r}: is not loaded here; {there} is")
         return self._engine
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
-    def _cancel(self, asked: wire.StreamId) -> dict[str, bool]:
-        return {"cancelled": self._outlets.cancel(asked.stream_id)}
+    def _cancel(self, params: wire.StreamId) -> dict[str, bool]:
+        return {"cancelled": self._outlets.cancel(params.stream_id)}
 
-    def _generate(self, asked: wire.GenerateParams) -> Coroutine[Any, Any, wire.Started]:
-        return self._begin(*self._accept(asked))
+    def _generate(self, params: wire.GenerateParams) -> Coroutine[Any, Any, wire.Started]:
+        return self._begin(*self._accept(params))
 
-    def _batch_generate(self, asked: wire.BatchGenerate) -> Coroutine[Any, Any, wire.BatchResult]:
+    def _batch_generate(self, params: wire.BatchGenerate) -> Coroutine[Any, Any, wire.BatchResult]:
         """Accept all requests, in order; the coroutine starts them."""
-        arrived, requests = self._clock(), asked.requests
+        arrived, requests = self._clock(), params.requests
         groups: Counter[str] = Counter()
         seen: set[str] = set()
         accepted: list[_Accepted | ReflexError] = []
@@ -254,8 +255,8 @@ class Worker:
                 one: wire.GenerateParams = _READERS[wire.GENERATE].read(raw)
                 groups["+".join(filter(None, (one.model_id, one.draft_model)))] += 1
                 if one.stream_id in seen:
-                    told = f"stream_id={one.stream_id[:200]!r}: twice in a batch"
-                    raise frames.ProtocolError(told, frames.INVALID_PARAMS)
+                    why = f"stream_id={one.stream_id[:200]!r}: twice in a batch"
+                    raise frames.ProtocolError(why, frames.INVALID_PARAMS)
                 seen.add(one.stream_id)
                 accepted.append(self._accept(one))
             except ReflexError as error:
@@ -268,19 +269,19 @@ class Worker:
         items = await asyncio.gather(*(self._item(one) for one in accepted))
         return wire.BatchResult(list(items), len(items), groups, (self._clock() - arrived) * 1e3)
 
-    async def _item(self, asked: _Accepted | ReflexError) -> wire.Item:
+    async def _item(self, one: _Accepted | ReflexError) -> wire.Item:
         try:
-            if isinstance(asked, ReflexError):
-                raise asked
-            return wire.Item(True, await self._begin(*asked))
+            if isinstance(one, ReflexError):
+                raise one
+            return wire.Item(True, await self._begin(*one))
         except ReflexError as error:
             return wire.Item(False, error=frames.error_of(error))
 
     def _accept(self, params: wire.GenerateParams) -> _Accepted:
-        """Check what needs no engine. From now on its stream is live and can be cancelled."""
+        """Check what needs no engine, and add the request's stream, which can be cancelled from now on."""
         for name in ("draft_model", "guidance"):
             if getattr(params, name) is not None:
-                raise frames.ProtocolError(f"{name}: this runtime has none", frames.INVALID_PARAMS)
+                raise frames.ProtocolError(f"{name}: is not supported by this runtime", frames.INVALID_PARAMS)
         return params, self._model(params.model_id), self._outlets.add(params)
 
     async def _begin(self, params: wire.GenerateParams, engine: Engine, outlet: Outlet) -> wire.Started:
@@ -307,20 +308,20 @@ class Worker:
 async def serve(load: Load) -> tuple[int, bool]:
     """Run a runtime process on its standard input (`inherited`).
 
-    Returns the exit status (0: `shutdown`; 1: the connection ended) and whether no thread is at work; else the process
-    has to leave by `os._exit`.
+    Returns the exit status (0: `shutdown`; 1: the connection ended), and whether no thread is at work; if one is, the
+    process must end by `os._exit`.
     """
     worker = Worker(load)
     _, peer = await asyncio.get_running_loop().connect_accepted_socket(lambda: Peer(worker), inherited())
     clean = await worker.run(peer)
-    return 0 if worker.told_to_stop else 1, clean
+    return 0 if worker.shutdown_called else 1, clean
 
 
 def inherited() -> socket.socket:
-    """The socket that is the standard input of this process. Stdin is empty from now on, so that nothing else reads the
+    """The socket that is the standard input of this process. Stdin becomes empty, so that nothing else reads the
     connection. Raises ConfigError if stdin is no socket."""
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
-        raise ConfigError("a runtime process needs a socket as its standard input, and is started by its front")
+        raise ConfigError("stdin is no socket: a runtime process is started by its server, not from a shell")
     sock = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -354,6 +355,6 @@ async def _clean(stopping: asyncio.Task[bool]) -> dict[str, bool]:
 
 
 async def _within(seconds: float, waiting: asyncio.Future[Any]) -> None:
-    """Wait at most this long, then cancel it."""
+    """Wait for a future at most this long, then cancel it."""
     await asyncio.wait([waiting], timeout=max(0.0, seconds))
     waiting.cancel()

@@ -1,8 +1,8 @@
 """Language models: continuous batching over a paged cache, on the scheduler core.
 
-A request has three shapes from the wire to a step: the body of its dialect (`api`), the `GenerationRequest` of all
-dialects, and a `Sequence` of the engine for each choice. The `GenerateParams` of a `GenerationRequest` are what the
-engine gets, in this process or in a runtime process.
+From the wire to a step a request has three forms: a body of its dialect (`api`), a `GenerationRequest`, which is the
+same for all dialects, and for each choice a `Sequence` of the engine. The engine, in this process or in a runtime
+process, gets the `GenerateParams` of the `GenerationRequest`.
 """
 
 from reflex_runtime.ipc.messages import SamplingParams, TokenOutput

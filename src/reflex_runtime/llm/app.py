@@ -39,21 +39,21 @@ DIALECTS: Final = (
 
 
 class ModelServer:
-    """The routes of a model server. app: with these routes."""
+    """The routes of a model server. app: the application that serves them."""
 
     def __init__(self, state: ServerState) -> None:
         self.state, config = state, state.plan.config
-        completing = self._completing = CompletionHandler(state)
+        handler = self._handler = CompletionHandler(state)
         most = config.max_body_bytes
-        questions = [
+        endpoints = [
             Route(
-                api.path, partial(completing.complete, api), "POST",
-                most=most, form=api.form, refused=completing.refused,
+                api.path, partial(handler.complete, api), "POST",
+                most=most, form=api.form, refused=handler.refused,
             )
             for api in DIALECTS
         ]  # fmt: skip
-        questions += [
-            Route(path, partial(self._of_tokens, path, read), "POST", most=most, form=form)
+        endpoints += [
+            Route(path, partial(self._answer_tokenizer, path, read), "POST", most=most, form=form)
             for path, read, form in (
                 ("/tokenize", tokenize.tokenize, None),
                 ("/detokenize", tokenize.detokenize, None),
@@ -61,7 +61,7 @@ class ModelServer:
             )
         ]
         pages = [
-            Route(MODELS, self._cards),
+            Route(MODELS, self._list_models),
             Route("/health", self._health, open=True),
             Route("/metrics", self._metrics, open=True),
             Route("/version", self._version, open=True),
@@ -69,34 +69,34 @@ class ModelServer:
             Route("/status", self._status, operators=True),
             *dashboard_routes(state.watchers),
         ]
-        card = self._one = Route(MODELS + "/{id}", self._card)
+        model_route = self._model_route = Route(MODELS + "/{id}", self._show_model)
         self.app = App(
             config,
-            {route.path: route for route in [*questions, *pages]},
+            {route.path: route for route in [*endpoints, *pages]},
             error_form(lambda error, _: error_body(error)),
-            find=lambda path: card if path.startswith(MODELS + "/") else None,
+            find=lambda path: model_route if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
         )
 
     def _count(self, request: HttpRequest, status: int) -> None:
         self.state.answered("other" if request.route is None else request.route.path, status)
 
-    async def _of_tokens(
-        self, path: str, read: Callable[[bytes], tokenize.Question], request: HttpRequest
+    async def _answer_tokenizer(
+        self, path: str, read: Callable[[bytes], tokenize.TokenizerCall], request: HttpRequest
     ) -> HttpResponse:
-        """Answer a request for the tokenizer alone."""
+        """Answer a request that needs only the tokenizer."""
         host = self.state.ready()
         name, hints, answer = await read_body(request, read)
         if name is not None:
             self.state.adapter(name)
-        return HttpResponse(200, await answer(host), headers=self._completing.told(path, hints, host))
+        return HttpResponse(200, await answer(host), headers=self._handler.hint_header(path, hints, host))
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
-    async def _cards(self, request: HttpRequest) -> HttpResponse:
+    async def _list_models(self, request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, encode({"object": "list", "data": list(map(self.state.card, self.state.names))}))
 
-    async def _card(self, request: HttpRequest) -> HttpResponse:
+    async def _show_model(self, request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, encode(self.state.card(unquote(request.path[len(MODELS) + 1 :]))))
 
     async def _health(self, request: HttpRequest) -> HttpResponse:
@@ -113,12 +113,12 @@ class ModelServer:
         return HttpResponse(200, encode({"version": __version__}))
 
     def _document(self, request: HttpRequest) -> bytes:
-        """Callers without the key do not get the model's name."""
+        """/openapi.json: only callers with the key get the model's name."""
         app = self.app
-        return document([*app.routes.values(), self._one], self.state.names, app.keys, app.knows(request))
+        return document([*app.routes.values(), self._model_route], self.state.names, app.keys, app.knows(request))
 
 
 def serving(plan: ModelPlan, open: Open, parent: Parent | None) -> tuple[App, ServerState]:
-    """The application of a model and its host. open: see `ServerState`."""
+    """The application of a model, and its state. open, parent: see `ServerState`."""
     state = ServerState(plan, open, parent)
     return ModelServer(state).app, state

@@ -218,7 +218,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--runner openvino --device cuda", "--device=cuda: needs a GPU and a PyTorch that sees it"),
+        ("--runner openvino --device cuda", "--device=cuda: PyTorch is not installed or sees no GPU"),
         ("--runner torch --quantization int8", "--quantization=int8: only the openvino runner rounds weights"),
         ("--block-size 8", "--block-size=8: the kernels of the openvino runner fix the size of a block"),
         ("--kv-cache-gb 0.000008191", "--kv-cache-gb=8.191e-06: must be in [8.192e-06, 20] GB: from one block"),
@@ -228,8 +228,8 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
         ("--kv-cache-gb 21", "--kv-cache-gb=21: must be in [8.192e-06, 20] GB"),
         ("--runner torch --kv-cache-gb 21", "--kv-cache-gb=21: must be in [4.096e-06, 20] GB"),
         ("--workers 4 --kv-cache-gb 6", "--kv-cache-gb=6: must be in [8.192e-06, 5] GB: from one block of this model "
-         "to the memory that is free for each of 4 processes"),
-        ("--max-model-len 1001", "--max-model-len=1001: must be at most 1000, what the model was made for"),
+         "to the free memory for each of 4 processes"),
+        ("--max-model-len 1001", "--max-model-len=1001: must be at most 1000, the model's context"),
     ],
 )
 def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as_flags(

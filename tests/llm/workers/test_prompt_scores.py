@@ -42,7 +42,7 @@ def test_l9_a_runtime_process_tells_no_more_of_a_prompt_than_a_front_takes(monke
     monkeypatch.setattr(messages, "MOST_SCORES", 6)
 
     async def work(engine: WorkerEngine) -> None:
-        with pytest.raises(ConfigError, match=r"prompt_logprobs: 8 numbers of the prompt would be told, at most 6 are"):
+        with pytest.raises(ConfigError, match=r"prompt_logprobs: 8 numbers of the prompt are too many, at most 6 are"):
             await said(engine, prompt="abcd", prompt_logprobs=1)
         assert len((await said(engine, prompt="abc", prompt_logprobs=1, max_tokens=2))[0]) == 2
         with pytest.raises(ConfigError, match=r"prompt_logprobs=21: must be in \[0, 20\]"):

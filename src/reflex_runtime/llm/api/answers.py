@@ -1,6 +1,6 @@
-"""Answers: what all dialects have in common, and those of completions and chats, whole or as server-sent events.
+"""Answers, as one body or as server-sent events: the common part of all dialects, and those of completions and chats.
 
-A dialect is a `ModelApi`: it reads a body to a `GenerationRequest`; its `Writer` gets the outputs of all choices and
+A dialect is a `ModelApi`: it turns a body into a `GenerationRequest`; its `Writer` gets the outputs of all choices and
 writes events or one body.
 """
 
@@ -28,7 +28,7 @@ Kind = Literal["thought", "text"]
 
 
 class Cached(msgspec.Struct):
-    """cached_tokens: of the prompts, in the prefix cache."""
+    """cached_tokens: tokens of the prompts that were in the prefix cache."""
 
     cached_tokens: int
 
@@ -44,10 +44,10 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """Everything that an answer is written from.
+    """All that a `Writer` needs.
 
-    id: of the request. streams: of its choices. detokenizer: the text of tokens. reader: makes the reader of a choice's
-    text. echoes: the texts with which the choices begin. firsts: the first token of each prompt, if prompts are scored.
+    id: the request's. streams: one for each choice. reader: makes the reader of a choice's text. echoes: the text with
+    which each choice begins; empty without `echo`. firsts: the first token of each prompt, if prompts are scored.
     """
 
     id: str
@@ -60,32 +60,32 @@ class ReplyContext:
 
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many choices it has."""
-        firsts = self.streams[:: self.asked.n]
-        prompt = sum(s.prompt_tokens for s in firsts)
-        made = 0 if self.asked.prompt_only else sum(s.completion_tokens for s in self.streams)
-        return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
+        prompts = self.streams[:: self.asked.n]
+        prompt = sum(s.prompt_tokens for s in prompts)
+        output = 0 if self.asked.prompt_only else sum(s.completion_tokens for s in self.streams)
+        return Usage(prompt, output, prompt + output, Cached(sum(s.cached_tokens for s in prompts)))
 
     def scores(self, index: int) -> list[ScoredToken]:
-        """The tokens of a choice's prompt, known from its first output on. They come with the prompt's first choice.
-        The first token has no logprob."""
+        """The tokens of a choice's prompt, complete once the choice has an output. Only the prompt's first choice is
+        scored. The first token has no logprob."""
         n = self.asked.n
         return [self.firsts[index // n], *self.streams[index // n * n].prompt_scores]
 
 
 class Writer(Protocol):
-    """Writes one answer: of a stream its events, else one body at the end."""
+    """Writes one answer: events if it is a stream, else one body at the end."""
 
     @property
     def id(self) -> str: ...
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that have ended."""
+        """Those of the choices that have ended."""
 
     def add(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """Take new outputs of a choice; returns the events of a stream."""
+        """Take new outputs of a choice; returns the events for a stream, else b""."""
 
     def end(self) -> bytes:
-        """The last events, or the body."""
+        """The last events of a stream, or the body."""
 
     def failed(self, error: ReflexError) -> bytes:
         """The last event of a stream that fails."""
@@ -93,8 +93,8 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelApi:
-    """A dialect. path: of its endpoint. read: a body, with the model's defaults; raises BadRequest. write: makes the
-    writer. form: of its errors."""
+    """A dialect. path: of its endpoint. read: turns a body and the model's defaults into a request, or raises
+    BadRequest. write: makes the writer. form: of its errors."""
 
     path: str
     read: Callable[[bytes, SamplingParams], GenerationRequest]
@@ -103,8 +103,8 @@ class ModelApi:
 
 
 class PartWriter:
-    """Writes an answer of one choice by its parts. A subclass makes events of the parts, and keeps them for the body;
-    without a stream there are no events."""
+    """Writes an answer of one choice, part by part: thoughts, texts, calls. A subclass makes the events of a part, and
+    keeps the part for the body. `_event` writes nothing if the answer is no stream."""
 
     def __init__(self, reply: ReplyContext) -> None:
         self._reply = reply
@@ -132,7 +132,7 @@ class PartWriter:
         return b"".join(events)
 
     def _event(self, type: str, **fields: Any) -> bytes:
-        """A server-sent event of that type."""
+        """A server-sent event of that type; b"" if the answer is no stream."""
         if not self._reply.asked.stream:
             return b""
         return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields}))
@@ -145,7 +145,7 @@ class PartWriter:
         text = part.text if isinstance(part, Thought) else part
         self._kind = kind
         self._pieces.append(text)
-        return before + self._said(kind, text)
+        return before + self._delta(kind, text)
 
     def _close(self) -> bytes:
         kind, text = self._kind, "".join(self._pieces)
@@ -153,7 +153,7 @@ class PartWriter:
         return b"" if kind is None else self._closed(kind, text)
 
     def _shown(self, output: TokenOutput) -> str:
-        """Its text, without a stop text at its end (`SamplingParams.include_stop`)."""
+        """The text of an output, without a stop text at its end (`SamplingParams.include_stop`)."""
         if output.finish == "stop":
             ends = [stop for stop in self._reply.asked.params.stop if output.text.endswith(stop)]
             if ends:
@@ -171,8 +171,8 @@ class PartWriter:
         """A part begins."""
         raise NotImplementedError
 
-    def _said(self, kind: Kind, text: str) -> bytes:
-        """A piece of the part."""
+    def _delta(self, kind: Kind, text: str) -> bytes:
+        """More text of the part."""
         raise NotImplementedError
 
     def _closed(self, kind: Kind, text: str) -> bytes:
@@ -180,7 +180,7 @@ class PartWriter:
         raise NotImplementedError
 
     def _called(self, call: ToolCall) -> bytes:
-        """A call."""
+        """A part that is a call, complete."""
         raise NotImplementedError
 
 
@@ -192,7 +192,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TextLogprobs(msgspec.Struct):
-    """Of /v1/completions. text_offset: where each token's text begins in the choice."""
+    """Logprobs of /v1/completions. text_offset: where each token's text begins in the choice, in characters."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
@@ -201,7 +201,7 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """bytes: of the text, also parts of a character; null for a special token."""
+    """bytes: the token's bytes of UTF-8, perhaps only a part of a character; null for a special token."""
 
     token: str
     logprob: float
@@ -215,7 +215,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Of /v1/chat/completions."""
+    """Logprobs of /v1/chat/completions."""
 
     content: list[TokenLogprob] = msgspec.field(default_factory=list)
     refusal: None = None
@@ -231,7 +231,7 @@ class TextChoice(msgspec.Struct):
 
 
 class PartOfCall(CalledTool, kw_only=True):
-    """A call in a stream. index: among the calls of the message."""
+    """A call in a stream. index: its place among the calls of the message."""
 
     index: int
 
@@ -285,7 +285,7 @@ class Body(msgspec.Struct):
 
 
 class _Choice:
-    """A choice so far. length: characters, those of its prompt among them. texts, logprobs: kept for the body."""
+    """A choice so far. length: characters, with those of an echoed prompt. texts, logprobs: kept for the body."""
 
     __slots__ = ("begun", "finish", "length", "logprobs", "reader", "texts")
 
@@ -321,19 +321,19 @@ class Answer:
         return [choice.finish for choice in self._choices if choice.finish is not None]
 
     def add(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
-        """Take new outputs. A stream gets no event while the text may begin a stop text."""
+        """See `Writer.add`. An output without text makes no event, unless it has logprobs or ends the choice."""
         choice, events = self._choices[index], list[bytes]()
-        stream, only = self._reply.asked.stream, self._reply.asked.prompt_only
+        stream, prompt_only = self._reply.asked.stream, self._reply.asked.prompt_only
         if not choice.begun:
             choice.begun = True
             events += self._begin(index, choice)
         for output in outputs:
-            if only:  # the one token is not sent, only the end
+            if prompt_only:  # the one token is not sent, only the end
                 output = TokenOutput("", output.token_id, finish="length")
             logprobs = None
             if self._logprobs:
                 logprobs = self._no_logprobs() if stream else choice.logprobs
-                self._tell(logprobs, output, choice.length + output.held)
+                self._add_logprobs(logprobs, output, choice.length + output.held)
             choice.length += len(output.text)
             choice.finish = output.finish
             if not stream:
@@ -343,7 +343,7 @@ class Answer:
         return b"".join(events)
 
     def _begin(self, index: int, choice: _Choice) -> list[bytes]:
-        """The role of a chat's message; the prompt of an echo, with its logprobs."""
+        """The first events: the role of a chat's message, or the echoed prompt with its logprobs."""
         scored = self._scored(index) if self._scores else None
         if not self._reply.asked.stream:
             choice.logprobs = scored or choice.logprobs
@@ -376,7 +376,7 @@ class Answer:
         return [self._event(part) for part in parts]
 
     def _deltas(self, index: int, output: TokenOutput) -> list[Delta]:
-        """Texts and calls that are complete with this output."""
+        """Thoughts, texts and calls that are complete with this output."""
         reader = self._choices[index].reader
         number, deltas = reader.called, []
         for part in reader.feed(output.text, output.finish is not None):
@@ -391,7 +391,7 @@ class Answer:
         return deltas
 
     def _finished(self, index: int) -> str | None:
-        """Why a chat's choice ended: one that calls tools did so to call them."""
+        """Why a chat's choice ended: "tool_calls" if it stopped after calls."""
         choice = self._choices[index]
         return "tool_calls" if choice.finish == "stop" and choice.reader.called else choice.finish
 
@@ -412,7 +412,7 @@ class Answer:
                 made: Any = ChatChoice(index, self._message(index, text), logprobs, self._finished(index))
             else:
                 made = TextChoice(text, index, logprobs, choice.finish)
-            choices.append(msgspec.Raw(_encode(made)))  # one by one: nothing else runs while one is written
+            choices.append(msgspec.Raw(_encode(made)))  # one by one: no other thread runs while msgspec encodes
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
         return _encode(Body(id, kind, created, model, choices, self._reply.usage()))
@@ -438,15 +438,15 @@ class Answer:
 
     def _scored(self, index: int) -> TextLogprobs:
         """The logprobs of the prompt's tokens, for an echo."""
-        told, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
+        found, offset, end = TextLogprobs(), 0, len(self._reply.echoes[index])
         stream = self._reply.detokenizer.stream()
         most = self._reply.asked.params.logprobs or 0
         for token in self._reply.scores(index):
-            self._add(told, token.token_id, token.logprob, token.top[:most], min(offset, end))
+            self._add(found, token.token_id, token.logprob, token.top[:most], min(offset, end))
             offset += len(stream.feed(token.token_id))
-        return told
+        return found
 
-    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: TokenOutput, offset: int) -> None:
+    def _add_logprobs(self, logprobs: TextLogprobs | ChatLogprobs, output: TokenOutput, offset: int) -> None:
         own = 0.0 if output.logprob is None else output.logprob
         if isinstance(logprobs, TextLogprobs):
             self._add(logprobs, output.token_id, own, output.top, offset)
@@ -459,7 +459,7 @@ class Answer:
         return list(self._reply.detokenizer.piece(id)) or None
 
     def _add(
-        self, told: TextLogprobs, id: int, logprob: float | None, top: Seq[tuple[int, float]], offset: int
+        self, found: TextLogprobs, id: int, logprob: float | None, top: Seq[tuple[int, float]], offset: int
     ) -> None:
         """Add one token. logprob: None for the first of a prompt."""
         text = self._token(id)
@@ -468,7 +468,7 @@ class Answer:
             likeliest.setdefault(self._token(other), p)  # of two tokens with the same text the likelier one
         if logprob is not None:
             likeliest.setdefault(text, logprob)  # the token itself is always in it
-        told.tokens.append(text)
-        told.token_logprobs.append(logprob)
-        told.top_logprobs.append(None if logprob is None else likeliest)
-        told.text_offset.append(offset)
+        found.tokens.append(text)
+        found.token_logprobs.append(logprob)
+        found.top_logprobs.append(None if logprob is None else likeliest)
+        found.text_offset.append(offset)

@@ -1,8 +1,7 @@
 """From the body of a request to its answer: read, tokenise, queue, write.
 
-A stream begins with its first token, so that an earlier error has its own status. A caller that disconnects cancels its
-request. Spans follow the GenAI conventions of OpenTelemetry (https://opentelemetry.io/docs/specs/semconv/gen-ai/) and
-have no text of prompts or answers.
+A stream begins with its first token, so that an earlier error has its own status. When a caller leaves, its request is
+cancelled. Spans have no text; they follow OpenTelemetry's https://opentelemetry.io/docs/specs/semconv/gen-ai/.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ log = logging.getLogger("reflex.server")
 
 T = TypeVar("T")
 LARGE: Final = 128 * 1024
-"""Bytes of a body; a larger one is read in a thread: its messages take 100 ms of Python a megabyte."""
+"""Bytes of a body; a larger one is parsed in a thread: its messages take 100 ms of Python a megabyte."""
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # for proxies that buffer answers
 ]
 IGNORED: Final = b"x-reflex-ignored"
-MOST_TOLD: Final = 50  # hints in the header
+MOST_NAMED: Final = 50  # hints in the header
 _PLACE: Final = re.compile(r"\[\d+\]")
 WIRE: Final = "openai"
-FIRST_TOKEN: Final = "gen_ai.first_token"  # a moment
+FIRST_TOKEN: Final = "gen_ai.first_token"  # an event of the span
 _PROVIDER: Final = "reflex"
 
 
@@ -66,23 +65,23 @@ class CompletionHandler:
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     async def complete(self, dialect: ModelApi, request: HttpRequest) -> None:
         span, reply = self._span(request), None
         if span is not None:
             follow(span.span.get_span_context())
         try:
-            host = self.state.ready()  # it answers this request, also in a drain
+            host = self.state.ready()  # first: a drain that begins from now on waits for this request
             request.preparing = True
             asked = await read_body(request, lambda body: dialect.read(body, self.state.plan.defaults))
-            adapter = self.state.adapter(asked.model)  # a span gets no unknown name
+            adapter = self.state.adapter(asked.model)  # before the span is named: it gets no unknown name
             if span is not None:
-                span.asked(asked)
-            hints = self.told(dialect.path, asked.ignored, host)
+                span.note_request(asked)
+            hints = self.hint_header(dialect.path, asked.ignored, host)
             bell, parent = asyncio.Event(), "" if span is None else span.traceparent
             reply = await queued(host, asked, self.state.plan.config, request, adapter, parent, bell)
-            del asked  # and its texts
+            del asked  # frees the texts of the prompts
             try:
                 request.preparing = False
                 request.app.bodies.release(request)
@@ -99,18 +98,18 @@ class CompletionHandler:
         if span is not None:
             span.ended(None, reply, answer)
 
-    def told(self, path: str, ignored: Sequence[str], host: ModelHost) -> Headers:
-        """The header with the hints without effect, if there are any. Each is logged once."""
+    def hint_header(self, path: str, ignored: Sequence[str], host: ModelHost) -> Headers:
+        """The header that names hints without effect, if there are any. Each hint is logged once."""
         if host.texts.tokenizer.takes_effort:
             ignored = [name for name in ignored if name not in wire.EFFORTS]
-        names = {_PLACE.sub("[]", f"{path}: {name}") for name in ignored} - self._told
+        names = {_PLACE.sub("[]", f"{path}: {name}") for name in ignored} - self._logged
         for name in sorted(names):
             log.info("%s is a hint without effect here; answers name it in %s", name, IGNORED.decode())
-        self._told |= names
-        return [(IGNORED, ", ".join(ignored[:MOST_TOLD]).encode())] if ignored else []
+        self._logged |= names
+        return [(IGNORED, ", ".join(ignored[:MOST_NAMED]).encode())] if ignored else []
 
     def refused(self, request: HttpRequest, error: ReflexError) -> None:
-        """A request was refused before its body was read."""
+        """Make the span of a request that was refused before its body was read."""
         span = self._span(request)
         if span is not None:
             span.ended(error)
@@ -121,7 +120,7 @@ class CompletionHandler:
 
 
 async def read_body(request: HttpRequest, read: Callable[[bytes], T]) -> T:
-    """The body, read; a large one in a thread."""
+    """What `read` makes of the body; a large body is parsed in a thread."""
     body = await request.body()
     try:
         return read(body) if len(body) <= LARGE else await request.app.bodies.beside(read, body)
@@ -151,7 +150,7 @@ async def _answer(
 
 
 async def _written(scored: bool, write: Callable[[], bytes]) -> bytes:
-    """What it writes. scored: in a thread, since scores of thousands of tokens take seconds."""
+    """What `write` returns. scored: call it in a thread, because scores of thousands of tokens take seconds."""
     return await asyncio.to_thread(write) if scored else write()
 
 
@@ -176,11 +175,11 @@ class GenerationSpan:
 
     @property
     def traceparent(self) -> str:
-        """Makes it the parent of the steps; "" if it is not recorded."""
+        """The header that makes this span the parent of the steps' spans; "" if it is not recorded."""
         return self._spans.traceparent(self.span)
 
-    def asked(self, asked: wire.GenerationRequest) -> None:
-        """The request was read: its parameters, without texts."""
+    def note_request(self, asked: wire.GenerationRequest) -> None:
+        """Add the request's parameters, without texts."""
         params = asked.params
         self._model = asked.model
         self.span.update_name(f"{self._operation} {asked.model}")
@@ -199,13 +198,13 @@ class GenerationSpan:
         self._spans.note(self.span, given | {"gen_ai.response.model": asked.model})
 
     def part(self) -> None:
-        """Outputs came; the moment of the first is kept."""
+        """Note the time of the first output."""
         if not self._first_token:
             self._first_token = time.monotonic()
             self.span.add_event(FIRST_TOKEN)
 
     def ended(self, error: ReflexError | None, reply: ReplyContext | None = None, answer: Writer | None = None) -> None:
-        """The request has ended, also one that failed with some of its tokens."""
+        """End the span. reply: of a request that was queued. answer: of one that was answered in full."""
         now, request = time.monotonic(), self._request
         found: dict[str, AttributeValue] = {}
         if reply is not None:
@@ -241,8 +240,8 @@ async def queued(
     traceparent: str,
     bell: asyncio.Event,
 ) -> ReplyContext:
-    """Queue all choices of a request, or none; returns the context of its answer. adapter: "" for none. bell: see
-    `OutputStream`. Raises BadRequest, `Rejected`."""
+    """Queue all choices of a request, or none. adapter: "" for none. bell: see `OutputStream`. Raises BadRequest,
+    Expired, `Rejected`."""
     tokenizer, streams = runtime.texts.tokenizer, list[OutputStream]()
     asked, prompts = await tokenised(runtime, asked, config)
     matcher = await matcher_of(runtime, asked)
@@ -252,13 +251,13 @@ async def queued(
     begins = await echoes(asked, tokenizer)
     many, turn = asked.n * len(groups) > SLICE, max(1, SLICE // asked.n)
     try:
-        # those with many choices take turns: of two that do not fit together, both would be refused
+        # requests with many choices take turns: if two did not fit together, both would be refused
         async with runtime.queueing if many else nullcontext():
             for i, group in enumerate(groups):
                 if i and i % turn == 0:
                     await asyncio.sleep(0)  # other work of the loop
                 for queued_stream in runtime.submit_alike(group, bell):
-                    streams.append(queued_stream)  # one by one: if a later one is refused all are closed
+                    streams.append(queued_stream)  # one by one: if a later one is refused, all are closed
     except BaseException:
         for stream in streams:
             stream.close()
@@ -272,15 +271,15 @@ async def queued(
 async def tokenised(
     runtime: ModelHost, asked: wire.GenerationRequest, config: LLMServeConfig
 ) -> tuple[wire.GenerationRequest, list[list[int]]]:
-    """The request, with the constraint of a forced call, and the tokens of its prompts. Raises BadRequest."""
+    """The request, with the constraint of a forced call added, and the tokens of its prompts. Raises BadRequest."""
     choices, most = asked.n * max(1, len(asked.prompts)), config.max_queue
-    if choices > most:  # they are queued together
+    if choices > most:  # all of them are queued at once
         raise BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)", "n")
     if asked.tools.tools:
         constraint = asked.tools.constraint(runtime.texts.tokenizer.tool_format)
         if constraint is not None:
             asked = replace(asked, params=changed(asked.params, constraint=constraint))
-    texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
+    texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all prompts are texts, or none
     prompts = [prompt for prompt in asked.prompts if not isinstance(prompt, str)]
     prompts = prompts or await wire.tokens_of(runtime.texts, asked.conversation or texts, asked.prompt_field)
     _check_tokens(asked, prompts, config)
@@ -288,7 +287,7 @@ async def tokenised(
 
 
 async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Matcher | None:
-    """The compiled form of the answer. Raises BadRequest."""
+    """The compiled form of the answer; None without a form, and if another process compiles it. Raises BadRequest."""
     try:
         return await runtime.compiled(asked.params.constraint)
     except ConfigError as error:
@@ -300,8 +299,8 @@ async def matcher_of(runtime: ModelHost, asked: wire.GenerationRequest) -> Match
 
 
 def _check_tokens(asked: wire.GenerationRequest, prompts: list[list[int]], config: LLMServeConfig) -> None:
-    """Refuse more prompt tokens of all choices than may wait, and more scores of them than an answer may have. A single
-    choice may have any length."""
+    """Raise BadRequest if the prompts of all choices have more tokens than may wait, or more scores than an answer may
+    have. A single choice may have any length."""
     tokens, most = asked.n * sum(map(len, prompts)), config.max_queued_tokens
     if tokens > most and asked.n * len(prompts) > 1:
         name = "n" if asked.n > 1 else asked.prompt_field
@@ -309,16 +308,16 @@ def _check_tokens(asked: wire.GenerationRequest, prompts: list[list[int]], confi
         raise BadRequest(f"{name}: {what}", name)
     scores = 0 if asked.params.prompt_logprobs is None else tokens * (1 + asked.params.prompt_logprobs)
     if scores > MOST_SCORES:
-        what = f"{scores} numbers of the prompts' tokens would be told, at most {MOST_SCORES} are"
+        what = f"the answer would have {scores} numbers of the prompts' tokens, at most {MOST_SCORES} are allowed"
         raise BadRequest(f"echo: {what}; ask for fewer alternatives, choices or prompts", "echo")
 
 
 async def echoes(asked: wire.GenerationRequest, tokenizer: Tokenizer) -> list[str]:
-    """The text with which each choice begins, for `echo`. Its token ids are checked."""
+    """The text with which each choice begins; empty without `echo`. Token ids of prompts must have been checked."""
     if not asked.echo:
         return []
     ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
-    decode = partial(tokenizer.decode, whole=asked.prompt_only)  # the answer has a character that the prompt begins
+    decode = partial(tokenizer.decode, whole=asked.prompt_only)  # else the output completes a character at the end
 
     def made() -> list[str]:
         return [p if isinstance(p, str) else decode(p) for p in asked.prompts]
@@ -330,8 +329,8 @@ async def echoes(asked: wire.GenerationRequest, tokenizer: Tokenizer) -> list[st
 def served(
     asked: wire.GenerationRequest, request: HttpRequest, adapter: str, by_kind: bool, traceparent: str
 ) -> GenerateParams:
-    """The parameters for the engine: with the client and the rest of the time limit, which counts from the arrival on
-    this machine. by_kind: see `GenerationRequest.tier`. Raises Expired."""
+    """The parameters for the engine, with the client and what is left of the time limit, which counts from the
+    request's arrival. by_kind: see `GenerationRequest.tier`. Raises Expired."""
     left, peer = asked.params.timeout_ms, request.client
     if left is not None:
         left -= 1e3 * (time.monotonic() - request.started)
@@ -356,8 +355,8 @@ async def requests_of(
     params: GenerateParams,
     matcher: Matcher | None,
 ) -> list[Any]:
-    """The engine's requests for one prompt, one for each choice; the first has the prompt scored. Raises BadRequest for
-    one that can never run."""
+    """The engine's requests for one prompt, one for each choice. Only the first scores the prompt. number: of the
+    prompt, from 0. Raises BadRequest for a request that can never run."""
     turn = max(1, SLICE // (1 + len(ids) // _CHECKED))
     room = runtime.limits.room(len(ids))
     if asked.max_tokens is None or (asked.cut and asked.max_tokens > room):  # the context is filled
@@ -368,7 +367,7 @@ async def requests_of(
     for i in range(asked.n):
         index = number * asked.n + i
         if index and index % turn == 0:
-            await asyncio.sleep(0)  # other work of the loop
+            await asyncio.sleep(0)  # let other work of the loop run
         name = params.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         own = params if name == params.request_id else changed(params, request_id=name)
         if i:
@@ -382,7 +381,8 @@ async def requests_of(
 
 
 def reader_of(asked: wire.GenerationRequest, tokenizer: Tokenizer, prompt: list[int]) -> Callable[[], PartReader]:
-    """Makes the reader of an answer's text. A form holds from the first token on: an answer with one has no thought."""
+    """A function that makes the reader of a choice's text. A form applies from the first token on, so an answer with
+    one has no thought."""
     form = tokenizer.tool_format if asked.tools.tools else None
     thinks = tokenizer.reasons and asked.params.constraint is None
     begun = thinks and in_thought(tokenizer, prompt)

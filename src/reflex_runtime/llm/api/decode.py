@@ -1,6 +1,6 @@
-"""From the bytes of a body to its fields, in one pass of msgspec; errors name the field as its caller wrote it.
+"""From the bytes of a body to its fields, in one pass of msgspec; errors name the field as the caller wrote it.
 
-A body that would block the event loop is refused before it is decoded.
+A body whose decoding would block the event loop is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import is_json, parts_of_error, printable, suggestion, whole
 
 MOST_MESSAGES = 10_000
-MOST_VALUES = 50_000  # commas in a body whose fields are not checked one by one
-MOST_PLAIN = 10_000  # commas in a field without its own bound
-_LONG = ("prompt", "tokens")  # fields of token ids
-_TALKS = ("messages", "input", "system")  # fields of conversations
+MOST_VALUES = 50_000  # commas in a body; of one with more, each field is checked
+MOST_PLAIN = 10_000  # commas in a field that has no bound of its own
+_LONG = ("prompt", "tokens")  # fields of token ids: `MOST_TOKENS`
+_TALKS = ("messages", "input", "system")  # fields of conversations: `MOST_MESSAGES`
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "max_completion_tokens", "top_logprobs",
     "max_output_tokens",
 )  # fmt: skip
 
-PIECE = 1 << 16  # bytes of token ids that are decoded at a time, while no other thread runs
+PIECE = 1 << 16  # bytes of token ids that are decoded at a time: no other thread runs meanwhile
 _TEXTS = msgspec.json.Decoder(str | list[str])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
@@ -34,13 +34,13 @@ _IDS = msgspec.json.Decoder(list[int])
 
 @lru_cache
 def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """A decoder of the same fields, each raw."""
+    """A decoder that leaves each field of this struct raw."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
 
 
 def decode(table: FieldTable[F], body: bytes) -> tuple[F, list[str]]:
-    """The fields, and the places of hints. Raises BadRequest."""
+    """The fields, and the places of hints that have a meaning. Raises BadRequest."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check what it skips or leaves raw
@@ -54,21 +54,21 @@ def decode(table: FieldTable[F], body: bytes) -> tuple[F, list[str]]:
         raise BadRequest(error.message, str(error.details["field"])) from None
     except msgspec.ValidationError as error:
         if not is_json(body):
-            raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
+            raise BadRequest("the body is not JSON to its end", api_code="invalid_json") from None
         raise _invalid(error, table.kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
+        raise BadRequest(f"the body is not JSON: {error}", api_code="invalid_json") from None
     return fields, _hints(fields, table)
 
 
 def _hints(fields: msgspec.Struct, table: FieldTable[Any], where: str = "") -> list[str]:
-    """The places of hints with a meaning. where: of these fields. Raises BadRequest for wishes with a meaning."""
+    """The places, after `where`, of hints with a meaning (see `FieldTable`). Raises BadRequest for a wish with one."""
     for path, values in table.wishes.items():
-        for name, value in _said(fields, path, where):
+        for name, value in _values_at(fields, path, where):
             if not _plain(value, values):
                 raise BadRequest(f"{name}: is not supported here; leave it out", name)
     hints = table.hints.items()
-    found = ((name, value, values) for path, values in hints for name, value in _said(fields, path, where))
+    found = ((name, value, values) for path, values in hints for name, value in _values_at(fields, path, where))
     return sorted(name for name, value, values in found if not _plain(value, values))
 
 
@@ -76,15 +76,15 @@ def _plain(value: Any, values: Sequence[Any]) -> bool:
     return any(value == of and isinstance(value, bool) == isinstance(of, bool) for of in values)
 
 
-def _said(fields: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
-    """The places of values at a path that are not empty, and the values."""
+def _values_at(fields: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each field on a path such as `tools[].name`, unless the value is empty."""
     name, _, rest = path.partition(".")
     plain = name.removesuffix("[]")
     found = getattr(fields, plain, None)
     for i, value in enumerate((found or ()) if name != plain else (found,)):
         place = f"{where}{plain}[{i}]" if name != plain else f"{where}{plain}"
         if rest:
-            yield from _said(value, rest, f"{place}.")
+            yield from _values_at(value, rest, f"{place}.")
         elif value is not None and value != [] and value != {} and value != "":
             yield place, value
 
@@ -100,8 +100,8 @@ def tools_of(
     sent: Sequence[msgspec.Raw] | None, table: FieldTable[Any], choice: str | wire.ChosenFunction | None,
     parallel: bool | None, own: str = "function",
 ) -> tuple[wire.AskedTools, list[dict[str, Any]], list[str]]:  # fmt: skip
-    """The tools that are functions, their form for a chat template, and the places of hints: a tool of another type
-    than `own` is one. choice: a name, or a word of the OpenAI API. Raises BadRequest."""
+    """The tools that are functions, the same for a chat template, and the places of hints; a tool of another type than
+    `own` is a hint. choice: a function, or "none", "auto" or "required". Raises BadRequest."""
     functions, hints = list[wire.ToolFunction](), list[str]()
     for i, raw in enumerate(sent or ()):
         where = f"tools[{i}]"
@@ -121,7 +121,7 @@ def _check_values(parts: msgspec.Struct) -> None:
     """Raise BadRequest for a field with so many values that decoding it would block the event loop."""
     for name in parts.__struct_fields__:
         raw = bytes(getattr(parts, name))
-        if name in _TALKS:  # only keys have plain quotes
+        if name in _TALKS:  # inside of a text the quotes would be escaped
             messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
             if messages > MOST_MESSAGES:
                 raise BadRequest(f"{name}: holds {messages}, must hold 1 to {MOST_MESSAGES}", name)
@@ -132,11 +132,11 @@ def _check_values(parts: msgspec.Struct) -> None:
 
 
 def _invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct], inside: str = "") -> BadRequest:
-    """kind: of the body, or of the value inside, whose place `inside` is."""
+    """kind: the struct that did not fit: of the body, or of the value at the place `inside`."""
     path, unknown, why = parts_of_error(error)
     param = ".".join(filter(None, (inside, path, unknown)))
-    told = printable(f"{param or 'the body'}: {why}") + suggestion(str(error), kind)
-    return BadRequest(told, printable(param) or None)
+    message = printable(f"{param or 'the body'}: {why}") + suggestion(str(error), kind)
+    return BadRequest(message, printable(param) or None)
 
 
 def prompts_of(sent: msgspec.Raw) -> list[str] | list[list[int]]:
@@ -145,8 +145,8 @@ def prompts_of(sent: msgspec.Raw) -> list[str] | list[list[int]]:
     found: list[str] | list[list[int]]
     try:
         if b'"' in raw:
-            said = _TEXTS.decode(raw)
-            found = [said] if isinstance(said, str) else said
+            texts = _TEXTS.decode(raw)
+            found = [texts] if isinstance(texts, str) else texts
         else:
             found = _token_lists(raw)
     except msgspec.DecodeError:

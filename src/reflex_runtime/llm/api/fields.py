@@ -1,13 +1,12 @@
-"""Fields of OpenAI requests, their errors, and for every dialect the fields without effect (`FieldTable`).
+"""Fields of OpenAI requests, their errors, and for every dialect the fields that have no effect (`FieldTable`).
 
-A wish would change the answer: it is refused by name, like a field of no API. A hint would not: it is taken, and named
-in a header; budgets, efforts, bookkeeping, tools of other servers are hints. Structs of messages ignore further fields:
-history of other servers is taken.
+A field of an API that is not served is a wish or a hint. A wish would change the answer: it is refused by name, like an
+unknown field. A hint would not (budgets, efforts, bookkeeping, tools of other servers): it is accepted, and named in a
+header. Structs of messages ignore further fields, so that history from other servers is accepted.
 
-Beyond the APIs, with the names of other servers: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+Fields beyond the APIs, with the names of other servers: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
 `stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Our own: `priority`, `deadline_ms`
 (until the first token), `max_gap_ms` (between two tokens). `user` is the client whose fair share a request takes.
-Sampling defaults are the model's.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from reflex_runtime.web.fields import Whole, encode, printable
 
 
 class BadRequest(ClientError):
-    """A field is wrong. param: its name, None for the whole request. told: the error code in the answer."""
+    """A field is wrong. param: its name, None for the whole request. api_code: of the answer, in place of `code`."""
 
-    def __init__(self, message: str, param: str | None = None, told: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, api_code: str | None = None) -> None:
         super().__init__(printable(message))
-        self.param, self.told = param, told
+        self.param, self.api_code = param, api_code
 
     def __reduce__(self) -> Any:
-        return (BadRequest, (self.message, self.param, self.told))
+        return (BadRequest, (self.message, self.param, self.api_code))
 
 
 def too_deep() -> BadRequest:
-    """For a body that was decoded, and is too deep for what follows."""
+    """The error for a body that could be decoded, but nests too deeply for a later step."""
     return BadRequest("its values nest too deeply")
 
 
-class Told(NamedTuple):
-    """An error of the API."""
+class ApiError(NamedTuple):
+    """An error as OpenAI's API has it."""
 
     status: int
     type: str
@@ -52,12 +51,12 @@ class Told(NamedTuple):
     param: str | None
 
 
-def told(error: ReflexError) -> Told:
-    """An error with the API's status, type and code."""
+def api_error(error: ReflexError) -> ApiError:
+    """The error with the API's status, type and code."""
     status, code, message = error.http_status, error.code, error.message
     param = error.param if isinstance(error, BadRequest) else None
     if isinstance(error, BadRequest):
-        code = error.told or code
+        code = error.api_code or code
     elif isinstance(error, (QueueFull, InFlightCapReached)):
         status = 429  # clients wait and retry
     elif isinstance(error, TooLarge):
@@ -77,21 +76,21 @@ def told(error: ReflexError) -> Told:
         if status >= 500
         else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     )
-    return Told(status, kind, code, message, param)
+    return ApiError(status, kind, code, message, param)
 
 
 def error_body(error: ReflexError) -> bytes:
-    """The body of an error."""
-    found = told(error)
+    """The body of an error in the OpenAI API."""
+    found = api_error(error)
     return encode({"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}})
 
 
 def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
-    """The errors of an API, with `X-Should-Retry`. body: of an error and the request's id."""
+    """The form of an API's errors, with `X-Should-Retry`. body: makes it of an error and the request's id."""
 
     def refuse(error: ReflexError, request_id: str, packed: bool) -> HttpResponse:
         retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-        return HttpResponse(told(error).status, body(error, request_id), JSON, [retry])
+        return HttpResponse(api_error(error).status, body(error, request_id), JSON, [retry])
 
     return refuse
 
@@ -99,7 +98,7 @@ def error_form(body: Callable[[ReflexError, str], bytes]) -> ErrorForm:
 # -- the fields --------------------------------------------------------------------------------------------------------
 
 
-MOST_TEXTS: Final = 1000  # of a choice
+MOST_TEXTS: Final = 1000  # of `structured_outputs.choice`
 _ANY_OBJECT: Final = '{"type": "object"}'
 MOST_TOOLS = 1024
 NAME = r"^[a-zA-Z0-9_.-]{1,64}\Z"
@@ -116,25 +115,24 @@ _NONE: Final[Values] = {}
 class FieldTable(Generic[F]):
     """The fields of a body, or of a tool in it: those of a struct, and those of its API without effect.
 
-    The latter by path (`messages[].audio`), with values that mean nothing, as None and empty values do. wishes: are
-    refused. hints: are taken and named. granted: every request gets them, such as a cache of prompts.
+    wishes, hints: paths (`messages[].audio`), each with the values that mean nothing, besides None and empty ones. A
+    wish with another value is refused, a hint is accepted and named. granted: fields for what every request gets, such
+    as a cache of prompts.
     """
 
     def __init__(
-        self, followed: type[F], wishes: Values = _NONE, hints: Values = _NONE, granted: Sequence[str] = ()
+        self, struct: type[F], wishes: Values = _NONE, hints: Values = _NONE, granted: Sequence[str] = ()
     ) -> None:
         self.wishes, self.hints = wishes, hints
         known = dict.fromkeys(path for path in (*wishes, *hints, *granted) if path.isidentifier())
-        more = [(name, Any, None) for name in known if name not in followed.__struct_fields__]
-        kind: Any = msgspec.defstruct(
-            followed.__name__, more, bases=(followed,), kw_only=True, forbid_unknown_fields=True
-        )
+        more = [(name, Any, None) for name in known if name not in struct.__struct_fields__]
+        kind: Any = msgspec.defstruct(struct.__name__, more, bases=(struct,), kw_only=True, forbid_unknown_fields=True)
         self.kind: type[F] = kind
         self.decoder = msgspec.json.Decoder(self.kind)
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A schema for the answer. It always holds: name, description and strict have no effect."""
+    """A schema for the answer, which always fits it: name, description and strict have no effect."""
 
     name: str
     schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -150,7 +148,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer in vLLM's API: one of these."""
+    """The form of an answer in vLLM's API: exactly one of these fields."""
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
@@ -162,11 +160,11 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 def constraint_of(
     where: str, kind: str | None, schema: msgspec.Raw, other: StructuredOutputs | None, place: str
 ) -> tuple[str, Constraint | None]:
-    """The field that has the form of the answer, and the constraint. where, kind, schema: as the API has it; place: of
-    the schema; other: as vLLM has it. Raises BadRequest."""
+    """The name of the field that sets the form of the answer, and the constraint. where, kind: the field of the
+    dialect, and the form in it; schema, place: of a JSON schema; other: the form in vLLM's API. Raises BadRequest."""
     if other is not None:
         if kind not in (None, "text"):
-            raise BadRequest(f"structured_outputs: {where} says a form, too; send one", "structured_outputs")
+            raise BadRequest(f"structured_outputs: {where} sets a form, too; send one of them", "structured_outputs")
         return "structured_outputs", _structured(other)
     if kind in (None, "text"):
         return where, None
@@ -178,20 +176,20 @@ def constraint_of(
     return where, _form(where, "json", text)
 
 
-def _structured(said: StructuredOutputs) -> Constraint:
-    schema, where = bytes(said.json), "structured_outputs"
+def _structured(sent: StructuredOutputs) -> Constraint:
+    schema, where = bytes(sent.json), "structured_outputs"
     given = {
         "json": schema.decode() if schema and schema != b"null" else None,
-        "json_object": _ANY_OBJECT if said.json_object else None,
-        "regex": said.regex,
-        "choice": None if said.choice is None else encode(said.choice).decode(),
-        "grammar": said.grammar,
+        "json_object": _ANY_OBJECT if sent.json_object else None,
+        "regex": sent.regex,
+        "choice": None if sent.choice is None else encode(sent.choice).decode(),
+        "grammar": sent.grammar,
     }
     found = [(name, text) for name, text in given.items() if text is not None]
     if len(found) != 1:
-        raise BadRequest(f"{where}: must say one of {', '.join(given)}, says {len(found)}", where)
+        raise BadRequest(f"{where}: must have one of {', '.join(given)}, has {len(found)}", where)
     name, text = found[0]
-    if name == "choice" and not (said.choice and len(said.choice) <= MOST_TEXTS and all(said.choice)):
+    if name == "choice" and not (sent.choice and len(sent.choice) <= MOST_TEXTS and all(sent.choice)):
         raise BadRequest(f"{where}.choice: must be 1 to {MOST_TEXTS} texts, none of them empty", f"{where}.choice")
     if name == "json" and text.startswith('"'):  # a schema inside of a string
         text = msgspec.json.decode(text, type=str)
@@ -221,7 +219,7 @@ class CalledTool(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call. parameters: a JSON Schema, which a forced call fits."""
+    """A function that the model may call. parameters: a JSON Schema; only a forced call is sure to fit it."""
 
     name: Annotated[str, msgspec.Meta(pattern=NAME)]
     description: str | None = None
@@ -251,17 +249,17 @@ class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AskedTools:
-    """tools: that may be called. forced: the answer has to be a call. several: or more than one."""
+    """The tools of a request. forced: the answer must be a call. several: it may be more than one."""
 
     tools: tuple[Tool, ...] = ()
     forced: bool = False
     several: bool = True
 
     def constraint(self, form: ToolForm | None) -> Constraint | None:
-        """The form of a forced call. Raises BadRequest if the model has no tools."""
+        """The form of a forced call; None if the answer may be text. Raises BadRequest if the model calls no tools."""
         if form is None:
-            why = "this model's chat template knows none, or writes calls in no known form"
-            raise BadRequest(f"tools: {why}; models such as Qwen3 and Llama 3 have one that does", "tools")
+            why = "this model's chat template has no tools, or writes calls in an unknown form"
+            raise BadRequest(f"tools: {why}; use a model such as Qwen3 or Llama 3", "tools")
         if not self.forced:
             return None
         try:
@@ -272,7 +270,7 @@ class AskedTools:
             raise too_deep() from None
 
     def parser(self, form: ToolForm) -> ToolParser:
-        """The parser of one choice."""
+        """A parser for one choice."""
         return ToolParser(form, self.tools)
 
 
@@ -282,7 +280,7 @@ NO_TOOLS = AskedTools()
 def asked_tools(
     sent: Sequence[ToolFunction], choice: str | ChosenFunction | None, parallel: bool | None
 ) -> tuple[AskedTools, list[dict[str, Any]]]:
-    """The tools, and their form for a chat template. Raises BadRequest."""
+    """The tools, and the same for a chat template. Raises BadRequest."""
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
     tools = [Tool(function.name, function.parameters or {"type": "object"}) for function in sent]
@@ -290,7 +288,7 @@ def asked_tools(
         return NO_TOOLS, []
     named = choice.name if isinstance(choice, ChosenFunction) else None
     if (choice == "required" or named is not None) and not tools:
-        raise BadRequest("tool_choice: demands a call, and there are no tools", "tool_choice")
+        raise BadRequest("tool_choice: demands a call, but there are no tools", "tool_choice")
     if named is not None and named not in {tool.name for tool in tools}:
         raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
     may = tuple(tool for tool in tools if named in (None, tool.name))
@@ -300,9 +298,9 @@ def asked_tools(
 
 
 def _shown(function: ToolFunction) -> dict[str, Any]:
-    """Without absent fields: templates write all of them into the prompt."""
-    said = {name: getattr(function, name) for name in ("name", "description", "parameters")}
-    return {name: value for name, value in said.items() if value is not None}
+    """The function for a chat template, without absent fields: a template would write them into the prompt."""
+    fields = {name: getattr(function, name) for name in ("name", "description", "parameters")}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 class MessagePart(msgspec.Struct):
@@ -321,8 +319,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SampledFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of every dialect: what all APIs have, what other servers of open models add, and our own. null counts as
-    absent."""
+    """Fields of every dialect: those that all APIs have, those that other servers of open models add, and our own.
+    null counts as absent."""
 
     model: str
     stream: bool | None = None
@@ -365,7 +363,7 @@ class CompletionFields(CommonFields, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One message. reasoning: another name of reasoning_content."""
+    """One message. reasoning: another name for reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[MessagePart] | None = None

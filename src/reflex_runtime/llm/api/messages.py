@@ -1,6 +1,6 @@
 """POST /v1/messages of the Anthropic API, and its count_tokens.
 
-For the chat template `thinking` becomes `enable_thinking`, and a result of a tool a message with the role tool.
+For the chat template `thinking` becomes `enable_thinking`, and a tool's result becomes a message with the role tool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.decode import decode, tools_of
-from reflex_runtime.llm.api.fields import BadRequest, error_form, told
+from reflex_runtime.llm.api.fields import BadRequest, api_error, error_form
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole, encode
@@ -39,7 +39,7 @@ class Block(wire.MessagePart):
 
 
 class Turn(msgspec.Struct):
-    """A message. system: an instruction that an agent adds later."""
+    """A message. Agents add later instructions with the role system."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -61,7 +61,7 @@ class Choosing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether a model that can think does."""
+    """Whether the model thinks, if it can."""
 
     type: str
     budget_tokens: Any = None
@@ -89,7 +89,7 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TalkFields(wire.SampledFields, kw_only=True):
-    """The body of POST /v1/messages/count_tokens. What concerns the sampling of an answer must be absent."""
+    """The body of POST /v1/messages/count_tokens. `counted` refuses the sampling fields that it inherits."""
 
     messages: list[Turn]
     system: str | list[Block] | None = None
@@ -155,7 +155,7 @@ def counted(body: bytes) -> tuple[str, Conversation, list[str]]:
     fields, hints = decode(TALK, body)
     for name in wire.SampledFields.__struct_fields__:
         if name != "model" and getattr(fields, name) is not None:
-            raise BadRequest(f"{name}: is of an answer, and none is made here; leave it out", name)
+            raise BadRequest(f"{name}: concerns an answer, and count_tokens makes none; leave it out", name)
     _form(fields)
     conversation, _, more = _conversation(fields)
     return fields.model, conversation, [*hints, *more]
@@ -168,12 +168,12 @@ def _form(fields: TalkFields) -> tuple[str, Constraint | None]:
 
 
 def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, list[str]]:
-    """The conversation, its tools, and the places of hints among them. Raises BadRequest."""
+    """The conversation, its tools, and the places of hints among the tools. Raises BadRequest."""
     turns = fields.messages
     blocks = sum(len(turn.content) for turn in turns if isinstance(turn.content, list))
     requests.check_length("messages", len(turns), blocks)
     if turns[-1].role == "assistant":
-        raise BadRequest("messages: must end with a message of the user; continuing an answer is refused", "messages")
+        raise BadRequest("messages: must not end with a message of the assistant: no answer is continued", "messages")
     inputs = (b.input for turn in turns if isinstance(turn.content, list) for b in turn.content)
     requests.check_arguments("messages", "inputs of their tool_use", (bytes(one).decode() for one in inputs))
     messages: list[dict[str, Any]] = []
@@ -190,8 +190,8 @@ def _conversation(fields: TalkFields) -> tuple[Conversation, wire.AskedTools, li
 
 
 def _instructions(system: str | list[Block] | None) -> Any:
-    """The instructions without a first line of billing that some agents send: it differs in every request, so that no
-    prompt would be in the prefix cache."""
+    """The instructions. A first line with billing data, which some agents send, is dropped: it differs in every
+    request, so that the prefix cache would never have the prompt."""
     texts = [system or ""] if not isinstance(system, list) else requests.texts_of("system", system, "text")
     if texts and texts[0].startswith(_BILLING):
         texts[:1] = filter(None, (texts[0].partition("\n")[2],))
@@ -203,7 +203,7 @@ def _tools(fields: TalkFields) -> tuple[wire.AskedTools, list[dict[str, Any]], l
     parallel = True
     if (choice := fields.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):
-            raise BadRequest("tool_choice.name: goes with type tool, and with no other", "tool_choice.name")
+            raise BadRequest("tool_choice.name: is for type tool, which needs it, and for no other", "tool_choice.name")
         named = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
         if choice.name is not None:
             named = wire.ChosenFunction(choice.name)
@@ -212,7 +212,7 @@ def _tools(fields: TalkFields) -> tuple[wire.AskedTools, list[dict[str, Any]], l
 
 
 def _turn(where: str, turn: Turn) -> Iterator[dict[str, Any]]:
-    """A message for a chat template: a result of a tool is a message of its own, before the rest."""
+    """A message as messages for a chat template: each result of a tool is one, before the rest."""
     blocks = [Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
     texts, calls, thoughts = [], [], []
     for i, block in enumerate(blocks):
@@ -244,7 +244,7 @@ def _result(where: str, block: Block) -> dict[str, Any]:
         raise BadRequest(f"{where}.tool_use_id: is missing", f"{where}.tool_use_id")
     text = requests.output_of(f"{where}.content", block.content or "", "text")
     if block.is_error:
-        text = f"Error: {text}"  # templates have no field for it
+        text = f"Error: {text}"  # templates have no field for errors
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
@@ -304,8 +304,8 @@ class MessageAnswer(PartWriter):
 
     def _reason(self) -> str | None:
         if self._finish == "length":
-            whole = self._reply.usage().completion_tokens >= (self._reply.asked.max_tokens or 0)
-            return "max_tokens" if whole else "model_context_window_exceeded"
+            full = self._reply.usage().completion_tokens >= (self._reply.asked.max_tokens or 0)
+            return "max_tokens" if full else "model_context_window_exceeded"
         if self._reader.called:
             return "tool_use"
         return "stop_sequence" if self._stopped is not None else "end_turn"
@@ -318,7 +318,7 @@ class MessageAnswer(PartWriter):
     def _opened(self, kind: Kind) -> bytes:
         return self._event("content_block_start", index=len(self._content), content_block=_block(kind, ""))
 
-    def _said(self, kind: Kind, text: str) -> bytes:
+    def _delta(self, kind: Kind, text: str) -> bytes:
         type, name = _DELTAS[kind]
         return self._event("content_block_delta", index=len(self._content), delta={"type": type, name: text})
 
@@ -338,12 +338,12 @@ class MessageAnswer(PartWriter):
 
 
 def _block(kind: Kind, text: str) -> dict[str, Any]:
-    """signature: of a thought; empty, there is none to check."""
+    """A content block. The API requires a thought's signature; nothing here checks one, so it is empty."""
     return {"type": "text", "text": text} if kind == "text" else {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _error(error: ReflexError, request_id: str) -> bytes:
-    found = told(error)
+    found = api_error(error)
     kind = _TYPES.get(found.status, "api_error")
     return encode({"type": "error", "error": {"type": kind, "message": found.message}, "request_id": request_id})
 

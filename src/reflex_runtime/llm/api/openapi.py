@@ -1,6 +1,6 @@
-"""/openapi.json of a model server, from the structs of its bodies: names and types.
+"""/openapi.json of a model server, from the structs of its bodies: names and types of fields.
 
-Ranges, and fields that exclude each other, are not in it: the answer 400 names them.
+Ranges, and which fields exclude each other, are not in it: an answer with status 400 names them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChatAnswer(openai.Body):
 
 
 class _Post(NamedTuple):
-    """answer: None if it is not made of structs. last: the last event of a stream. tool: of a function."""
+    """answer: None if it is not made of structs. last: the last event of a stream. tool: the fields of a function."""
 
     summary: str
     body: wire.FieldTable[Any]
@@ -90,7 +90,7 @@ _STREAM: Final = {"type": "object", "required": ["data"], "properties": {"data":
 
 
 def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS, named: bool = True) -> bytes:
-    """The OpenAPI 3.1 document. names: of the model. keys: of the server. named: the model may be named."""
+    """The OpenAPI 3.1 document. names: of the model. keys: of the server. named: whether it shows the names."""
     of_posts = [one.kind for post in _POSTS.values() for one in (post.body, post.tool) if one is not None]
     answers = (post.answer for post in _POSTS.values() if post.answer is not None)
     schemas = schemas_of(*of_posts, *answers, Error, MessageError)
@@ -99,16 +99,16 @@ def document(routes: Iterable[Route], names: Sequence[str], keys: Keys = NO_KEYS
             schemas[post.body.kind.__name__]["properties"].pop(name, None)
     operations = dict(_GETS)
     for path, post in _POSTS.items():
-        codes, told = ["400", "404", "413", "415", "500", "503"], ""
+        codes, about = ["400", "404", "413", "415", "500", "503"], ""
         answer = content({"type": "object"} if post.answer is None else ref(post.answer))
         if post.last:
-            told = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
+            about = f"With stream, the parts of the answer as server-sent events, the last one {post.last}."
             codes, answer = [*codes, "429", "504"], answer | content(_STREAM, "text/event-stream")
         if post.tool is not None:
-            told = f"A tool is a {post.tool.kind.__name__}; others are left out. {told}".strip()
+            about = f"A tool is a {post.tool.kind.__name__}; others are left out. {about}".strip()
         error = "MessageError" if path.startswith(messages.PATH) else "Error"
         body = content(ref(post.body.kind))
-        operations[path] = Operation(post.summary, answer, codes, request=body, description=told, error=error)
+        operations[path] = Operation(post.summary, answer, codes, request=body, description=about, error=error)
     example = {"model": names[0] if named else "MODEL", "prompt": "Once there was"}
     operations["/v1/completions"] = operations["/v1/completions"]._replace(example=example)
     title = f"Reflex, {', '.join(names)}" if named else "Reflex"

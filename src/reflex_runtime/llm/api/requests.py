@@ -1,6 +1,6 @@
-"""From the fields of a body to `GenerationRequest`, which every dialect makes, and what conversations have in common.
+"""From the fields of a body to a `GenerationRequest`, for all dialects, and the common part of conversations.
 
-Errors name a field as its caller wrote it (`where`).
+Errors name a field as the caller wrote it (`where`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from reflex_runtime.llm.engine.tokenizer import Conversation, Texts
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import check_id
 
-_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
+_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates; callers set others
 EFFORTS: Final = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
-"""Hints that a chat template follows if it uses `reasoning_effort`."""
+"""Hints that have an effect if the chat template uses `reasoning_effort`."""
 _OF_PARAMS = re.compile(r"(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 
@@ -35,11 +35,11 @@ _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 class GenerationRequest:
     """One request: its prompts, the parameters of each choice, and how the answer is written.
 
-    prompts: texts or token ids; or a conversation. params: of the first choice. max_tokens: None fills the context
-    (params has the least then); cut: a larger max_tokens than the context has room for is lowered, not refused.
+    prompts: texts or token ids; empty if there is a conversation. params: of the first choice. max_tokens: None fills
+    the context (params.max_tokens is then the least); cut: a max_tokens beyond the context is lowered, not refused.
     n: choices for each prompt. usage_always: each event of a stream has the usage so far. echo: each answer begins with
-    its prompt; prompt_only: and has nothing else. form_field, prompt_field: names of the caller's fields for the form
-    and the prompt. said: fields that the answer repeats. ignored: hints without effect.
+    its prompt; prompt_only: and has nothing else. form_field, prompt_field: the caller's names for the fields of the
+    form and the prompt. said: fields that the answer repeats. ignored: hints without effect.
     """
 
     model: str
@@ -62,7 +62,7 @@ class GenerationRequest:
     ignored: Sequence[str] = ()
 
     def tier(self, by_kind: bool) -> str:
-        """Its priority. by_kind: without one, streams are urgent and several prompts are background."""
+        """Its priority. by_kind: without one, several prompts are background, and other streams urgent."""
         if self.priority is not None or not by_kind:
             return self.priority or "default"
         if len(self.prompts) > 1:
@@ -70,7 +70,7 @@ class GenerationRequest:
         return "urgent" if self.stream else "default"
 
     def place(self, number: int) -> str:
-        """The field of the prompt of that number."""
+        """The caller's name for the field of a prompt, by its number from 0."""
         return f"{self.prompt_field}[{number}]" if len(self.prompts) > 1 else self.prompt_field
 
 
@@ -122,7 +122,7 @@ def _openai(
     more: dict[str, Any],
     **request: Any,
 ) -> GenerationRequest:
-    """A request of completions or chats. more: further parameters; request: further fields."""
+    """A request of completions or chats. more: further parameters. request: further fields of `GenerationRequest`."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= wire.MOST_CHOICES:
         raise BadRequest(f"n={n}: must be in [1, {wire.MOST_CHOICES}]", "n")
@@ -154,13 +154,13 @@ def _openai(
 def request_of(
     fields: wire.SampledFields, params: GenerateParams, max_tokens: int | None, **more: Any
 ) -> GenerationRequest:
-    """A request of any dialect. more: further fields. Raises BadRequest for a form beside a forced call."""
+    """A request of any dialect. more: further fields. Raises BadRequest if it has both a form and a forced call."""
     request = GenerationRequest(
         model=fields.model, params=params, max_tokens=max_tokens, stream=bool(fields.stream),
         priority=fields.priority, **more,
     )  # fmt: skip
     if request.tools.forced and params.constraint is not None:
-        raise BadRequest(f"tool_choice: demands a call, and {request.form_field} another form; send one", "tool_choice")
+        raise BadRequest(f"tool_choice: demands a call, {request.form_field} another form; send one", "tool_choice")
     return request
 
 
@@ -173,17 +173,17 @@ def params_of(
     names: Mapping[str, str],
     **more: Any,
 ) -> GenerateParams:
-    """The parameters of any dialect's request. names: of the dialect's fields, where they differ. more: parameters that
-    only some dialects have. Raises BadRequest."""
+    """The parameters of a request. names: the dialect's names of fields where they differ from those of parameters.
+    more: parameters that only some dialects have. Raises BadRequest."""
     sampled: dict[str, Any] = {name: getattr(fields, name) for name in AUTHORS_SAY}
-    if sampled["top_k"] == -1:  # other servers write all tokens so
+    if sampled["top_k"] == -1:  # on other servers: no limit
         sampled["top_k"] = 0
     least = fields.min_tokens or 0
     try:
         return GenerateParams(
             max_tokens=max(1, least) if max_tokens is None else max_tokens,
             min_tokens=least,
-            seed=None if fields.seed == -1 else fields.seed,  # other servers write any seed so
+            seed=None if fields.seed == -1 else fields.seed,  # -1 on other servers: a random seed
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             ignore_eos=bool(fields.ignore_eos),
             constraint=constraint,
@@ -201,9 +201,9 @@ def params_of(
         raise BadRequest(f"{name}={error.message.partition('=')[2]}", name) from None
 
 
-def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
-    for key, by in (said or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 11 and key == str(int(key))):  # each id once
+def _bias(sent: dict[str, float] | None) -> Iterator[tuple[int, float]]:
+    for key, by in (sent or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and key == str(int(key))):  # no 07: an id comes once
             raise BadRequest(f"logit_bias: the key {key[:50]!r} is no token id", "logit_bias")
         yield int(key), by
 
@@ -216,7 +216,7 @@ def chat_conversation(
     choice: str | wire.ChosenTool | None = None,
     parallel: bool | None = None,
 ) -> tuple[Conversation, wire.AskedTools, list[str]]:
-    """The conversation of a chat, its tools, and hints among them. Raises BadRequest."""
+    """The conversation of a chat, its tools, and the places of hints among the tools. Raises BadRequest."""
     check_length("messages", len(messages))
     calls = (call for message in messages for call in message.tool_calls or ())
     check_arguments("messages", "arguments of their tool_calls", (call.function.arguments for call in calls))
@@ -227,7 +227,7 @@ def chat_conversation(
 
 
 def _message(place: int, message: wire.Message) -> dict[str, Any]:
-    """A message for a chat template: the arguments of calls are objects."""
+    """A message for a chat template, in which the arguments of calls are objects."""
     where, history = f"messages[{place}]", message.role in ("assistant", "tool")
     if message.content is None and not history:
         raise BadRequest(f"{where}.content: is missing", f"{where}.content")
@@ -247,15 +247,15 @@ def _message(place: int, message: wire.Message) -> dict[str, Any]:
 
 
 def refused(error: ConfigError | TooLarge | RecursionError, field: str) -> BadRequest:
-    """The error of the tokenizer, the template or the processor for a prompt or conversation. field: of it."""
-    if isinstance(error, RecursionError):  # the decoder of bodies allows a few levels more
+    """The error for a prompt or conversation, of this field, that the tokenizer, the template or the engine refuses."""
+    if isinstance(error, RecursionError):  # msgspec decodes a few levels more than templates can write
         return wire.too_deep()
     if isinstance(error, TooLarge):
-        told = f"{field}: {error.message}" if "[" in field else error.message
-        return BadRequest(told, field, "context_length_exceeded")
+        message = f"{field}: {error.message}" if "[" in field else error.message
+        return BadRequest(message, field, "context_length_exceeded")
     message = error.message.removeprefix("messages: ").removeprefix(f"{field.partition('[')[0]}: ")
     where, _, rest = message.partition(": ")
-    if "/" in where or "\\" in where:  # a path of this machine is not for callers
+    if "/" in where or "\\" in where:  # callers do not get paths of this machine
         message = rest
     found = _OF_MESSAGE.match(message)
     if found is None or not (found[1].startswith(field) or found[1] in ("stop_token_ids", "logit_bias")):
@@ -264,7 +264,7 @@ def refused(error: ConfigError | TooLarge | RecursionError, field: str) -> BadRe
 
 
 async def tokens_of(texts: Texts, what: Conversation | Sequence[str], field: str) -> list[list[int]]:
-    """The tokens of a conversation, or of each text. field: of the caller. Raises BadRequest."""
+    """The tokens of a conversation, or of each text. field: the caller's name for it. Raises BadRequest."""
     place = field
     try:
         if isinstance(what, Conversation):
@@ -282,8 +282,8 @@ async def tokens_of(texts: Texts, what: Conversation | Sequence[str], field: str
 
 
 def client_of(named: Mapping[str, str | None]) -> str:
-    """The client that a request names: the first of these fields that has one. Raises BadRequest for any that is no
-    id."""
+    """The client of a request: that of the first of these fields that names one, else "". Raises BadRequest if any of
+    them is no id."""
     for name, client in named.items():
         try:
             if client:
@@ -294,22 +294,22 @@ def client_of(named: Mapping[str, str | None]) -> str:
 
 
 def check_length(where: str, messages: int, parts: int = 0) -> None:
-    """Raise BadRequest for no message, or too many messages and parts."""
+    """Raise BadRequest if there is no message, or if messages and parts are too many."""
     if not (messages and messages + parts <= MOST_MESSAGES):
         held = f"{messages} and {parts} parts" if parts else f"{messages}"
         raise BadRequest(f"{where}: holds {held}, must hold 1 to {MOST_MESSAGES}", where)
 
 
 def check_arguments(where: str, what: str, texts: Iterable[str]) -> None:
-    """Raise BadRequest for too many values in the arguments of calls, which are JSON inside of texts. what: in the
-    API's words."""
+    """Raise BadRequest for too many values in the arguments of calls, which are JSON inside of texts. what: the API's
+    name for them."""
     if sum(text.count(",") for text in texts) > MOST_VALUES:
         raise BadRequest(f"{where}: the {what} hold more than {MOST_VALUES} values", where)
 
 
 def content_of(where: str, content: str | Sequence[wire.MessagePart], *kinds: str, answered: bool = False) -> Any:
-    """A content for a chat template: a text, or several. kinds: types of parts that are taken. answered: of an
-    assistant, whose other parts are left out; else they raise BadRequest."""
+    """A content for a chat template: a text, or several. kinds: types of parts that are accepted. answered: the message
+    is an assistant's, in which other parts are left out; else they raise BadRequest."""
     return content if isinstance(content, str) else parts_of(texts_of(where, content, *kinds, answered=answered))
 
 
@@ -323,10 +323,10 @@ def text_of(where: str, content: str | Sequence[wire.MessagePart], *kinds: str) 
     return content if isinstance(content, str) else "\n".join(texts_of(where, content, *kinds))
 
 
-def output_of(where: str, said: Any, *kinds: str) -> str:
-    """The text of a tool's output; references to further tools are left out."""
+def output_of(where: str, output: Any, *kinds: str) -> str:
+    """The text of a tool's output; references to further tools are left out. Raises BadRequest."""
     try:
-        content = msgspec.convert(said, str | list[wire.MessagePart])
+        content = msgspec.convert(output, str | list[wire.MessagePart])
     except msgspec.ValidationError:
         raise BadRequest(f"{where}: must be a text, or a list of texts", where) from None
     if isinstance(content, list):
@@ -341,14 +341,14 @@ def texts_of(where: str, parts: Sequence[wire.MessagePart], *kinds: str, answere
         if part.type in kinds and part.text is not None:
             found.append(part.text)
         elif not answered or part.type in kinds:
-            told = f"has type {part.type[:50]!r}; only type {kinds[0]}, with its text, is taken"
-            raise BadRequest(f"{where}[{i}]: {told}", f"{where}[{i}]")
+            why = f"has type {part.type[:50]!r}; only type {kinds[0]}, with its text, is taken"
+            raise BadRequest(f"{where}[{i}]: {why}", f"{where}[{i}]")
     return found
 
 
-def role_of(said: str) -> str:
-    """A role for a chat template, which has the older name of `developer`."""
-    return "system" if said == "developer" else said
+def role_of(sent: str) -> str:
+    """A role for a chat template: templates know `developer` by its older name."""
+    return "system" if sent == "developer" else sent
 
 
 def _no_json(constant: str) -> NoReturn:
@@ -356,11 +356,11 @@ def _no_json(constant: str) -> NoReturn:
 
 
 def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
-    """A call of an assistant for a chat template. where: the field of its arguments; text: those as JSON."""
+    """A call of an assistant for a chat template. where: the field of its arguments; text: the arguments as JSON."""
     try:
         arguments = json.loads(text or "{}", parse_constant=_no_json)
         if "\\u" in text:
-            json.dumps(arguments, ensure_ascii=False).encode()  # half of a character cannot be tokenised
+            json.dumps(arguments, ensure_ascii=False).encode()  # half of a surrogate pair cannot be tokenised
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -368,15 +368,15 @@ def sent_call(where: str, id: str, name: str, text: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def effort_of(said: Any) -> dict[str, Any]:
-    """Variables of a chat template for an effort."""
-    found = {"reasoning_effort": said} if isinstance(said, str) and said else {}
-    return found | ({"enable_thinking": False} if said == "none" else {})
+def effort_of(sent: Any) -> dict[str, Any]:
+    """Variables of a chat template for an effort; "none" turns thinking off."""
+    found = {"reasoning_effort": sent} if isinstance(sent, str) and sent else {}
+    return found | ({"enable_thinking": False} if sent == "none" else {})
 
 
-def template_variables(said: dict[str, Any] | None) -> dict[str, Any]:
+def template_variables(sent: dict[str, Any] | None) -> dict[str, Any]:
     """The variables in `chat_template_kwargs`. Raises BadRequest for a name that cannot be set."""
-    for name in said or {}:
+    for name in sent or {}:
         if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
             raise BadRequest(f"chat_template_kwargs: {name[:50]!r} cannot be set", "chat_template_kwargs")
-    return said or {}
+    return sent or {}

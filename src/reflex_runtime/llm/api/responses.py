@@ -14,7 +14,7 @@ from reflex_runtime.llm.api import fields as wire
 from reflex_runtime.llm.api import requests
 from reflex_runtime.llm.api.answers import Kind, PartWriter, ReplyContext
 from reflex_runtime.llm.api.decode import decode, tools_of
-from reflex_runtime.llm.api.fields import BadRequest, told
+from reflex_runtime.llm.api.fields import BadRequest, api_error
 from reflex_runtime.llm.engine.output_parsers import ToolCall
 from reflex_runtime.llm.engine.tokenizer import Conversation
 from reflex_runtime.web.fields import Whole, encode
@@ -51,7 +51,7 @@ class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the answer. It always holds: description and strict have no effect."""
+    """The form of the answer, which always fits it: description and strict have no effect."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -135,11 +135,11 @@ def response(body: bytes, defaults: SamplingParams = requests.PLAIN) -> requests
     )  # fmt: skip
     return requests.request_of(
         fields, params, limit, prompts=[], conversation=conversation, tools=tools, form_field=field,
-        prompt_field="input", said=_said(fields, params), ignored=[*hints, *more],
+        prompt_field="input", said=_echoed(fields, params), ignored=[*hints, *more],
     )  # fmt: skip
 
 
-def _said(fields: ResponseFields, params: SamplingParams) -> dict[str, Any]:
+def _echoed(fields: ResponseFields, params: SamplingParams) -> dict[str, Any]:
     """Fields that the answer repeats."""
     return {
         "instructions": fields.instructions,
@@ -160,10 +160,10 @@ def _said(fields: ResponseFields, params: SamplingParams) -> dict[str, Any]:
 def _format(text: TextConfig | None) -> dict[str, Any]:
     if text is None or text.format is None:
         return {"type": "text"}
-    of = text.format
-    said = {"type": of.type, "name": of.name, "description": of.description, "strict": of.strict}
-    found = {name: value for name, value in said.items() if value is not None}
-    schema = bytes(of.schema)  # a copy: what msgspec gives keeps the whole body in memory
+    form = text.format
+    fields = {"type": form.type, "name": form.name, "description": form.description, "strict": form.strict}
+    found = {name: value for name, value in fields.items() if value is not None}
+    schema = bytes(form.schema)  # a copy: a `Raw` of msgspec keeps the whole body in memory
     return found | ({"schema": msgspec.Raw(schema)} if schema else {})
 
 
@@ -171,7 +171,7 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
 
 
 def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
-    """Messages for a chat template: calls and thoughts are parts of the assistant's message."""
+    """Messages for a chat template, in which calls and thoughts are parts of the assistant's message."""
     found: list[dict[str, Any]] = []
     if fields.instructions is not None:
         found.append({"role": "system", "content": fields.instructions})
@@ -193,7 +193,7 @@ def _messages(fields: ResponseFields) -> list[dict[str, Any]]:
         if item.type == "function_call" and found and found[-1]["role"] == "assistant" and not thought:
             found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
-        if thought and message["role"] != "assistant":  # of an answer that was cut after its thought
+        if thought and message["role"] != "assistant":  # the answer was cut after its thought
             found.append({"role": "assistant", "content": "", "reasoning_content": thought})
         elif thought:
             message["reasoning_content"] = thought
@@ -211,8 +211,8 @@ def _item(where: str, item: InputItem) -> dict[str, Any]:
     if item.type == "function_call_output" and item.call_id is not None:
         text = requests.output_of(f"{where}.output", item.output, *_TEXTS)
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
-    told = "only message, function_call, function_call_output and reasoning, each whole, are taken"
-    raise BadRequest(f"{where}: has type {item.type[:50]!r}; {told}", where)
+    why = "only message, function_call, function_call_output and reasoning are accepted, with all their fields"
+    raise BadRequest(f"{where}: has type {item.type[:50]!r}; {why}", where)
 
 
 def _arguments(item: InputItem) -> str:
@@ -241,7 +241,7 @@ class ResponseAnswer(PartWriter):
         return self._event(f"response.{status}", response=body) if self._reply.asked.stream else encode(body)
 
     def failed(self, error: ReflexError) -> bytes:
-        found = told(error)
+        found = api_error(error)
         return self._event("error", code=found.code, message=found.message, param=found.param)
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class ResponseAnswer(PartWriter):
         begun = self._event("response.output_item.added", output_index=len(self._items), item=item)
         return begun + self._of_part("response.content_part.added", part=_part(kind, ""))
 
-    def _said(self, kind: Kind, text: str) -> bytes:
+    def _delta(self, kind: Kind, text: str) -> bytes:
         more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
         return self._of_part(f"{_EVENTS[kind]}.delta", delta=text, **more)
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize of vLLM's API, and /v1/messages/count_tokens: requests for the tokenizer alone."""
+"""POST /tokenize and /detokenize of vLLM's API, and /v1/messages/count_tokens: they need only the tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reflex_runtime.web.fields import encode
 if TYPE_CHECKING:
     from reflex_runtime.llm.server.lifecycle import ModelHost
 
-Question = tuple[str | None, Sequence[str], Callable[["ModelHost"], Awaitable[bytes]]]
+TokenizerCall = tuple[str | None, Sequence[str], Callable[["ModelHost"], Awaitable[bytes]]]
 """The name of the model, hints without effect, and the function that makes the answer."""
 
 
@@ -47,7 +47,7 @@ class Detokenized(msgspec.Struct):
 
 
 class TokenIds(msgspec.Struct):
-    """The answer of /tokenize. max_model_len: of a request, output included."""
+    """The answer of /tokenize. max_model_len: most tokens of a request, with its output."""
 
     count: int
     max_model_len: int
@@ -64,26 +64,26 @@ TOKENIZE: Final = FieldTable(
 DETOKENIZE: Final = FieldTable(DetokenizeFields)
 
 
-def tokenize(body: bytes) -> Question:
+def tokenize(body: bytes) -> TokenizerCall:
     """Read the body of POST /tokenize. Raises BadRequest."""
     fields, _ = decode(TOKENIZE, body)
     if (fields.prompt is None) == (fields.messages is None):
-        raise BadRequest("prompt: send it or messages, one of them", "prompt")
+        raise BadRequest("prompt: send either prompt or messages", "prompt")
     if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
-        raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
+        raise BadRequest("prompt: tools and chat_template_kwargs are only for messages; leave them out", "prompt")
     if fields.prompt is not None:
         return fields.model, (), partial(_tokenized, fields.prompt)
     conversation, _, hints = chat_conversation(fields.messages or [], fields.tools, fields.chat_template_kwargs)
     return fields.model, hints, partial(_tokenized, conversation)
 
 
-def detokenize(body: bytes) -> Question:
+def detokenize(body: bytes) -> TokenizerCall:
     """Read the body of POST /detokenize. Raises BadRequest."""
     fields, _ = decode(DETOKENIZE, body)
     return fields.model, (), partial(_detokenized, token_ids(bytes(fields.tokens), "tokens"))
 
 
-def count_tokens(body: bytes) -> Question:
+def count_tokens(body: bytes) -> TokenizerCall:
     """Read the body of POST /v1/messages/count_tokens. Raises BadRequest."""
     name, conversation, hints = counted(body)
     return name, hints, partial(_counted, conversation)
@@ -97,7 +97,7 @@ async def _tokenized(what: str | Conversation, model: ModelHost) -> bytes:
 async def _detokenized(ids: list[int], model: ModelHost) -> bytes:
     longest, most = model.limits.max_model_len, model.limits.vocab_size
     if len(ids) > longest:
-        raise BadRequest(f"tokens: holds {len(ids)}, and the model's context {longest}", "tokens")
+        raise BadRequest(f"tokens: holds {len(ids)}, the model's context {longest}", "tokens")
     if ids and not (min(ids) >= 0 and max(ids) < most):
         wrong = next(one for one in ids if not 0 <= one < most)
         raise BadRequest(f"tokens: token id {wrong}: must be in [0, {most - 1}]", "tokens")

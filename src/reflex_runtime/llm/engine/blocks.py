@@ -21,10 +21,10 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.llm.engine.sequence import Sequence
 
 _STEP: Final = 1.6  # change of the weight's logarithm by as many mistakes as there are blocks
-_MOST: Final = 16.0  # most that one kind may stay longer than the other, as a factor
-_FEW, _PART = 256, 64  # so many blocks, or this part of all, get memory before a cached one is forgotten
+_MOST: Final = 16.0  # the largest weight; the smallest is 1 / 16
+_FEW, _PART = 256, 64  # 256 blocks or 1/64 of all, the more of both, get memory before a cached one is forgotten
 _MORE: Final = 8  # blocks that get memory with each forgotten one that has to be computed again
-_RARE: Final = 16.0  # most that a mistake counts of a kind that is rarely forgotten
+_RARE: Final = 16.0  # how much a mistake counts at most, if its kind is rarely forgotten
 _FORKED: Final = b""  # in place of a digest: different blocks followed
 
 
@@ -71,8 +71,8 @@ class BlockPool:
     def begin(self, ticket: Ticket) -> float:
         """Give the sequence the blocks of its longest known prefix; returns the tokens they hold.
 
-        One token is always left to compute: it is what the next one is sampled from. So are all tokens of a prompt that
-        are still to be scored.
+        At least one token is left to compute, because the next one is sampled from its logits. All tokens of a prompt
+        that must still be scored are left, too.
         """
         sequence: Sequence = ticket.request.payload
         if not self.prefix_caching:
@@ -134,16 +134,16 @@ class BlockPool:
         return False
 
     def commit(self, batch: Batch) -> None:
-        """Publish the blocks that the step filled, so that prompts that begin alike find them. Failed sequences counted
-        nothing as computed, so nothing of theirs is published."""
+        """Publish the blocks that the step filled, so that prompts with the same beginning find them. A failed sequence
+        counted nothing as computed, so none of its blocks is published."""
         if self.prefix_caching:
             for ticket in batch.grants:
                 self._publish(ticket.request.payload)
         self._trim(batch)
 
     def rollback(self, batch: Batch) -> None:
-        """Only `commit` publishes blocks, and a crashed step's tickets are released; what they got for guesses is not
-        kept for the next try."""
+        """Take back the blocks for guesses. Nothing else is to do: only `commit` publishes blocks, and the scheduler
+        releases the tickets of a crashed step."""
         self._trim(batch)
 
     def _trim(self, batch: Batch) -> None:
@@ -155,8 +155,8 @@ class BlockPool:
             del sequence.blocks[needed:]
 
     def release(self, ticket: Ticket) -> None:
-        """Take the sequence's blocks back. Blocks without a known prefix are handed out next; of its others the far end
-        before its beginning."""
+        """Take the sequence's blocks back. Those without a known prefix are handed out next; of the others, the last
+        before the first."""
         sequence: Sequence = ticket.request.payload
         self._give_back(sequence.blocks)
         sequence.blocks.clear()
@@ -186,7 +186,7 @@ class BlockPool:
         sequence.published = full
 
     def _follows(self, digests: Seq[bytes], place: int) -> None:
-        """Note the block that follows the one before it. Where another did already, both share all blocks before."""
+        """Note that this block follows the one before it. If another one does, too, all blocks before are shared."""
         before = self._block_of.get(digests[place - 1])
         if before is None:
             return
@@ -207,7 +207,7 @@ class BlockPool:
     def _extend_digests(self, sequence: Sequence, full: int) -> None:
         size, digests, tokens = self.block_size, sequence.digests, sequence.tokens
         for i in range(len(digests), full):
-            # keys and values differ by adapter
+            # the first digest depends on the adapter: keys and values do
             before = digests[-1] if digests else sequence.adapter.to_bytes(2, "little") if sequence.adapter else b""
             own = array("q", tokens[i * size : (i + 1) * size]).tobytes()
             digests.append(blake2b(before + own, digest_size=16).digest())
@@ -216,17 +216,16 @@ class BlockPool:
 class FreeBlocks:
     """The free ones of num_blocks blocks, and the order in which they are handed out. At first all are free.
 
-    Blocks without a known prefix go first, but those that were never handed out have no memory yet. Beyond a few they
-    get it only when all others are held, and some more with each forgotten block that is computed again. So a server
-    whose prompts do not come back takes little memory, all of it soon, however large its cache may be.
+    Blocks without a known prefix go first. But a block that was never handed out has no memory yet: beyond a few, such
+    blocks are used only when all others are held, and `_MORE` of them for each forgotten block that is computed again.
+    So a server whose prompts do not come back soon stops growing, at little memory, however large its cache is.
 
     Of blocks with a known prefix the one that was free longest goes, as conversations come back soon or not at all; but
     beginnings that several prompts share (a system prompt, a document) are a list of their own. How long they stay,
     compared with all others, is learned from mistakes: forgotten blocks that are computed again. That saves up to 18 %
-    of the work that one list leaves (`bench --only cached`). Time is counted in published blocks, and every method is
-    O(1).
+    of the work that LRU leaves (`bench --only cached`). Time is counted in published blocks; every method is O(1).
 
-    weight: how many times as long as others shared beginnings stay free before they are handed out.
+    weight: shared beginnings stay free this many times as long as others before they are handed out.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -235,9 +234,9 @@ class FreeBlocks:
         self._blank: list[int] = []  # handed out before, without a known prefix
         self._fresh = 0  # this block and all above it were never handed out
         self._wanted = max(_FEW, num_blocks // _PART)  # blocks to hand out before a cached one is forgotten
-        self._known: tuple[OrderedDict[int, int], OrderedDict[int, int]] = (OrderedDict(), OrderedDict())
+        self._known: tuple[OrderedDict[int, int], OrderedDict[int, int]] = (OrderedDict(), OrderedDict())  # own, shared
         self._published = 0
-        self._forgotten: OrderedDict[bytes, bytes | None] = OrderedDict()  # what followed; the oldest first
+        self._forgotten: OrderedDict[bytes, bytes | None] = OrderedDict()  # the digest that followed; oldest first
         self._forgotten_shared = 0
 
     def __len__(self) -> int:
@@ -245,7 +244,7 @@ class FreeBlocks:
         return self._num_blocks - self._fresh + len(self._blank) + len(own) + len(shared)
 
     def add(self, block: int, known: bool, shared: bool) -> None:
-        """The block lost its last holder. known: it has a known prefix. Of a sequence the far end comes first."""
+        """The block lost its last holder. known: it has a known prefix. The blocks of a sequence come last to first."""
         if known:
             self._known[shared][block] = self._published
         else:
@@ -276,8 +275,8 @@ class FreeBlocks:
             self._forgotten_shared -= self._forgotten.popitem(last=False)[1] == _FORKED
 
     def published(self, prefix: bytes) -> bytes | None:
-        """A block has this prefix from now on. If it was forgotten, its kind should have stayed longer; returns what
-        followed it then: so a shared beginning is found that is forgotten between any two uses."""
+        """A block has this prefix from now on. If it was forgotten, its kind should have stayed longer; then returns
+        what followed it, so that a beginning counts as shared even if it is forgotten between any two uses."""
         self._published += 1
         if prefix not in self._forgotten:
             return None

@@ -1,6 +1,6 @@
 """Chat templates: Jinja programs of a model, run in a sandbox and chosen as `transformers` chooses them.
 
-Whitespace, filters and functions are those that templates of model hubs expect.
+Handling of whitespace, filters and functions are as the templates of model hubs expect them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS_FILE: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"  # a folder: a template by the name of its file
 DEFAULT, TOOL_USE = "default", "tool_use"
-# marks of an assistant's text, for training; as comments they only trim the same whitespace
+# tags around an assistant's text, for training; they become comments, which trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 
 
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, root: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-        """From files of their own, or else the settings; None where there is none."""
+        """The templates in files of their own, else those in the settings; None if there are none."""
         files = {path.stem: path for path in sorted((root / MORE_TEMPLATES).glob("*.jinja"))}
         if (root / TEMPLATE_FILE).is_file():
             files[DEFAULT] = root / TEMPLATE_FILE
@@ -56,7 +56,7 @@ class ChatTemplate:
         """The text of a conversation. begin_answer: with the beginning of the answer."""
         name = TOOL_USE if given.get("tools") and TOOL_USE in self._programs else DEFAULT
         if name not in self._programs:
-            raise ConfigError(f"{self._file}: has chat templates named {', '.join(self._names)}, and no {DEFAULT}")
+            raise ConfigError(f"{self._file}: has chat templates named {', '.join(self._names)}, but no {DEFAULT}")
         return self._programs[name](given, add_generation_prompt=begin_answer)
 
 

@@ -1,9 +1,9 @@
-"""The text of tokens, of prompts and outputs, whole and as a stream: one place for both, so that they are equal.
+"""From tokens to text, whole and as a stream: in one place, so that both are equal.
 
 A token adds bytes to a text, and a text is the bytes of its tokens as UTF-8; invalid bytes become U+FFFD. A special
 token adds none, unless it is a mark that parsers read (`output_parsers.MARKS`): those are no special tokens here. Some
-tokenizers write a space before each word: the first of a text is dropped. An output continues its prompt, so its first
-word keeps the space, and a character that the prompt began belongs to the output.
+tokenizers write a space before each word: the first space of a text is dropped. An output continues its prompt, so its
+first word keeps the space, and a character that the prompt began belongs to the output.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final, Protocol
 
 _TAIL: Final = 3  # bytes at the end of a prompt that may be the beginning of a character
 _BYTE: Final = re.compile("<0x([0-9A-F]{2})>")
-_BESIDE: Final = "a"  # a token whose neighbours show the bytes that they add to a text
+_BESIDE: Final = "a"  # a token that is decoded beside another, to find the bytes that the other adds to a text
 
 
 class Detokenizer(Protocol):
     """The bytes that tokens add to a text."""
 
     def piece(self, id: int) -> bytes:
-        """The bytes of a token behind others; b"" for a special or unknown one."""
+        """The bytes of a token that is not the first of a text; b"" for a special or unknown one."""
 
     def first(self, id: int) -> bytes:
         """Its bytes as the first token of a text."""
@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
         return self.piece(id).decode(errors="replace")
 
     def decode(self, ids: Seq[int], whole: bool = True) -> str:
-        """Their text. whole: False leaves out a character at the end that is not complete."""
+        """The text of tokens. whole: False leaves out an incomplete character at the end."""
         pieces = [self.piece(id) for id in ids]
         first = next((at for at, piece in enumerate(pieces) if piece), None)
         if first is not None:
@@ -41,7 +41,7 @@ class Detokenizer(Protocol):
         return utf_8_decode(b"".join(pieces), "replace", whole)[0]
 
     def stream(self, prompt: Seq[int] = (), stop: Seq[str] = (), include_stop: bool = False) -> TextStream:
-        """The text of an output, by tokens. prompt: the tokens before. stop, include_stop: see `SamplingParams`."""
+        """The text of an output, by tokens. prompt: the tokens before it. stop, include_stop: see `SamplingParams`."""
         return TextStream(self, prompt, stop, include_stop)
 
 
@@ -69,7 +69,7 @@ class TextStream:
         return len(self._held)
 
     def feed(self, id: int, may_stop: bool = True) -> str:
-        """The text that is certain with this token. may_stop: whether it may complete a stop text."""
+        """The text that is certain after this token. may_stop: whether the token may complete a stop text."""
         piece = self._tokens.piece(id)
         if not piece:
             return self._special(id) if may_stop and self._stop else ""
@@ -116,8 +116,8 @@ def overlap(text: str, mark: str) -> int:
 
 
 class CoreDetokenizer(Detokenizer):
-    """The decoder of a `tokenizers.Tokenizer`, token by token, so that a stream is equal to the text decoded whole. A
-    byte that is part of no character is one U+FFFD, whatever its neighbours are."""
+    """The decoder of a `tokenizers.Tokenizer`, used for one token at a time, so that a stream is equal to the text
+    decoded whole. A byte that is part of no character becomes one U+FFFD, whatever its neighbours are."""
 
     def __init__(self, core: Any) -> None:
         decoder, added = core.decoder, core.get_added_tokens_decoder()
@@ -160,8 +160,8 @@ class CoreDetokenizer(Detokenizer):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters of bytes in byte-level vocabularies: printable ones as themselves, others for the rest, in
-    order."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(seen)]
-    return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    """The byte of each character in byte-level vocabularies: printable bytes stand for themselves, characters from 256
+    on for the others, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

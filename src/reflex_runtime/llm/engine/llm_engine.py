@@ -1,6 +1,6 @@
-"""The engine for programs: prompts in, outputs out, and a caller that makes every step.
+"""The engine for programs: prompts in, outputs out; the caller makes every step.
 
-`LLMEngine` drives the processor that a server runs too (`processor.py`).
+`LLMEngine` drives the same processor as a server (`processor.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = SamplingParams()
 
 
 def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
-    """The output of a settled ticket."""
+    """The output of a settled ticket. prompt: its text, if it was one."""
     sequence: Sequence = ticket.request.payload
     error = ticket.outcome.error if isinstance(ticket.outcome, Failed) else None
     if error is not None and not isinstance(error, ReflexError):
@@ -115,7 +115,7 @@ class LLMEngine:
         return request.id
 
     def step(self) -> list[RequestOutput]:
-        """One step; returns the requests that ended with it, or since the last one."""
+        """Make one step; returns the outputs of requests that ended with it, or since the step before."""
         batch = self.scheduler.next_batch(self._clock())
         self._deliver()
         if batch is not None:
@@ -146,8 +146,8 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Generate for all prompts, or for one text, as many at a time as fit; returns their outputs in order.
 
-        params: one for all, or one each; None for the defaults of the model's authors. A request that fails has its
-        `error` set; one that can never run raises.
+        params: one for all, or one each; None for the defaults of the model's authors. The output of a request that
+        fails has its `error` set. A request that can never run raises before any is queued.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         params = self._plain if params is None else params
@@ -179,7 +179,7 @@ class LLMEngine:
         self.processor.stop()
 
     def _deliver(self) -> None:
-        """Call the sinks with the events since the last call, such as those of an input."""
+        """Call the sinks with the events since the last call."""
         for event in self.scheduler.take_events():
             for sink in self._sinks:
                 sink(event)
@@ -216,16 +216,16 @@ def _model(
     cache: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
     given = {name: value for name, value in cache.items() if value is not None}
     if adapters and (model is None or hasattr(model, "forward")):
-        raise ConfigError("adapters: are those of a Hugging Face directory; a runner that is already made has its own")
+        raise ConfigError("adapters: only for a Hugging Face directory; give a runner its adapters when you make it")
     if model is None:
         return ToyRunner(**given), tokenizer or ByteTokenizer()
     if isinstance(model, ToyRunner) and tokenizer is None:
         tokenizer = ByteTokenizer()
     if hasattr(model, "forward"):
         if given:
-            raise ConfigError(f"{', '.join(given)}: a runner that is already made has its own cache")
+            raise ConfigError(f"{', '.join(given)}: only for a Hugging Face directory; set it when you make the runner")
         if tokenizer is None:
-            raise ConfigError("LLMEngine.tokenizer: a runner needs one")
+            raise ConfigError("LLMEngine.tokenizer: is missing; a runner needs one")
         return model, tokenizer
     from reflex_runtime.llm.engine.load import load
 
@@ -236,10 +236,9 @@ def _model(
 def trace_batches(
     prompts: Seq[str | Seq[int]], max_tokens: int = 4, **engine_kwargs: Any
 ) -> tuple[list[str], list[dict[str, int]]]:
-    """The tokens that each request got, step by step.
+    """Run all prompts to the end on a new engine, greedy, each for exactly max_tokens.
 
-    Runs all prompts (greedy, exactly max_tokens each) on a new engine to the end. Returns the requests' ids and one
-    mapping from id to tokens per step, taken from the scheduler's events.
+    Returns the requests' ids, and for each step a mapping from id to the number of tokens that the scheduler granted.
     """
     steps: list[dict[str, int]] = []
 

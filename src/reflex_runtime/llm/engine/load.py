@@ -1,4 +1,4 @@
-"""From a model directory to its runner: OpenVINO's paged attention on a CPU, PyTorch on a GPU, either by request.
+"""From a model directory to its runner: by default OpenVINO's paged attention on a CPU, and PyTorch on a GPU.
 
 A runner is imported only when it is chosen.
 """
@@ -46,12 +46,11 @@ def load(
 ) -> tuple[Runner, Tokenizer]:
     """A runner and the tokenizer of a directory: a Hugging Face checkpoint, or an export to OpenVINO.
 
-    device: `cpu`, `cuda`, or `auto` (a GPU when PyTorch sees one). runner: `openvino`, `torch`, or `auto`. dtype: what
-    the model computes in (`float32`, `bfloat16`; `auto` is what the checkpoint is stored in where the machine is fast
-    at it). quantization: `int8` or `int4` rounds the weights, on OpenVINO. cache_dir: where graphs made of checkpoints
-    are kept; by default beside the checkpoint. adapters: directories of LoRA adapters, by name. options: block_size,
-    num_blocks, kv_cache_bytes, max_model_len, threads; None leaves the runner's own. Raises ConfigError that names the
-    file and what is wrong.
+    device: `cpu`, `cuda`, or `auto` (a GPU if PyTorch sees one). runner: `openvino`, `torch`, or `auto`. dtype: of the
+    computation (`float32`, `bfloat16`; `auto`: that of the checkpoint if the machine is fast at it). quantization:
+    `int8` or `int4` rounds the weights, on OpenVINO. cache_dir: for graphs that are made of checkpoints; by default
+    they lie beside the checkpoint. adapters: directories of LoRA adapters, by name. options: block_size, num_blocks,
+    kv_cache_bytes, max_model_len, threads; None for the runner's default. Raises ConfigError that names the file.
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
@@ -88,9 +87,9 @@ def describe(directory: str | Path) -> Description:
 def choose(
     device: str, runner: str, block_size: int | None = None, export: bool = False, quantization: str = "none"
 ) -> tuple[str, str]:
-    """The device and the runner that `load` uses. Loads nothing. export: of OpenVINO.
+    """The device and the runner that `load` uses. Loads nothing. export: whether the model is an export to OpenVINO.
 
-    ConfigError for options that no runner takes together, or that this machine cannot run; `field` names one of them.
+    Raises ConfigError if no runner accepts these options together, or this machine cannot run them; `field` names one.
     """
     if export:
         for name, value, refused in (("device", device, "cuda"), ("runner", runner, "torch")):
@@ -100,7 +99,7 @@ def choose(
     if device == "auto":
         device = "cuda" if runner != "openvino" and _sees_cuda() else "cpu"
     elif device == "cuda" and not _sees_cuda():
-        raise _wrong("device", device, "needs a GPU and a PyTorch that sees it, and there is none; use cpu or auto")
+        raise _wrong("device", device, "PyTorch is not installed or sees no GPU; use cpu or auto")
     if runner == "auto":
         runner = "openvino" if device == "cpu" else "torch"
     if runner == "openvino" and device != "cpu":
@@ -131,10 +130,11 @@ def check(
     adapters: Mapping[str, Path] | None = None,
     copies: int = 1,
 ) -> None:
-    """Refuse options of `load` that this model or this machine cannot take. Loads nothing.
+    """Raise ConfigError for options of `load` that do not fit this model or this machine; `field` names the option.
+    Loads nothing.
 
-    copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. The memory of
-    the weights is not counted: whether cache and weights fit together shows when they are loaded.
+    copies: how many processes will load the model. The memory of the weights is not counted: whether cache and weights
+    fit together shows when they are loaded.
     """
     device, runner = choose(device, runner, block_size, isinstance(model, OpenVinoExport), quantization)
     if adapters:
@@ -153,15 +153,15 @@ def check(
     total = GIB if kv_cache_bytes is None else kv_cache_bytes
     if device == "cpu":
         blocks_in(total, block, free_bytes() // copies)
-    else:  # processes may have a GPU each, and a look at its memory takes some of it
+    else:  # processes may have a GPU each, and each look at a GPU's memory takes some of it
         blocks_in(total, block, free_bytes(device) if copies == 1 else max(total, block))
 
 
 def check_directory(root: Path) -> None:
-    """Refuse what people take for a model and is none, with what to do about it. Nothing else is checked."""
+    """Raise ConfigError for a GGUF file and for an adapter, which users take for a model. Checks nothing else."""
     if root.suffix == ".gguf" or (root.is_dir() and not (root / CONFIG_FILE).is_file() and any(root.glob("*.gguf"))):
-        why = "is llama.cpp's format, which is not served; serve the Hugging Face directory that it was made of"
-        raise ConfigError(f"{root}: GGUF {why}; --quantization int4 makes it as small")
+        why = "is llama.cpp's format, which cannot be served; serve the Hugging Face directory it was made of"
+        raise ConfigError(f"{root}: GGUF {why}; --quantization int4 makes that as small")
     adapter = root / ADAPTER_CONFIG
     if adapter.is_file() and not (root / CONFIG_FILE).is_file():
         base = read_object(adapter).get("base_model_name_or_path")
@@ -178,7 +178,7 @@ def _sees_cuda() -> bool:
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
-            return False  # seconds sooner than PyTorch finds out
+            return False  # found seconds sooner than by the import of PyTorch
     try:
         import torch
     except ImportError:
@@ -211,7 +211,7 @@ def sampling_defaults(directory: Path | str) -> SamplingParams:
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise ConfigError(f"{file}: {name}={value!r:.200}: must be a {'whole ' if whole else ''}number")
-        found[name] = max(0, value) if whole else float(value)  # -1 is off, too, in some files
+        found[name] = max(0, value) if whole else float(value)  # top_k: some files write -1 for no limit
     try:
         return SamplingParams(**found)
     except ConfigError as error:

@@ -1,11 +1,11 @@
-"""Changes of a request to the logits of its next token: penalties, a bias, no early end, a form.
+"""What the parameters of a request change in the logits of its next token: penalties, a bias, no early end, a form.
 
-A sequence has a `Shaping` only where its parameters need one; others pay nothing. It is read when a token is chosen and
-changed when that token is kept: a step that fails in between leaves no trace.
+A sequence has a `Shaping` only if its parameters need one. It is read when a token is chosen, and changed when that
+token is kept: a step that fails in between leaves no trace.
 
 The form of an output is a JSON Schema, a regular expression, one of several texts, or a grammar. The library
-`llguidance` computes the tokens that may come next. A form is checked in a process of its own first (`form_check.py`),
-and compiled once for a tokenizer, off the event loop. Each sequence has its own copy. The mask of the next token is
+`llguidance` computes the tokens that may come next. A form is first checked in a process of its own (`form_check.py`),
+then compiled once for a tokenizer, off the event loop. Each sequence has its own copy. The mask of the next token is
 computed while the model runs.
 """
 
@@ -32,20 +32,20 @@ from reflex_runtime.ipc.messages import Constraint, SamplingParams
 from reflex_runtime.llm.engine import form_check
 
 Row = npt.NDArray[np.float32]
-_ROOM: Final = 64  # different tokens before the arrays grow
-_FORBIDDEN: Final = np.where(  # [256, 8]: added to the logits of 8 tokens for a byte of a mask
+_ROOM: Final = 64  # different output tokens before the arrays of `_Counts` grow
+_FORBIDDEN: Final = np.where(  # [256, 8]: for each byte of a mask, what is added to the logits of its 8 tokens
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
 ).astype(np.float32)
-# Without a bound a model may write spaces until its tokens are used up; lines and indents are slow tokens.
+# Without a bound a model may write spaces until its tokens are used up; line ends and indents would cost tokens.
 SPACES: Final = r"\x20?"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
 _PLAIN: Final = 2000  # characters of a schema that is checked in this process, if it has no costly word
-_COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last can write the others
+_COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # escapes can spell the others
 _TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
-_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold no keywords
-_VALUES: Final = ("const", "enum", "default", "examples", "example")  # hold no schemas
+_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their keys are names
+_VALUES: Final = ("const", "enum", "default", "examples", "example")  # hold values, no schemas
 _ALL: Final[tuple[Any, ...]] = (True, {})
-_VAIN: Final[dict[str, tuple[Any, ...]]] = {  # values that demand nothing, of keywords that the library lacks
+_VAIN: Final[dict[str, tuple[Any, ...]]] = {  # keywords that the library lacks, with their values that demand nothing
     **dict.fromkeys(("then", "else", "propertyNames", "unevaluatedItems", "unevaluatedProperties"), _ALL),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
     **dict.fromkeys(("not", "uniqueItems"), (False,)),
@@ -54,7 +54,7 @@ _BESIDE: Final = {  # keywords that demand nothing without one of these
     "if": {"then", "else"}, "then": {"if"}, "else": {"if"}, "minContains": {"contains"}, "maxContains": {"contains"},
 }  # fmt: skip
 _AROUND: Final = "look-around and references ((?=, (?!, (?<, \\b, \\1) are not supported"
-_ENDLESS: Final = "no text has it; does a $ref lead to itself, with nothing between that can end?"
+_ENDLESS: Final = "no text can have it; perhaps a $ref refers to itself without an alternative that ends"
 _CASES: Final = "write anyOf, with a whole schema for each case"
 _INSTEAD: Final = {
     **dict.fromkeys(("if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"), _CASES),
@@ -62,14 +62,14 @@ _INSTEAD: Final = {
     "oneOf": "write anyOf, or cases that exclude each other",
     "pattern": "say what may stand there, as ^-?[0-9]+([.][0-9]+)?$ for a number",
 }
-_BROKEN: Final = re.compile(  # the library shows the expression, too, in several lines
+_BROKEN: Final = re.compile(  # the library's error also shows the expression, in several lines
     r"(at \S+: )?(?:invalid regex \".*\" \(in [^)]*\): )?regex parse error:.*\nerror: ([^\n]*).*", re.DOTALL
 )
 _LONGEST: Final = 60.0  # seconds for the check of a form, on a very busy machine
 
 
 class Matcher:
-    """The place of one output in its form. Made by `Constraints.compile`; `copy` it for each sequence."""
+    """How far one output has come in its form. Made by `Constraints.compile`; `copy` it for each sequence."""
 
     __slots__ = ("_core", "_penalty")
 
@@ -88,8 +88,8 @@ class Matcher:
             self._penalty = np.take(_FORBIDDEN, bits, axis=0).reshape(-1)
 
     def penalty(self) -> Row:
-        """Added to the logits: 0 for each token that may come next, else minus infinity; tokens beyond its end may not.
-        Raises ProcessorError for a form that is too complex."""
+        """What to add to the logits: 0 for a token that may come next, else minus infinity. Tokens beyond its end may
+        not come next. Raises ProcessorError for a form that is too complex."""
         self.prepare()
         penalty = self._penalty
         if self._core.is_error() or penalty is None:
@@ -119,13 +119,13 @@ class Constraints:
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def compile(self, constraint: Constraint) -> Matcher:
-        """The matcher at the beginning of an output. ConfigError, which begins with the kind, for an invalid form."""
+        """A matcher at the beginning of an output. Raises ConfigError, with the kind, for an invalid form."""
         return self._compiled(constraint).copy()
 
     def _compile(self, constraint: Constraint) -> Matcher:
         check_constraint(constraint)
         library = _library()
-        if self._vocabulary is None:  # two threads may build it at once: the same
+        if self._vocabulary is None:  # two threads may build it at once; both are equal
             self._vocabulary = self._read()
         core = library.LLMatcher(self._vocabulary, _grammar(library, constraint), log_level=0)
         if core.is_error():
@@ -135,10 +135,10 @@ class Constraints:
 
 @lru_cache(_KEPT)
 def check_constraint(constraint: Constraint) -> None:
-    """Raise the errors of `Constraints.compile` that need no tokenizer. Most forms need a process, about 0.1 s."""
+    """Raise the errors of `Constraints.compile` that need no tokenizer. For most forms this starts a process, 0.1 s."""
     library = _library()
     form = _grammar(library, constraint)
-    error = form_check.fault(library, form) if _plain(constraint) else _looked_at(constraint, form)
+    error = form_check.fault(library, form) if _plain(constraint) else _fault_elsewhere(constraint, form)
     if error:
         raise _wrong(constraint, _explained(library, constraint, error))
 
@@ -151,8 +151,8 @@ def _plain(constraint: Constraint) -> bool:
     )
 
 
-def _looked_at(constraint: Constraint, form: str) -> str:
-    """Its fault, found in another process; "" for none."""
+def _fault_elsewhere(constraint: Constraint, form: str) -> str:
+    """The form's fault, found in another process; "" for none."""
     command = [sys.executable, "-P", str(Path(form_check.__file__))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
@@ -191,13 +191,13 @@ def _grammar(library: Any, constraint: Constraint) -> str:
         try:
             found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES, "lenient": True})
         except ValueError as error:
-            why = "must be an object; {} is what true means" if "Expecting object" in str(error) else str(error)
+            why = "must be an object; for true write {}" if "Expecting object" in str(error) else str(error)
             raise _wrong(constraint, why) from None
     return str(found)
 
 
 def demands(schema: Any, names: bool = False) -> Any:
-    """A schema without the keywords that demand nothing and that the library would refuse. names: schemas by name."""
+    """A schema without the keywords that demand nothing, which the library would refuse. names: its keys are names."""
     if isinstance(schema, list):
         return [demands(one) for one in schema]
     if names or not isinstance(schema, dict):
@@ -213,18 +213,18 @@ def _explained(library: Any, constraint: Constraint, why: str) -> str:
     """The fault with its place in the schema where that is known, and what to write instead."""
     around, broken = re.search("look-?around|backreference", why), _BROKEN.search(why)
     if constraint.kind != "json":
-        why = why.removeprefix("at 1(8): ") if constraint.kind == "regex" else why  # of the grammar that holds it
+        why = why.removeprefix("at 1(8): ") if constraint.kind == "regex" else why  # the place in the library's grammar
         return f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
-    told = f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
+    wrong = f"{_AROUND}; {_INSTEAD['pattern']}" if around else why
     unknown = re.match(r'Unimplemented keys: \["([^"]+)"|(oneOf)', why)
     keyword = "pattern" if around or broken else (unknown[1] or unknown[2]) if unknown else ""
     for where, name, value in _places(json.loads(constraint.text)):
-        parents = where.rpartition(".")[0].rpartition(".")[2]
-        if (around or broken) and (parents == "patternProperties" or (name == keyword and isinstance(value, str))):
+        parent = where.rpartition(".")[0].rpartition(".")[2]
+        if (around or broken) and (parent == "patternProperties" or (name == keyword and isinstance(value, str))):
             pattern = value if name == keyword and isinstance(value, str) else name
             if library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_regex(pattern)):
-                return f"{where}: {told}"
-        elif parents in _NAMES:
+                return f"{where}: {wrong}"
+        elif parent in _NAMES:
             if why.startswith("schema must") and not isinstance(value, dict | bool):
                 return f"{where}: {why}"
         elif keyword and name == keyword:
@@ -235,7 +235,7 @@ def _explained(library: Any, constraint: Constraint, why: str) -> str:
 
 
 def _is_at(why: str, name: str, value: Any) -> bool:
-    """Whether a fault that the library found without its place is in this keyword."""
+    """Whether a fault that the library reports without a place is in this keyword."""
     if found := re.fullmatch("Invalid type: (.*)", why):
         return name == "type" and found[1] in (value if isinstance(value, list) else [value])
     if found := re.fullmatch("Expected .* for '(.*)', got (.*)", why):
@@ -264,15 +264,15 @@ def _wrong(constraint: Constraint, why: str) -> ConfigError:
 
 
 def _first_line(text: str) -> str:
-    """A message without the library's drawing of the place and its state."""
-    told = text.partition("<state>")[0].replace("NoExtensionBias", _ENDLESS)
-    told = _BROKEN.sub(r"\1invalid regex: \2", told)
-    told = re.sub(r"\n +\d+ \|.*", "", told)
-    return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
+    """A message of the library as one line, without its state and the source lines that it shows."""
+    message = text.partition("<state>")[0].replace("NoExtensionBias", _ENDLESS)
+    message = _BROKEN.sub(r"\1invalid regex: \2", message)
+    message = re.sub(r"\n +\d+ \|.*", "", message)
+    return " ".join(line.strip() for line in message.splitlines() if line.strip(" ^|"))[:300]
 
 
 class _Counts:
-    """Tokens and their counts, as arrays, so that numpy changes a row of logits at once."""
+    """Tokens and their counts, as arrays, so that numpy changes a row of logits in one operation."""
 
     __slots__ = ("_at", "_ids", "_times")
 
@@ -302,7 +302,7 @@ class _Counts:
 
 
 class Shaping:
-    """The changes of one sequence. ends: tokens that end it. matcher: of its constraint."""
+    """The changes for one sequence. ends: tokens that end it. matcher: of its constraint."""
 
     __slots__ = ("_bias", "_biased", "_ends", "_known", "_output", "_params", "_sampled", "matcher")
 
@@ -336,9 +336,9 @@ class Shaping:
             ends = row[self._ends]
             row[self._ends] = -np.inf
             if self.matcher is not None and row.max() == -np.inf:
-                row[self._ends] = ends  # the form has its end here, and no other token
+                row[self._ends] = ends  # the form ends here: min_tokens cannot hold
         if row.max() == -np.inf:
-            raise ProcessorError("no token is left that the form of the output or min_tokens allows")
+            raise ProcessorError("no token is left that both the form of the output and min_tokens allow")
 
     @property
     def complete(self) -> bool:
@@ -346,7 +346,7 @@ class Shaping:
         return self.matcher is not None and self.matcher.complete
 
     def sampled(self, token: int) -> None:
-        """Add a token of the sequence. Raises ProcessorError for one that its form does not allow."""
+        """Count a token of the output. Raises ProcessorError for one that its form does not allow."""
         self._sampled += 1
         if self.matcher is not None:
             self.matcher.sampled(token)

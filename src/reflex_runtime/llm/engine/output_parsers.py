@@ -1,11 +1,11 @@
-"""The parts of an output's text as a stream: thoughts, text and calls of tools; and the constraint of a demanded call.
+"""Parsers of an output's text as a stream of thoughts, text and calls of tools; and the constraint for a forced call.
 
 A reasoning model writes a thought before its answer, between marks. With some templates the model begins the thought,
 with others the prompt does: the output then starts inside of it.
 
-The form of a model's calls is found by its chat template: the first that reads back the template's text of a known call
-(`form_of`). A call is read from its opening mark on, as JSON or by its tags, so that a mark inside of an argument is
-text and the closing mark may be missing. Every call that the constraint allows is read.
+The form of a model's calls is found with its chat template: it writes a known call, and the first form that reads this
+call back is used (`form_of`). A call is read from its opening mark on, as JSON or by its tags: so a mark inside of an
+argument is text, and the closing mark may be missing. Every call that the constraint allows can be read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from reflex_runtime.ipc.messages import Constraint
 from reflex_runtime.llm.engine.detokenizer import overlap
 from reflex_runtime.llm.engine.logits_processors import SPACES, demands
 
-_MOST: Final = 16  # demanded calls of one answer
+_MOST: Final = 16  # calls in a forced answer
 _KEYS: Final = ("arguments", "parameters")
-_HALF: Final = 10  # characters of a word of JSON, at most
+_MEMBERS: Final = {"name", "id", "type", *_KEYS}
+_HALF: Final = 10  # characters; no word of JSON (`true`, `-Infinity`) is longer
 _GAP: Final = re.compile(r"[\s;,]*")  # between two calls, or two values
 _decode: Final = json.JSONDecoder().raw_decode
-_LONGEST: Final = 200  # characters before the arguments
+_LONGEST: Final = 200  # characters of a call before its arguments
 _NAMED: Final = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\s*(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION: Final = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?")
@@ -57,9 +58,9 @@ class ToolCall:
 class ToolForm:
     """How a model writes calls.
 
-    mark: before calls. close: behind them, optional. bare: an answer may be calls without a mark. begin, between, end:
-    of a demanded answer. middle: between a name and its arguments, where a call is no object. tags: a call is tags.
-    key: of the arguments in an object. several: whether an answer may have several calls.
+    mark, close: stand before and after calls; close may be missing. bare: an answer may be calls without a mark. begin,
+    between, end: text around the calls of a forced answer. middle: stands between a name and its arguments if a call is
+    no JSON object. tags: a call is tags. key: of the arguments in a JSON object. several: an answer may have several.
     """
 
     mark: str
@@ -85,7 +86,7 @@ def _list(mark: str, close: str = "") -> ToolForm:
 
 
 _MISTRAL: Final = "[TOOL_CALLS]"
-FORMS: Final = {  # by the first model of each; the first that reads a template's calls is used
+FORMS: Final = {  # named after their first models; the first form that reads a template's calls is used
     "hermes": _each("<tool_call>", "</tool_call>", "\n"),
     "qwen3_coder": replace(_each("<tool_call>", "</tool_call>", "\n"), tags=True),
     "phi4": _each("<|tool_call|>", "<|/tool_call|>"),
@@ -98,7 +99,7 @@ FORMS: Final = {  # by the first model of each; the first that reads a template'
 }
 THOUGHT, ANSWER = "<think>", "</think>"  # the beginning and the end of a thought
 _ALL: Final = {mark for form in FORMS.values() for mark in (form.mark, form.close, form.middle, "[CALL_ID]")}
-# tokens that are text, even if the tokenizer's file marks them as special
+# these tokens count as text, even if the tokenizer's file marks them as special
 MARKS: Final = frozenset(_ALL - {""} | {THOUGHT, ANSWER})
 
 
@@ -117,18 +118,18 @@ AWKWARD: Final = {
 
 
 def form_of(written: Callable[[list[dict[str, Any]]], str]) -> ToolForm | None:
-    """The form that reads back a template's text of calls, or None. written: the text of an assistant's calls, each a
-    name and arguments."""
+    """The form whose parser reads back the calls that a template writes, or None. written: the template's text of an
+    assistant's calls, each a name and arguments."""
     plain, awkward = ({"name": TRIED.name, "arguments": arguments} for arguments in ({"text": "x"}, AWKWARD))
     texts = [written([plain]), written([awkward])]
     for form in FORMS.values():
         if form.close in texts[0] and [_all(form, text) for text in texts] == [[plain], [awkward]]:
-            call = texts[0][texts[0].rfind(TRIED.name) :]  # a template may list the tools just before
+            call = texts[0][texts[0].rfind(TRIED.name) :]  # the last one: a template may list the tools before the call
             key = "parameters" if '"parameters"' in call else "arguments"
             if form.bare and texts[0].lstrip().startswith("["):
                 form = replace(form, begin="[", between=", ", end="]")
             several = False
-            with suppress(Exception):  # some refuse two calls
+            with suppress(Exception):  # some templates refuse two calls
                 several = _all(form, written([plain, awkward])) == [plain, awkward]
             return replace(form, key=key, several=several)
     return None
@@ -140,11 +141,11 @@ def _all(form: ToolForm, text: str) -> list[dict[str, Any]]:
     return [{"name": one.name, "arguments": json.loads(one.arguments)} for one in found]
 
 
-# -- a call that is demanded -------------------------------------------------------------------------------------------
+# -- forced calls ------------------------------------------------------------------------------------------------------
 
 
 def forced(form: ToolForm, tools: Sequence[Tool], several: bool) -> Constraint:
-    """The constraint for an output that is one call of these tools, or several."""
+    """The constraint for an output of one or several calls. Raises ConfigError for a parameter without such a form."""
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         if form.tags:
@@ -159,10 +160,10 @@ def forced(form: ToolForm, tools: Sequence[Tool], several: bool) -> Constraint:
 
 
 def _tagged_rules(i: int, tool: Tool) -> Iterator[str]:
-    """Each parameter at most once, in their order. A text is anything without a closing tag; a pattern does not apply,
-    as tags have no escapes."""
-    named, needed = _properties(tool.parameters), json.dumps(tool.parameters.get("required"))
-    parts = [f"p_{i}_{j}{'' if json.dumps(name) in needed else '?'}" for j, name in enumerate(named)]
+    """Parameters in their order, each at most once. A text is anything without a closing tag; a pattern does not apply,
+    because tags have no escapes."""
+    named, required = _properties(tool.parameters), json.dumps(tool.parameters.get("required"))
+    parts = [f"p_{i}_{j}{'' if json.dumps(name) in required else '?'}" for j, name in enumerate(named)]
     yield f'call_{i}: "<function={tool.name}>\\n" {" ".join(parts)} "{_FUNCTION_END}"'
     for j, (name, schema) in enumerate(named.items()):
         if not re.fullmatch(r"[^>\n]+", name):
@@ -189,11 +190,11 @@ def _literal(text: str) -> str:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-Calls = list[tuple[str, str]]  # of each the name and the arguments
+Calls = list[tuple[str, str]]  # the name and the arguments of each
 
 
 class ToolParser:
-    """Reads the calls in one output's text as a stream. called: calls so far.
+    """Reads the calls in one output's text as a stream. called: number of calls so far.
 
     A part that is no call of a known tool is text.
     """
@@ -201,10 +202,10 @@ class ToolParser:
     def __init__(self, form: ToolForm, tools: Sequence[Tool]) -> None:
         self.called = 0
         self._form, self._tools = form, {tool.name: tool.parameters for tool in tools}
-        self._text = ""  # not yet returned: inside of a call, or perhaps the beginning of one
+        self._text = ""  # not returned yet: it may be a call, or the beginning of one
         self._before = ""  # a mark and the space before it, which are text if no call follows
         self._state = "begin" if form.bare else "text"
-        self._closes = False  # whether a value may end in the new text; else no value is parsed
+        self._closes = False  # whether a JSON value may end in the new text; else none is parsed
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """The parts that are complete with this text."""
@@ -213,8 +214,8 @@ class ToolParser:
         return self._parts(last=False)
 
     def end(self) -> list[str | ToolCall]:
-        """The rest of an output that has ended."""
-        self._closes = True  # behind a mark without a call there may be one
+        """The parts that are left when the output has ended."""
+        self._closes = True  # a mark without a call may be followed by a call
         return self._parts(last=True)
 
     def _parts(self, last: bool) -> list[str | ToolCall]:
@@ -229,7 +230,7 @@ class ToolParser:
         return found
 
     def _bare(self, last: bool) -> list[str | ToolCall] | None:
-        """An answer that begins as a JSON value: calls to its end, or text."""
+        """At the beginning of an answer: if it is nothing but calls in JSON, these calls; else it is text."""
         begun = self._text.lstrip()
         if not last and (not begun or begun[0] in "{["):
             return None
@@ -244,18 +245,18 @@ class ToolParser:
         return self._made(calls)
 
     def _outside(self, last: bool) -> list[str | ToolCall] | None:
-        """Up to a mark."""
+        """In text, up to a mark. Space before a mark belongs to the call."""
         before, mark, after = self._text.partition(self._form.mark)
         sure = before if mark or last else before[: len(before) - overlap(before, self._form.mark)]
-        said = sure if last and not mark and not (self.called and sure.isspace()) else sure.rstrip()
+        text = sure if last and not mark and not (self.called and sure.isspace()) else sure.rstrip()
         if mark:
-            self._before, self._text, self._state = sure[len(said) :] + mark, after, "inside"
-            return [said]
-        self._text = "" if last else self._text[len(said) :]
-        return [said] if said else None
+            self._before, self._text, self._state = sure[len(text) :] + mark, after, "inside"
+            return [text]
+        self._text = "" if last else self._text[len(text) :]
+        return [text] if text else None
 
     def _inside(self, last: bool) -> list[str | ToolCall] | None:
-        """A call, behind a mark."""
+        """After a mark: a call, or the mark is text."""
         begun = self._text.lstrip()
         found, end = self._call(begun) if begun else (None, -1)
         if found is None and not last:
@@ -263,11 +264,11 @@ class ToolParser:
         if calls := self._known(found or []):
             self._text, self._state = begun[end:], "behind"
             return self._made(calls)
-        said, self._before, self._state = self._before, "", "text"
-        return [said]
+        text, self._before, self._state = self._before, "", "text"
+        return [text]
 
     def _behind(self, last: bool) -> list[str | ToolCall] | None:
-        """Behind a call: another one, the closing mark, or text."""
+        """After a call: another one, the closing mark, or text."""
         rest, close = self._text[_behind_gap(self._text) :], self._form.close
         if not last and (not rest or (close and overlap(rest, close) == len(rest))):
             return None
@@ -280,7 +281,7 @@ class ToolParser:
         return []
 
     def _call(self, text: str) -> tuple[Calls | None, int]:
-        """The calls that a text begins with, and where they end; -1: not yet, or there are none."""
+        """The calls at the beginning of a text, and their end. None, -1: they are not complete; [], -1: none."""
         form = self._form
         if text[0] in "{[":
             end = _end(text) if self._closes else None
@@ -292,8 +293,8 @@ class ToolParser:
             if head is None:
                 return ([] if "{" in text or "\n" in text or len(text) > _LONGEST else None), -1
             end = _end(text, head.end()) if self._closes else None
-            said = f'{{"name": {json.dumps(head[1])}, "arguments": {text[head.end() : end]}}}'
-            return (None, -1) if end is None else (_objects(said) if end > 0 else [], end)
+            call = f'{{"name": {json.dumps(head[1])}, "arguments": {text[head.end() : end]}}}'
+            return (None, -1) if end is None else (_objects(call) if end > 0 else [], end)
         return [], -1
 
     def _known(self, calls: Calls) -> Calls:
@@ -301,7 +302,7 @@ class ToolParser:
 
     def _made(self, calls: Calls) -> list[str | ToolCall]:
         self.called += len(calls)
-        short = self._form.mark == _MISTRAL  # whose templates take ids of nine letters only
+        short = self._form.mark == _MISTRAL  # its templates accept only ids of nine letters
         ids = [token_hex(5)[:9] if short else f"call_{token_hex(12)}" for _ in calls]
         return [ToolCall(id, *call) for id, call in zip(ids, calls, strict=True)]
 
@@ -312,17 +313,17 @@ def _behind_gap(text: str, at: int = 0) -> int:
 
 
 def _end(text: str, at: int = 0) -> int | None:
-    """The end of the JSON value that begins there; None: not complete; -1: no value."""
+    """The end of the JSON value that begins at `at`; None: it is not complete; -1: there is no value."""
     try:
         return _decode(text, at)[1]
-    except json.JSONDecodeError as error:  # the last letters may be half of a JSON word
+    except json.JSONDecodeError as error:  # the last characters may be the beginning of a JSON word
         return None if error.msg.startswith("Unterminated") or error.pos > len(text) - _HALF else -1
     except (ValueError, RecursionError):  # a number has too many digits
         return -1
 
 
 def _objects(text: str) -> Calls:
-    """The calls in a JSON value; empty if there is none."""
+    """The calls in a JSON value; empty if any part of it is no call."""
     try:
         json.loads(text, parse_constant=_no_json)
         each = [text] if text[:1] == "{" else [one for _, one in _members(text)] if text[:1] == "[" else []
@@ -331,15 +332,15 @@ def _objects(text: str) -> Calls:
         return []
 
 
-def _named(said: dict[str, str]) -> tuple[str, str]:
-    """The name and the arguments of a call by its members in JSON; arguments may be JSON inside of a text. ValueError
-    for arguments under another key, or twice."""
-    name, given = json.loads(said.get("name", "0")), [said[key] for key in _KEYS if key in said]
+def _named(members: dict[str, str]) -> tuple[str, str]:
+    """The name and the arguments of a call from its members, each as JSON; arguments may be JSON inside of a text.
+    Raises ValueError for an unknown key, and if arguments come twice."""
+    name, given = json.loads(members.get("name", "0")), [members[key] for key in _KEYS if key in members]
     text = given[0] if given else "{}"
     if text[0] == '"':
         text = json.loads(text).strip()
         json.loads(text, parse_constant=_no_json)
-    if not isinstance(name, str) or len(given) > 1 or text[0] != "{" or said.keys() - {"name", "id", "type", *_KEYS}:
+    if not isinstance(name, str) or len(given) > 1 or text[0] != "{" or members.keys() - _MEMBERS:
         raise ValueError(name)
     return name, text
 
@@ -357,11 +358,11 @@ def _members(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _tagged(text: str, tools: dict[str, dict[str, Any]]) -> tuple[Calls | None, int]:
-    """A call in tags, and where it ends."""
+    """A call in tags, and where it ends: as `ToolParser._call`."""
     if not text.startswith(_FUNCTION_BEGIN[: len(text)]):
         return [], -1
     head = _FUNCTION.match(text)
-    if head is None or _FUNCTION_END not in text:  # the only work for each token of a long text
+    if head is None or _FUNCTION_END not in text:  # while a call grows, each token costs only this
         return None, -1
     at, given, named = head.end(), list[str](), _properties(tools.get(head[1], {}))
     while begin := _PARAMETER.match(text, at):
@@ -378,7 +379,7 @@ def _tagged(text: str, tools: dict[str, dict[str, Any]]) -> tuple[Calls | None, 
 
 
 def _json_of(schema: Any, text: str) -> str:
-    """A parameter as JSON: a JSON value or Python constant if the schema allows more than a text, else a text."""
+    """A parameter as JSON: its JSON value or Python constant if the schema allows more than a text, else a text."""
     known = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     if not _is_text(schema):
         with suppress(ValueError, RecursionError):
@@ -394,8 +395,8 @@ def _is_text(schema: Any) -> bool:
 
 def _texts(schema: dict[str, Any]) -> list[str]:
     """The allowed texts of an enum or const; empty if there are none."""
-    among = schema.get("enum", [schema.get("const")])
-    return among if isinstance(among, list) and all(isinstance(one, str) for one in among) else []
+    values = schema.get("enum", [schema.get("const")])
+    return values if isinstance(values, list) and all(isinstance(one, str) for one in values) else []
 
 
 def _properties(schema: dict[str, Any]) -> dict[str, Any]:
@@ -418,18 +419,18 @@ class Thought:
 
 
 class ThoughtParser:
-    """Reads the thought at the beginning of one output's text as a stream. thinking: whether it is inside of one.
+    """Reads the thought at the beginning of one output's text as a stream. thinking: the text so far ends in it.
 
     An output that does not begin with a thought is an answer from its first character on.
     """
 
     def __init__(self, begun: bool, marks: tuple[str, str] = (THOUGHT, ANSWER)) -> None:
-        """begun: the prompt began the thought. marks: of its beginning and its end."""
+        """begun: the prompt began the thought. marks: those of its beginning and its end."""
         self._open, self._close = marks
-        # An answer without a thought may begin with the end of the closing mark.
+        # A closing mark may be several tokens; an answer without a thought may begin with the last of them.
         self._silent = [self._close[at:] for at, letter in enumerate(self._close) if at and letter in "<["]
         self._state: Literal["before", "inside", "behind", "answer"] = "inside" if begun else "before"
-        self._text = ""  # not yet returned
+        self._text = ""  # not returned yet
         self._said = False  # whether any of the thought was returned
 
     @property
@@ -449,7 +450,7 @@ class ThoughtParser:
         return thought, self._rest() if self._state == "answer" else ""
 
     def end(self) -> tuple[str, str]:
-        """The rest of an output that has ended."""
+        """The rest of the thought and of the answer when the output has ended."""
         rest = self._rest()
         if self._state == "inside":
             return rest.rstrip() if self._said or not self._open.startswith(rest.strip()) else "", ""
@@ -486,8 +487,8 @@ class ThoughtParser:
 
 @dataclass(slots=True)
 class PartReader:
-    """Reads one output's text as a stream: thoughts, text and calls. thinking: whether it is inside of a thought.
-    called: calls so far."""
+    """Reads one output's text as a stream: thoughts, text and calls. thinking: whether the text so far ends in a
+    thought. called: number of calls so far."""
 
     thoughts: ThoughtParser | None = None
     tools: ToolParser | None = None

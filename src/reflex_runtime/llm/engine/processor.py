@@ -1,7 +1,7 @@
-"""The processor of tokens: lays a step of a model out flat, runs and samples it, and gives each sequence its outcome.
+"""The processor of tokens: flattens a batch to one step of the model, runs and samples it, and makes each outcome.
 
 `LLMProcessor` has all that a driver needs to generate tokens: the group of its requests, the requests, and the code
-that runs a batch. A server runs it under the asyncio driver, `LLMEngine` under one whose caller makes every step.
+that runs a batch. A server runs it under the asyncio driver; `LLMEngine` runs it in the caller's thread.
 
 A step is a transaction. The scheduler reserves blocks before it grants units. The processor changes a sequence only
 after the forward pass returned, each sequence separately. Then the scheduler publishes the computed blocks. A request
@@ -52,12 +52,12 @@ from reflex_runtime.observe.metrics import ENGINE, SeriesSet
 from reflex_runtime.run.processor import BaseProcessor
 from reflex_runtime.settings.declare import option, validate
 
-Lane = tuple[Sequence, int, int]  # see below
+Lane = tuple[Sequence, int, int]  # see "lanes" below
 Written = TokenOutput | ProcessorError
 Scored = dict[Sequence, list[ScoredToken]]
 
-SCORED_BYTES = 64 << 20  # of logits of prompts that are scored, in one call of the model
-GUESSED_BYTES = 64 << 20  # of logits of guessed tokens in a step: each gives a row as long as the vocabulary
+SCORED_BYTES = 64 << 20  # most logits of scored prompts in one call of the model
+GUESSED_BYTES = 64 << 20  # most logits of guessed tokens in a step: each has a row as long as the vocabulary
 _PLAIN = GenerateParams()
 _numbers = count()  # of requests: unique in the process
 
@@ -74,8 +74,8 @@ class EngineConfig:
     max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the memory of a step.
     max_gap_ms: longest gap between two tokens of a sequence; prompts get the time that is left (`TimedTokens`).
         0 is 100 ms, or eight times what a step costs without tokens, up to 2 s; None bounds steps by tokens alone.
-    speculate: "ngram" guesses the next tokens by earlier ones and computes them where that pays; outputs are the same
-        (`ngram_proposer.py`). "off".
+    speculate: "ngram" guesses the next tokens from earlier ones, and computes the guesses if that saves time; outputs
+        are the same (`ngram_proposer.py`). "off" does not.
     max_num_seqs: most sequences that generate at the same time.
     long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
     enable_prefix_caching: the common beginning of prompts is computed once.
@@ -98,7 +98,7 @@ class EngineConfig:
 class LLMProcessor(BaseProcessor):
     """Generates tokens. `group` is for the scheduler, `request` makes requests, the driver calls the rest.
 
-    It owns the runner: `stop` closes it. pool: its blocks.
+    `stop` closes the runner, too. pool: the blocks of the runner's cache.
     """
 
     repeatable = True
@@ -119,7 +119,7 @@ class LLMProcessor(BaseProcessor):
         config = self.config
         threshold, gap = config.long_prefill_token_threshold or inf, config.max_gap_ms
         if gap is None and config.speculate != "off":
-            gap = inf  # bounds nothing, but what steps take is learned
+            gap = inf  # bounds nothing, but `TimedTokens` learns how long steps take
         guessed = float(max(1, GUESSED_BYTES // (4 * self.runner.vocab_size)))
         by_time = partial(TimedTokens, threshold, gap / 1e3 if gap else None, guessed)
         return GroupConfig(
@@ -137,10 +137,10 @@ class LLMProcessor(BaseProcessor):
         params: SamplingParams,
         matcher: Matcher | None = None,
     ) -> Request:
-        """A request for this processor. params: `GenerateParams` have more than sampling. matcher: of its
-        constraint, where it is compiled already; it may be that of several requests.
+        """A request for this processor. params: `GenerateParams` also set client, priority, limits. matcher: of its
+        constraint, if that is already compiled; it is copied, so that several requests may share it.
 
-        Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
+        Raises TooLarge, with the limit, for a request that can never run; ConfigError for a wrong prompt or parameter.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.limits.check(ids, params.max_tokens)
@@ -200,7 +200,7 @@ class LLMProcessor(BaseProcessor):
 
     def _scored_before(self, lanes: Seq[Lane], scored: Scored) -> list[Lane]:
         """Score the beginnings of long prompts in calls of their own, so that no call has too many rows of logits;
-        returns what is left of each lane. scored: gets their tokens."""
+        returns what is left of each lane. scored: gets the scored tokens."""
         most = max(1, SCORED_BYTES // (4 * self.runner.vocab_size))
         kept, left = max(1, most // sum(s.scores_from is not None for s, _, _ in lanes)), list[Lane]()
         for sequence, past, n in lanes:
@@ -212,8 +212,8 @@ class LLMProcessor(BaseProcessor):
         return left
 
     def _write(self, lanes: Seq[Lane], logits: Logits) -> dict[Sequence, list[Written]]:
-        """The tokens of each sequence whose known tokens are all computed. Each is sampled as without a draft; while it
-        equals the guess, the next row has the logits after it."""
+        """Sample the next tokens of each sequence whose known tokens are all computed. Each token is sampled as without
+        guesses; if it equals the guess, the next row has the logits after it, and one more is sampled."""
         going: list[tuple[Sequence, int, int]] = []  # the row of its last known token, and how many guesses follow
         end = 0
         for sequence, past, n in lanes:
@@ -247,7 +247,7 @@ class LLMProcessor(BaseProcessor):
 def _sampled(
     sequences: Seq[Sequence], logits: Logits, rows: Seq[int], best: npt.NDArray[np.intp]
 ) -> list[Written]:
-    """The next token of each sequence, from its row: appended to it. Or its own error. best: see `sample`."""
+    """Append the next token of each sequence, sampled from its row; or return its error. best: see `sample`."""
     written: list[Written] = []
     for sequence, choice in zip(sequences, sample(logits, sequences, rows, best), strict=True):
         if isinstance(choice, ProcessorError):
@@ -263,7 +263,8 @@ def _sampled(
 
 
 def _outcome(sequence: Sequence, n: int, written: Seq[Written]) -> Outcome:
-    """The outcome of the step for one sequence: a chunk of its prompt, or tokens, the last of which may be an error."""
+    """The outcome of the step for one sequence. written: its new tokens, the last of which may be an error; empty if
+    only a chunk of its prompt was computed."""
     if sequence.cached_tokens is None:
         sequence.cached_tokens = sequence.num_computed_tokens
     if not written:
@@ -272,7 +273,7 @@ def _outcome(sequence: Sequence, n: int, written: Seq[Written]) -> Outcome:
     last, earlier = written[-1], tuple(written[:-1])
     if isinstance(last, ProcessorError):
         return Failed(last, earlier)
-    right = len(sequence.tokens) - 1 - sequence.num_computed_tokens  # the last one is not computed
+    right = len(sequence.tokens) - 1 - sequence.num_computed_tokens  # all but the last token are computed
     sequence.num_computed_tokens += right
     if last.finish is not None:
         return Done(last, earlier, float(n - right))
@@ -283,14 +284,13 @@ def _outcome(sequence: Sequence, n: int, written: Seq[Written]) -> Outcome:
 
 # -- lanes -------------------------------------------------------------------------------------------------------------
 #
-# A lane is a sequence, how many of its tokens are in the cache, and how many more a call computes: known ones, and
-# behind them those of its draft. It gets logits after its last known token, if the call computes that, and after each
-# of the draft. A sequence whose prompt is scored gets them after each token of the prompt, too
-# (`Sequence.scores_from`).
+# A lane is a sequence, how many of its tokens are in the cache, and how many more a call computes: known tokens, and
+# after them those of its draft. It has a row of logits for its last known token, if the call computes that, and for
+# each token of the draft; if its prompt is scored (`Sequence.scores_from`), for each token of the prompt, too.
 
 
 def flatten(lanes: Seq[Lane]) -> Step:
-    """The next `n` tokens of each sequence, behind one another."""
+    """The next `n` tokens of each lane, one lane after the other, as the input of a runner."""
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
@@ -322,7 +322,7 @@ def flatten(lanes: Seq[Lane]) -> Step:
 
 
 def num_rows(sequence: Sequence, past: int, n: int) -> int:
-    """Rows of logits of the lane: after so many of its last tokens."""
+    """Rows of logits of a lane: those of its last tokens."""
     first, end = len(sequence.tokens) - 1, past + n
     if sequence.scores_from is not None:
         first = min(first, sequence.scores_from)
@@ -330,7 +330,7 @@ def num_rows(sequence: Sequence, past: int, n: int) -> int:
 
 
 def score(lanes: Seq[Lane], logits: Logits, scored: Scored) -> None:
-    """Add the prompt tokens that a call scored. logits: of its rows."""
+    """Add the prompt tokens that a call scored to `scored`. logits: the call's rows."""
     begin = 0
     for sequence, past, n in lanes:
         count = num_rows(sequence, past, n)
@@ -355,8 +355,8 @@ _OF_TICKETS = (RequestPreempted, RequestProgressed, RequestSettled)
 
 @dataclass(slots=True)
 class _Lane:
-    """The state of a request from its first step on. known: its tokens. last: time of the latest token, None before the
-    first. running: whether it holds a place."""
+    """The state of a request from its first step on. known: number of its tokens. last: time of the latest output
+    token, None before the first. running: whether it holds a place in the batch."""
 
     known: int
     last: float | None = None
@@ -364,9 +364,9 @@ class _Lane:
 
 
 class EngineSeries:
-    """A sink that keeps the series of one engine in `registry`.
+    """A sink that updates the series of one engine in `registry`.
 
-    waiting: the number of waiting requests, read at the scrape, like the processor's pool.
+    waiting: returns the number of waiting requests; called at each scrape.
     """
 
     events = frozenset({BatchScheduled, *_OF_TICKETS})
@@ -404,7 +404,7 @@ class EngineSeries:
             if event.batch.group == self._group:
                 self._scheduled(event)
         elif not isinstance(event, _OF_TICKETS) or event.ticket.request.group != self._group:
-            return  # another model's
+            return  # a request of another group
         elif isinstance(event, RequestProgressed):
             if event.value is not None:
                 self._token(self._lanes[event.ticket], event.ticket, event.at)
@@ -467,7 +467,7 @@ class EngineSeries:
 
 
 def invariants(ticket: Ticket) -> dict[str, bool]:
-    """Check an answered request: it was granted exactly the tokens it needed, and its blocks were released."""
+    """Whether an answered request was granted exactly the tokens that it needed, and its blocks were released."""
     sequence: Sequence = ticket.request.payload
     needed = sequence.num_prompt_tokens + sequence.num_output_tokens - 1
     return {

@@ -1,5 +1,5 @@
-"""`reflex trace --prompts`: the steps of prompts on the engine of `reflex serve`; with `--sweep` at many budgets, and
-the budget beyond which more has no effect."""
+"""`reflex trace --prompts`: the steps in which the engine of `reflex serve` runs prompts; with `--sweep`, at many
+budgets of tokens, and the budget beyond which a larger one changes nothing (the knee)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
 LATEST = 999_999_999  # steps before a prompt arrives
-BUDGETS = 64  # most of a sweep
+BUDGETS = 64  # most budgets of a sweep
 HIGHEST = 1 << 20  # tokens of a budget
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class PromptsConfig:
     """The options of `reflex trace --prompts`."""
 
     model: str = option(
-        "", "a Hugging Face directory, or scribe, the bundled one; without it a toy that needs none", metavar="DIR"
+        "", "a Hugging Face directory, or scribe, the bundled model; without it a toy model", metavar="DIR"
     )
     max_tokens: str = option(
         "4", f"output tokens of all prompts, or of each; an end token does not end the output; range 1 to {LONGEST}",
@@ -65,7 +65,7 @@ class PromptsConfig:
     priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
     sweep: str = option(
         "",
-        "run the prompts at the budgets from LOW to HIGH, of many at 64, and compare the number of steps",
+        "run the prompts at the budgets from LOW to HIGH, at most 64 of them, and compare the number of steps",
         metavar="LOW..HIGH",
     )
 
@@ -87,7 +87,7 @@ class Prompt(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """The engine of the prompts. clock: virtual time of a toy; None: measured. settings: keywords of `LLMEngine`."""
+    """The engine for the prompts. clock: a toy's virtual time; None: real time. settings: keywords of `LLMEngine`."""
 
     runner: Runner
     tokenizer: Tokenizer
@@ -96,7 +96,8 @@ class Setup(NamedTuple):
 
 
 def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> tuple[Setup, list[Prompt]]:
-    """Read the flags and load the model. directory_of: a model by its name. ConfigError names flag, value and range."""
+    """Read the flags and load the model. directory_of: the directory of a model's name. Raises ConfigError with flag,
+    value and range."""
     config = load(PromptsConfig, "trace", None, {}, vars(args))
     prompts = _prompts(args.prompts, config)
     given = {"block_size", "num_blocks"} & vars(args).keys() if config.model else {"block_size", "num_blocks"}
@@ -112,7 +113,7 @@ def setup_of(args: argparse.Namespace, directory_of: Callable[[str], Path]) -> t
 
 
 def _load(model: str, directory_of: Callable[[str], Path], **cache: Any) -> tuple[Any, Any]:
-    """Runner and tokenizer: the toy, or those of a directory. cache: block_size, num_blocks, where given."""
+    """Runner and tokenizer: the toy's, or those of a directory. cache: block_size and num_blocks, if given."""
     if not model:
         from reflex_runtime.llm.engine.toy import ByteTokenizer, TimedToy
 
@@ -126,14 +127,14 @@ def _load(model: str, directory_of: Callable[[str], Path], **cache: Any) -> tupl
 
 
 def record(setup: Setup, prompts: Sequence[Prompt], path: Path) -> dict[str, RequestOutput]:
-    """Run the prompts and write the trace; their outputs by name."""
+    """Run the prompts and write the trace; returns their outputs by name."""
     from reflex_runtime.llm.engine.llm_engine import LLMEngine
     from reflex_runtime.llm.engine.toy import MODELLED
     from reflex_runtime.observe.journal_writer import JournalWriter
 
     clock = time.monotonic if setup.clock is None else setup.clock
 
-    def note(event: Event) -> None:  # mark times that are not the machine's
+    def note(event: Event) -> None:  # marks virtual times in the trace
         if isinstance(event, BatchScheduled) and setup.clock is not None:
             event.batch.notes["modelled"] = MODELLED
 
@@ -155,18 +156,18 @@ def record(setup: Setup, prompts: Sequence[Prompt], path: Path) -> dict[str, Req
 
 
 def drive(engine: LLMEngine, prompts: Iterable[Prompt]) -> dict[str, RequestOutput]:
-    """Run all prompts, each arriving when its step has come, and close the engine; their outputs by name."""
+    """Run all prompts, each from the step at which it arrives, and close the engine; returns their outputs by name."""
     todo = sorted(prompts, key=lambda p: p.arrives)[::-1]
     outputs: dict[str, RequestOutput] = {}
-    made = 0
+    steps = 0
     while todo or engine.unfinished:
         if not engine.unfinished:
-            made = max(made, todo[-1].arrives)  # nothing to run until the next one comes
-        while todo and todo[-1].arrives <= made:
+            steps = max(steps, todo[-1].arrives)  # nothing to run: skip the steps until the next one arrives
+        while todo and todo[-1].arrives <= steps:
             prompt = todo.pop()
             engine.add_request(prompt.text, prompt.params, request_id=prompt.name, priority=prompt.priority)
         outputs |= {output.request_id: output for output in engine.step()}
-        made += 1
+        steps += 1
     engine.close()
     return outputs
 
@@ -182,7 +183,7 @@ def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
         if not text:
             raise ConfigError("--prompts='': must have at least one character")
     if not 1 <= len(texts) <= MOST_PROMPTS:
-        raise ConfigError(f"--prompts: {len(texts):,} of them; must be in [1, {MOST_PROMPTS}]")
+        raise ConfigError(f"--prompts: there are {len(texts):,}; must be in [1, {MOST_PROMPTS}]")
     count = len(texts)
     outputs = _each("--max-tokens", config.max_tokens, count, _whole(1, LONGEST), f"a whole number in [1, {LONGEST}]")
     arrivals = _each("--at", config.at or "0", count, _whole(0, LATEST), f"a whole number in [0, {LATEST}]")
@@ -202,12 +203,12 @@ def _lines(file: str) -> list[str]:
 
 
 def _each(flag: str, text: str, count: int, read: Callable[[str], T | None], what: str) -> list[T]:
-    """The values of an option that takes one for all prompts, or one for each. read: None for a wrong one."""
+    """The values of an option that has one value for all prompts, or one for each. read: None for a wrong value."""
     parts = [read(part.strip()) for part in text.split(",")]
     values = [value for value in parts if value is not None]
     if len(values) == len(parts) and len(parts) in (1, count):
         return (values * count)[:count]
-    more = f", or {count} of them with commas, one for each prompt" if count > 1 else ""
+    more = f", or {count} of them separated by commas, one for each prompt" if count > 1 else ""
     raise ConfigError(f"{flag}={one_line(text)}: must be {what}{more}")
 
 
@@ -226,7 +227,7 @@ def letters(number: int) -> str:
 
 
 def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
-    """One line a request: its prompt, its tokens, its output."""
+    """A line for each request: its prompt, its tokens, its output."""
     found = {c.member.id: c for c in courses(trace.batches)}
     colours = Colours.of(trace, trace.batches)
     lines = []
@@ -235,12 +236,11 @@ def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int)
         line = Text(no_wrap=True)
         if course is not None:
             line.append(f" {name} ", style=f"{ink(colours.hex(course.member))} on {colours.hex(course.member)}")
-        prompt, said = output.prompt or "", output.text
-        told = f' "{plain(prompt, max(10, (width - 46) // 3))}"'
+        shown = f' "{plain(output.prompt or "", max(10, (width - 46) // 3))}"'
         if course is not None:
-            told += f" {course.member.asked:g} + {course.outputs} tokens, first in step {course.first_step}"
-        line.append(told)
-        line.append(f' → "{plain(said, max(10, width - line.cell_len - 5))}"', style="bold")
+            shown += f" {course.member.asked:g} + {course.outputs} tokens, first in step {course.first_step}"
+        line.append(shown)
+        line.append(f' → "{plain(output.text, max(10, width - line.cell_len - 5))}"', style="bold")
         if output.error is not None:
             line.append(f" {output.error.message}", style="bold red")
         lines.append(line)
@@ -251,7 +251,7 @@ def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int)
 
 
 class Measured(NamedTuple):
-    """One run. tokens: of each step. first_step: by request, the step of its first token, from 1."""
+    """One run. tokens: those of each step. first_step: for each prompt, the step of its first token, from 1."""
 
     budget: int
     tokens: list[int]
@@ -259,7 +259,7 @@ class Measured(NamedTuple):
 
 
 class Mute:
-    """A runner without a model, where only the schedule matters: its answer is always token 0."""
+    """A runner without a model, for runs of which only the schedule matters: its output is always token 0."""
 
     def __init__(self, like: Runner) -> None:
         self.vocab_size, self.block_size, self.num_blocks = like.vocab_size, like.block_size, like.num_blocks
@@ -291,8 +291,8 @@ def measured(setup: Setup, prompts: Sequence[Prompt], budget: int) -> Measured:
 
 
 def knee(runs: Sequence[Measured], floor: int) -> int | None:
-    """The smallest budget of runs in ascending order beyond which more has no effect, or None. floor: steps without a
-    limit."""
+    """The smallest budget beyond which a larger one does not save a step, or None. runs: by ascending budget. floor:
+    steps without a limit."""
     found = None
     for run in reversed(runs):
         if len(run.tokens) > floor:
@@ -308,7 +308,7 @@ def sweep(
     progress: Callable[[int, int], None],
     picture: Path | None = None,
 ) -> Iterator[RenderableType]:
-    """Run the prompts at every budget; the table, and its summary. picture: prefix of its files."""
+    """Run the prompts at every budget; yields the table and its summary. picture: the prefix of the picture's files."""
     runs = list[Measured]()
     for budget in budgets:
         runs.append(measured(setup, prompts, budget))
@@ -317,21 +317,21 @@ def sweep(
     found = knee(runs, floor)
     yield sweep_table(runs, found)
     if len(runs) > ROWS:
-        yield Text("budgets left out take as many steps as the row above them", style="dim")
+        yield Text("budgets that are left out take as many steps as the row above them", style="dim")
     if found is None:
-        told = f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit"
+        summary = f"no knee up to {budgets[-1]}: {len(runs[-1].tokens)} steps there, {floor} without a limit"
     else:
-        told = f"knee at {found}: more budget buys nothing ({floor} steps, as without a limit)"
-    yield Text(told)
+        summary = f"knee at {found}: a larger budget saves no step ({floor} steps, as without a limit)"
+    yield Text(summary)
     if picture is not None:
         from reflex_runtime.observe.picture import saved
 
-        for path in saved(picture, lambda: _sweep_figure(runs, found, told), "; choose another, or --no-picture"):
+        for path in saved(picture, lambda: _sweep_figure(runs, found, summary), "; choose another, or --no-picture"):
             yield Text(f"wrote {path}")
 
 
 def budgets_of(text: str) -> list[int]:
-    """The budgets of LOW..HIGH: all, or `BUDGETS` of many, each larger than the last by the same factor."""
+    """The budgets of LOW..HIGH: all, or at most `BUDGETS`, each larger than the last by about the same factor."""
     found = re.fullmatch(r"([0-9]{1,7})\.\.([0-9]{1,7})", text)
     low, high = (int(found[1]), int(found[2])) if found is not None else (0, 0)
     if not 1 <= low <= high <= HIGHEST:
@@ -342,7 +342,7 @@ def budgets_of(text: str) -> list[int]:
 
 
 def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
-    """One row per budget; of many only those at which steps or first tokens change. found: the knee."""
+    """One row per budget; if they are many, only those at which steps or first tokens change. found: the knee."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     columns = ("budget", "steps", "peak\nstep", "mean\nstep", "budget\nunused", "first token in\nstep p50 / last", "")
     for i, name in enumerate(columns):
@@ -361,8 +361,8 @@ def sweep_table(runs: Sequence[Measured], found: int | None) -> Table:
     return table
 
 
-def _sweep_figure(runs: Sequence[Measured], found: int | None, told: str) -> Figure:
-    """Steps over budget. told: the title."""
+def _sweep_figure(runs: Sequence[Measured], found: int | None, title: str) -> Figure:
+    """Steps over budget. found: the knee."""
     from reflex_runtime.observe.picture import Figure, MaxNLocator
 
     budgets, steps = [run.budget for run in runs], [len(run.tokens) for run in runs]
@@ -375,6 +375,6 @@ def _sweep_figure(runs: Sequence[Measured], found: int | None, told: str) -> Fig
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
-    axes.set(title=told, xlabel="max_num_batched_tokens: the budget of a step, tokens", ylabel="steps",
+    axes.set(title=title, xlabel="max_num_batched_tokens: the budget of a step, tokens", ylabel="steps",
              ylim=(0.0, 1.12 * max(steps)))  # fmt: skip
     return figure

@@ -1,8 +1,8 @@
 """From rows of logits to tokens.
 
-A draw depends on the sequence's seed and the number of its sampled tokens alone: not on the rest of the batch, nor on
-earlier tries of the step. Greedy rows are one argmax for all; the others are transformed together and drawn one by one.
-Rows that a request changes first (`Shaping`) are copied: reported log probabilities are the model's own.
+A draw depends only on the sequence's seed and the number of its sampled tokens, not on the rest of the batch, nor on
+earlier tries of the step. One argmax serves all greedy rows; the others are transformed together and drawn one by one.
+A row that a request changes first (`Shaping`) is copied, because reported log probabilities are the model's own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from reflex_runtime.ipc.messages import ScoredToken
 from reflex_runtime.llm.engine.sequence import Sequence
 
 Logits = npt.NDArray[np.float32]
-_PART = 64  # numbers of a row whose largest is compared first
+_PART = 64  # numbers of a row in a part; `likeliest` first compares the largest of each part
 _NEVER = -9999.0  # in place of minus infinity, which is no JSON, as in the OpenAI API
-_COLDEST = 1e-30  # temperature; a smaller one may be 0 in float32
+_COLDEST = 1e-30  # smallest temperature: a smaller one may be 0 in float32
 
 
 def sample(
@@ -32,14 +32,14 @@ def sample(
 ) -> list[ScoredToken | ProcessorError]:
     """The next token of each sequence from its row of logits [n, vocab_size].
 
-    rows: the row of each; None: they are in order. best: the argmax of each row, for callers that sample from the same
-    logits several times. Neither copies a row.
+    rows: the row of each; None: in order. best: the argmax of every row, so that callers that sample from the same
+    logits several times compute it once.
 
-    A row without a finite best value, or without a token that the request allows, fails that sequence alone: a
-    ProcessorError takes the place of its token.
+    If the best value of a row is not finite, or the request allows no token, only this sequence fails: a ProcessorError
+    takes the place of its token.
     """
     at = np.arange(len(sequences)) if rows is None else np.array(rows, np.intp)
-    best = (logits.argmax(axis=1) if best is None else best)[at]  # a NaN counts as the largest: it is found here too
+    best = (logits.argmax(axis=1) if best is None else best)[at]  # argmax finds a NaN, too
     finite = np.isfinite(logits[at, best]).tolist()
     tokens: list[int | ProcessorError] = best.tolist()
     changed: dict[int, Logits] = {}
@@ -82,7 +82,7 @@ def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:
 
 
 def _pick(weights: npt.NDArray[np.float32], sequence: Sequence) -> int:
-    """One token by its weight (the likeliest has 1), among those that min_p, top_k and top_p leave."""
+    """Draw a token by weight (the likeliest has 1) from those that min_p, top_k and top_p leave."""
     params = sequence.params
     ids: npt.NDArray[np.intp] | None = None
     if params.min_p > 0.0:
@@ -103,7 +103,7 @@ def _pick(weights: npt.NDArray[np.float32], sequence: Sequence) -> int:
 
 
 def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.intp]:
-    """The likeliest tokens that together have probability top_p, at least one. Sorts a few before it sorts all."""
+    """The fewest likeliest tokens that together have probability top_p. Sorts 256, then more, as long as needed."""
     wanted = top_p * float(weights.sum(dtype=np.float64))
     few = min(256, len(weights))
     while True:
@@ -122,16 +122,16 @@ def uniform(seed: int, index: int) -> float:
 
 
 def explain(row: npt.NDArray[np.float32], token: int, alternatives: int) -> ScoredToken:
-    """A token with its log probability by a row of logits. alternatives: likeliest tokens to report beside it."""
-    most = row.max()
-    total = float(most) + float(np.log(np.exp(row - most).sum(dtype=np.float64)))
+    """A token with its log probability in a row of logits. alternatives: how many of the likeliest tokens to report."""
+    highest = row.max()
+    total = float(highest) + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
     ids = likeliest(row, alternatives) if alternatives else ()
     top = tuple((int(i), max(_NEVER, float(row[i]) - total)) for i in ids)
     return ScoredToken(token, max(_NEVER, float(row[token]) - total), top)
 
 
 def likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:
-    """The ids of the largest numbers in descending order; of equal ones the lower id first."""
+    """The ids of the `count` largest numbers in descending order; of equal ones the lower id first."""
     count = min(count, len(row))
     parts = len(row) // _PART
     if parts < count:

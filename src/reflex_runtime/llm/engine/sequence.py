@@ -1,8 +1,9 @@
 """One request's tokens: known, computed, and ready to send; and the limits of a request.
 
-Two counters are the whole state: `num_tokens` are known (the prompt and the sampled ones), `num_computed_tokens` have
-their keys and values in the cache. Prefill and decode are no states: a step computes some of the difference, and when
-all is computed the sequence gets a new token. Preemption sets the second counter to 0; the known tokens stay.
+Two counters are the whole state: `num_tokens` tokens are known (the prompt's and the sampled ones), and the cache has
+keys and values of the first `num_computed_tokens`. Prefill and decode are no states: a step computes some of the
+difference, and when all are computed the sequence gets a new token. Preemption sets the second counter to 0; the known
+tokens stay.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vocab_size: ids below it are tokens. max_model_len: tokens of one request. num_blocks of block_size tokens: the
-    cache."""
+    """vocab_size: ids below it are tokens. max_model_len: most tokens of a request in the model's context. The cache
+    has num_blocks blocks of block_size tokens."""
 
     vocab_size: int
     max_model_len: int
@@ -37,29 +38,27 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a request, by the model and the cache."""
-        return min(self.max_model_len, self.cache_tokens + 1)  # the last token is not kept
+        """Most tokens of a request that the model and the cache allow."""
+        return min(self.max_model_len, self.cache_tokens + 1)  # the last token is never stored
 
     def room(self, prompt_tokens: int) -> int:
-        """Most output tokens for a prompt of this length; at least 1, even where that does not fit."""
+        """Most output tokens for a prompt of this length; at least 1, even if that does not fit."""
         return max(1, self.longest - prompt_tokens)
 
     def check(self, ids: Seq[int], max_tokens: int) -> None:
         """Raises TooLarge, with the limit, for a request that can never run; ConfigError for an invalid prompt."""
         if not ids:
             raise ConfigError("prompt: is empty; at least one token is needed")
-        told = {"prompt_tokens": len(ids), "max_tokens": max_tokens}
-        asked = f"{len(ids)} prompt tokens and {max_tokens} of the answer"
+        details = {"prompt_tokens": len(ids), "max_tokens": max_tokens}
+        size = f"{len(ids)} prompt tokens and {max_tokens} of the answer"
         if len(ids) + max_tokens > self.max_model_len:
             longest = self.max_model_len
-            raise TooLarge(f"the model's context holds {longest} tokens, not {asked}", max_model_len=longest, **told)
+            raise TooLarge(f"the model's context holds {longest} tokens, not {size}", max_model_len=longest, **details)
         blocks = -(-(len(ids) + max_tokens - 1) // self.block_size)
         if blocks > self.num_blocks:
-            size, there = self.block_size, self.num_blocks
-            raise TooLarge(
-                f"{asked} take {blocks} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told
-            )
-        self._check_ids("prompt", ids)  # last: it looks at each
+            why = f"{size} take {blocks} blocks of {self.block_size}, the cache has {self.num_blocks}"
+            raise TooLarge(why, cache_tokens=self.cache_tokens, **details)
+        self._check_ids("prompt", ids)  # last, because it compares each id
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises ConfigError for a token id among the parameters that the model does not have."""
@@ -76,7 +75,7 @@ class Limits:
 class RequestOutput:
     """The result of a request. finish_reason: `stop`, `length`, or the code of `error`. cached_tokens: prompt tokens
     found in the prefix cache. error: why it ended without a full answer; the tokens until then are included.
-    prompt_logprobs: of the prompt's tokens from the second on, if requested."""
+    logprobs: those of the output's tokens, if requested; prompt_logprobs: those of the prompt's from the second on."""
 
     request_id: str
     prompt: str | None
@@ -93,10 +92,9 @@ class RequestOutput:
 class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
-    Between steps the scheduler's side changes it (`BlockPool`), during a step the processor (`LLMProcessor`). The
-    driver orders the two, so it needs no lock. matcher: of the constraint in its params. traceparent: of its request's
-    span, "" if that is not recorded. draft: guesses of its next tokens by `lookup`; a step may compute some behind its
-    last known token.
+    Between steps `BlockPool` changes it, during a step `LLMProcessor`. The driver orders the two, so no lock is needed.
+    traceparent: of the request's span, "" if that is not recorded. draft: guesses of the next tokens from `lookup`; a
+    step may compute some of them after the last known token.
     """
 
     __slots__ = (
@@ -114,12 +112,12 @@ class Sequence:
         matcher: Matcher | None = None,
         rates: Rates | None = None,
     ) -> None:
-        """rates: of the guesses of all sequences; None: no guesses."""
+        """matcher: of the constraint in params. rates: of the guesses of all sequences; None: no guesses."""
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
         self._longest = self.num_prompt_tokens + params.max_tokens
         self.num_computed_tokens = 0
-        self.cached_tokens: int | None = None  # found when it first ran, not after a preemption
+        self.cached_tokens: int | None = None  # set in its first step, not again after a preemption
         self.params = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
@@ -133,10 +131,10 @@ class Sequence:
         )
         self.shaping = Shaping(params, self.tokens, self.eos, matcher) if changes else None
         self.blocks: list[int] = []
-        self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
+        self.digests: list[bytes] = []  # of its full blocks, each computed from the one before; grows with `tokens`
         self.published = 0  # blocks of `blocks` in the prefix cache
-        self.choices: list[ScoredToken] = []
-        self.scores_from: int | None = None  # the first position whose successor is still to be scored; see `score`
+        self.choices: list[ScoredToken] = []  # its output tokens, if logprobs are requested
+        self.scores_from: int | None = None  # the position before the next token to be scored; see `score`
         self.alternatives = 0
         self.prompt_choices: list[ScoredToken] = []  # of the prompt's tokens from the second on, so far
         self.finish_reason: str | None = None
@@ -167,10 +165,10 @@ class Sequence:
         return "".join(self._pieces)
 
     def score(self, alternatives: int = 0) -> None:
-        """Report log probabilities of the prompt's own tokens, each with so many of the likeliest. ConfigError for more
-        than an output may have.
+        """Report log probabilities of the prompt's own tokens, each with so many of the likeliest. Raises ConfigError
+        for more than an output may have.
 
-        Call it before the sequence runs, which then uses no cached blocks: they hold no logits.
+        Call it before the sequence runs. The sequence then uses no cached blocks, because they have no logits.
         """
         if not 0 <= alternatives <= MOST_LOGPROBS:
             raise ConfigError(f"prompt_logprobs={alternatives!r}: must be in [0, {MOST_LOGPROBS}]")
@@ -214,8 +212,8 @@ class Sequence:
             self.lookup.learn(min(self.num_computed_tokens, self.num_prompt_tokens))
 
     def guess(self) -> tuple[float, ...]:
-        """Set `draft` to guesses; returns the chance that each and all before it are right. max_tokens bounds them: the
-        very last token is never computed."""
+        """Set `draft` to guesses; returns for each the chance that it and all before it are right. max_tokens bounds
+        them: the very last token is never computed."""
         if self.lookup is None:
             return ()
         self.draft, chances = self.lookup.guess(self._longest - len(self.tokens) - 1)

@@ -1,8 +1,7 @@
-"""Text to token ids and back: the interface of tokenizers, the tokenizer of a model directory, and long texts beside
-the event loop.
+"""From text to token ids: the interface of tokenizers, the tokenizer of a model directory, and threads for long texts.
 
-The merges and the normalisation are the `tokenizers` library's; chat templates are Jinja programs of the model, run in
-a sandbox. Both libraries are imported when a directory is loaded, not before.
+The library `tokenizers` normalises and merges; chat templates are Jinja programs of the model, run in a sandbox. Both
+libraries are imported only when a directory is loaded.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from reflex_runtime.run.model_files import JsonObject, read_file, read_object
 from reflex_runtime.run.processor import WALL, Panic
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-_LIKELY: Final = 8  # a text of more characters for each token that fits hardly ever fits
-_PIECE: Final = 4096  # characters
-_TAIL: Final = 16  # tokens at the end of a prompt that may begin a thought
-_PER_CUT: Final = 64  # most tokens that a cut may add
+_LIKELY: Final = 8  # characters per token; a text with more for each token that is allowed hardly ever fits
+_PIECE: Final = 4096  # characters that are at least tokenised at once to count tokens
+_TAIL: Final = 16  # tokens at the end of a prompt in which a thought may begin
+_PER_CUT: Final = 64  # most tokens that a cut through a text may add
 _HELLO: Final = {"role": "user", "content": "Hello"}
 _MARK: Final = re.compile(r"[<\[]\S{1,99}[>\]]")
 _LAST_MARK: Final = re.compile(r"([<\[][^<\[\s]{1,99}[>\]])\s*$")
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
-TRIAL_S: Final = 5.0  # seconds for a few words, on a very busy machine
-MOST_GROWTH: Final = 64  # most characters that a normaliser or decoder makes of one
+TRIAL_S: Final = 5.0  # seconds for the trial with a few words, on a very busy machine
+MOST_GROWTH: Final = 64  # most characters that a normaliser or decoder may make of one
 _NO_TEMPLATE: Final = f"the model has no chat template in {SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
 log = logging.getLogger("reflex.server")
 T = TypeVar("T")
 LONG_TEXT = 2000  # characters; longer texts are tokenised in a thread
-MESSAGE = 20  # characters that a message counts for beside its text, for the template's work
+MESSAGE = 20  # characters that each field of a message counts in addition, for the template's work
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,9 @@ class Conversation:
 
 
 class Tokenizer(Detokenizer, Protocol):
-    """Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: of the model's calls, or
-    None. reasons: whether its template marks thoughts. thought: the marks. takes_effort: whether it has
-    `reasoning_effort`."""
+    """Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: the form of the model's
+    calls, None if it calls no tools. reasons: whether its template marks thoughts. thought: these marks. takes_effort:
+    whether the template uses `reasoning_effort`."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -74,25 +73,26 @@ class Tokenizer(Detokenizer, Protocol):
     takes_effort: bool = False
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """The ids of a prompt to be completed, with the model's first token of a text if it has one.
+        """The ids of a prompt, with the token that begins a text if the model has one.
 
-        most: raise TooLarge for a text that certainly has more tokens, before all of it is tokenised.
+        most: raise TooLarge, before the whole text is tokenised, if it certainly has more tokens.
         """
 
     def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
-        """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. most:
-        see `encode`."""
+        """The ids of a conversation and the beginning of the answer. Raises ConfigError if the model has no template.
+        most: see `encode`."""
 
     def split(self, text: str) -> list[int]:
         """The ids of a text in the middle of another."""
 
     def vocabulary(self) -> Any:
-        """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError without an end token."""
+        """All tokens as an `llguidance.LLTokenizer`, for output of a given form. Raises ConfigError if the model has no
+        end token."""
         import llguidance
 
         ends = sorted(self.eos_token_ids)
         if not ends:
-            raise ConfigError("the model's tokenizer has no end token, so it gives no output of a given form")
+            raise ConfigError("the model's tokenizer has no end token, so no output can have a given form")
         own = _Vocabulary(self, ends)
         known = llguidance.TokenizerWrapper(own)
         found = llguidance.LLTokenizer(known, eos_token=ends)
@@ -114,9 +114,9 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         """core: a `tokenizers.Tokenizer`. Use `load`."""
         super().__init__(core)
         self._file, self._template = file, template
-        self.tool_format: ToolForm | None = None  # found when it is tried
+        self.tool_format: ToolForm | None = None  # set by `_try_tools`
         self._in_parts: frozenset[str] = frozenset()  # roles whose content may have parts
-        self._arguments_as_text = False  # in the calls of a history: templates write them as JSON, or as they are
+        self._arguments_as_text = False  # of calls in a conversation: some templates write no JSON of them
         source = "" if template is None else template.source
         self.reasons, self.takes_effort = ANSWER in source, "reasoning_effort" in source
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
@@ -128,8 +128,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
     @classmethod
     def load(cls, directory: Path | str, quiet: bool = False) -> HFTokenizer:
-        """Read tokenizer.json and the files beside it; ConfigError names a missing or wrong one. quiet: do not log why
-        tools are refused."""
+        """Read tokenizer.json and the files beside it, and try them out. Raises ConfigError that names a missing or
+        wrong file. quiet: do not log why tools are refused."""
         root = Path(directory)
         settings = _optional(root / SETTINGS_FILE)
         flag = settings.get("add_bos_token")
@@ -145,8 +145,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return tokenizer
 
     def _try_out(self) -> str:
-        """Try the tokenizer and the template; returns what the model does not take, or "". ConfigError if they fail on
-        a few words, or take too long."""
+        """Try the tokenizer and the template; returns what the model does not take, or "". Raises ConfigError if the
+        tokenizer cannot read a few words, or either takes too long."""
         failed, whys = list[ConfigError](), [f"messages are refused: {_NO_TEMPLATE}"]
 
         def run() -> None:
@@ -155,7 +155,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
             except ConfigError as error:
                 failed.append(error)
                 return
-            except Exception:  # these letters may be unknown to it
+            except Exception:  # the tokenizer may not know these characters
                 pass
             if self._template is not None:
                 with suppress(SystemExit):
@@ -173,7 +173,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         if failed:
             raise ConfigError(f"{self._file}: of a short text: {failed[0].message}")
         if thread.is_alive():
-            stop = ctypes.pythonapi.PyThreadState_SetAsyncExc  # a template ends by it, a pattern does not
+            stop = ctypes.pythonapi.PyThreadState_SetAsyncExc  # it ends a template, but not a regular expression
             stop(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
             raise ConfigError(
                 f"{self._file.parent}: its tokenizer or chat template takes over {TRIAL_S:g} s for one short message; "
@@ -182,7 +182,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return whys[0]
 
     def _try_parts(self) -> None:
-        """Find the roles whose content in parts the template writes like their texts."""
+        """Find the roles for which the template writes content in parts as it would write their text."""
         parts = [{"type": "text", "text": text} for text in ("one", "two")]
         around: dict[str, tuple[list[Any], list[Any]]] = {"user": ([], []), "system": ([], [_HELLO])}
         for role, (before, after) in (around | {"assistant": ([_HELLO], [_HELLO])}).items():
@@ -195,8 +195,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 self._in_parts = known
 
     def _try_thoughts(self) -> None:
-        """Find the marks that the template writes before and behind a thought, without spaces inside."""
-        if self.reasons:  # as most do
+        """Find the marks that the template writes before and after a thought; marks have no spaces."""
+        if self.reasons:  # most templates use the usual marks
             return
         said = {"role": "assistant", "content": "1answer1"} | dict.fromkeys(("reasoning_content", "thinking"), "1why1")
         begun = self._written(Conversation([_HELLO]))
@@ -208,7 +208,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         if not (why and answer and all(map(_MARK.fullmatch, marks))):
             return
         self.reasons, self.thought = True, marks
-        for id, hidden in self._added.items():  # parsers read them
+        for id, hidden in self._added.items():  # the marks become text, because parsers read them
             if hidden and id not in self.eos_token_ids and self.token(id) in "".join(marks):
                 self._added[id] = False
         self._pieces.clear()
@@ -220,7 +220,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         special = sorted((self.token(id) for id, hidden in self._added.items() if hidden), key=len, reverse=True)
 
         def written(calls: list[dict[str, Any]]) -> str:
-            """The text behind the beginning of the answer, as a parser gets it."""
+            """What the template writes for these calls, without the conversation before, and as a parser gets it."""
             made = [{"id": f"reflex{i:03}", "type": "function", "function": call} for i, call in enumerate(calls)]
             said = {"role": "assistant", "content": "", "tool_calls": made}
             text = self._written(Conversation([_HELLO, said], shown), begin_answer=False)
@@ -229,7 +229,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 text = text.replace(token, "")
             return text
 
-        told, failed = list[str](), dict[bool, str]()
+        whys, failed = list[str](), dict[bool, str]()
         for self._arguments_as_text in (False, True):
             try:
                 begun, asked = (self._written(Conversation([_HELLO], shown), begin) for begin in (True, False))
@@ -237,13 +237,13 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 if TRIED.name in begun and found is not None:
                     self.tool_format = found
                     return ""
-                how = f"writes a call as {call[:200]!r}, which is read nowhere here"
+                how = f"writes a call as {call[:200]!r}, a form that is not known here"
                 how = how if TRIED.name in call else "leaves calls out of a conversation"
-                told.append(how if TRIED.name in begun else "does not show them to the model")
+                whys.append(how if TRIED.name in begun else "does not show them to the model")
             except Exception as error:  # a template is a program of the model's author
                 failed[self._arguments_as_text] = f"does not write a call: {error}"
         self._arguments_as_text = [*failed] == [False]
-        return f"the chat template {[*told, *failed.values()][0]}"
+        return f"the chat template {[*whys, *failed.values()][0]}"
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         self._check_length(text, most)
@@ -278,7 +278,8 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return found
 
     def split(self, text: str) -> list[int]:
-        """Where words begin with a space only inside of a text: behind a line, which is dropped."""
+        """See `Tokenizer.split`. If the tokenizer adds a space to the first word of a text, the text is encoded after a
+        line end, which is dropped again."""
         marks = sorted((text.index(mark), mark) for mark in MARKS if mark in text and self._core.token_to_id(mark))
         if marks:
             before, mark, after = text.partition(marks[0][1])
@@ -293,7 +294,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
         return [id for character in text for id in self.split(character)] if len(text) > 1 else []
 
     def _check_length(self, text: str, most: int | None) -> None:
-        """Raise TooLarge if its pieces have too many tokens; a cut through a word may add some."""
+        """Raise TooLarge if pieces of the text have too many tokens, without those that cuts may have added."""
         if most is None or len(text) <= _LIKELY * most:
             return
         piece = max(_PIECE, _LIKELY * most)
@@ -304,7 +305,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
                 raise TooLarge(f"the model's context holds {most} tokens, and the prompt has more", max_model_len=most)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        # a batch of one: only that call releases the interpreter's lock and skips the offsets
+        # as a batch of one, because only that call releases the GIL and does not compute offsets
         try:
             with WALL:
                 ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
@@ -314,7 +315,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
 
 
 class _Vocabulary:
-    """All tokens by the bytes that they add to a text, in the interface of llguidance."""
+    """All tokens with the bytes that they add to a text, in the form that llguidance reads."""
 
     bos_token_id = None
 
@@ -360,20 +361,20 @@ def _read_core(file: Path) -> Any:
         part = getattr(core, name)
         if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
             raise ConfigError(f"{file}: {name}: makes over {MOST_GROWTH} characters of one")
-    core.no_truncation()  # limits stored for training would cut prompts silently
+    core.no_truncation()  # a limit that was stored for training would cut prompts silently
     core.no_padding()
     return core
 
 
 def _growth(part: Mapping[str, Any]) -> int:
-    """Most characters that a normaliser or decoder may make of one by replacements."""
+    """Most characters that the replacements of a normaliser or decoder make of one."""
     if part.get("type") == "Sequence":
         return prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
     return max(1, len(part.get("content", ""))) if part.get("type") == "Replace" else 1
 
 
 def _message(place: int, message: Any, in_parts: frozenset[str], arguments_as_text: bool) -> dict[str, Any]:
-    """The message, with its content as one text where the template takes no parts."""
+    """The message for the template: its content as one text if the template takes no parts. Raises ConfigError."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
         raise ConfigError(f"messages[{place}].role={role!r}: must be a text such as 'user'")
@@ -400,8 +401,7 @@ def _text(value: Any) -> str | None:
 
 
 class Texts:
-    """Tokenises for one event loop. most: tokens of a prompt; one that certainly has more is refused with TooLarge,
-    before all of it is tokenised."""
+    """Tokenises for one event loop. most: see `Tokenizer.encode`."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
         self.tokenizer, self.most = tokenizer, most
@@ -415,22 +415,22 @@ class Texts:
         return await self.run(length, lambda texts: [encode(text) for text in texts], texts)
 
     async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """The tokens of a conversation in the model's own form. ConfigError if it has none."""
+        """The tokens of a conversation by the model's chat template. Raises ConfigError if it has none."""
         length = sum(MESSAGE + len(str(part)) for message in conversation.messages for part in message.values())
         length += sum(MESSAGE + len(str(part)) for part in (*conversation.tools, *conversation.more.values()))
         return await self.run(length, partial(self.tokenizer.chat, most=self.most), conversation)
 
     def close(self) -> None:
-        """Drop the texts that are not yet tokenised."""
+        """Drop texts and forms that wait for a thread."""
         self._beside.shutdown(wait=False, cancel_futures=True)
         self._forms.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
-        """The function's result for texts of so many characters: in a thread, unless they are short."""
+        """The function's result for texts of `length` characters: computed in a thread, unless they are short."""
         if length <= LONG_TEXT:
             return function(argument)
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)
 
     async def compiled(self, function: Callable[[Constraint], T], constraint: Constraint) -> T:
-        """The function's result for the form of an output, which can take seconds: in a thread for forms alone."""
+        """The function's result for the form of an output. It can take seconds: texts have other threads."""
         return await asyncio.get_running_loop().run_in_executor(self._forms, function, constraint)

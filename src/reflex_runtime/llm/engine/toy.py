@@ -1,7 +1,7 @@
 """A toy in place of a model, for tests, docs and teaching: bytes as tokens, deterministic, no weights.
 
-As in a real model, the next token depends on every token before it, which it reads from its cache blocks alone. A
-scheduler or a block table that is wrong by one row changes the output.
+As in a real model, the next token depends on every token before it, and the toy reads these only from its cache blocks.
+So the output changes if the scheduler or a block table is wrong by one row.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class ToyRunner:
 
     def __init__(self, num_blocks: int = 4096, block_size: int = 16, max_model_len: int = 8192) -> None:
         if not (num_blocks >= 1 and block_size >= 1 and max_model_len >= 2):
-            told = f"num_blocks={num_blocks!r}, block_size={block_size!r}, max_model_len={max_model_len!r}"
-            raise ConfigError(f"ToyRunner: {told}: must be >= 1, >= 1 and >= 2")
+            sizes = f"num_blocks={num_blocks!r}, block_size={block_size!r}, max_model_len={max_model_len!r}"
+            raise ConfigError(f"ToyRunner: {sizes}: must be >= 1, >= 1 and >= 2")
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self._rows = np.zeros(num_blocks * block_size, np.uint64)
         self._ids = np.arange(256, dtype=np.uint64)
@@ -67,7 +67,7 @@ class ToyRunner:
         self._after_consonant = _bias(set(_VOWELS))
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
-        """Logits [n, 256]; see `Runner`. Raises ValueError for a step that no scheduler may form."""
+        """Logits [n, 256]; see `Runner`. Raises ValueError for an inconsistent step."""
         size, picked = self.block_size, step.picked.tolist()
         found: list[npt.NDArray[np.float32]] = []
         for i, past in enumerate(step.past_lens.tolist()):
@@ -87,7 +87,7 @@ class ToyRunner:
         return np.array(found, np.float32).reshape(-1, self.vocab_size)
 
     def _logits(self, rows: npt.NDArray[np.uint64], last: int) -> npt.NDArray[np.float32]:
-        state = np.add.reduce(rows)  # a row mixes its token and its place, so the sum depends on their order
+        state = np.add.reduce(rows)  # each row mixes a token with its place, so the sum depends on their order
         noise = (_mixed(self._ids, state) >> np.uint64(40)).astype(np.float32) * np.float32(6.0 / (1 << 24))
         return noise + (self._after_vowel if last in _VOWELS else self._after_consonant)
 

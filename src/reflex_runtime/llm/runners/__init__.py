@@ -1,1 +1,1 @@
-"""What runs a step of a language model: OpenVINO on a CPU, PyTorch on a GPU, and the checkpoints that both read."""
+"""Runners compute a step of a language model: OpenVINO's on a CPU, PyTorch's on a GPU. Both read checkpoints."""

@@ -1,8 +1,8 @@
 """LoRA adapters of a checkpoint: read and checked, and stacked so that one step computes several of them.
 
-An adapter adds `scale · B · A · x` to the output of a linear layer for x. The matrices of all adapters stand behind one
-another: A [R, inputs] and B [outputs, R], with R the sum of their ranks. The adapter of a token is a row of a table
-[1 + adapters, R] of zeros and ones: `B · (row * (A · x))` is the addition of that adapter alone; row 0 adds nothing.
+An adapter adds `scale · B · A · x` to the output of a linear layer for x. The matrices of all adapters are joined: A
+[R, inputs] and B [outputs, R], where R is the sum of their ranks. The adapter of a token selects a row of a table
+[1 + adapters, R] of zeros and ones: `B · (row * (A · x))` is what this adapter alone adds; row 0 adds nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MOST_RANK: Final = 256  # of an adapter
 # Trained numbers are below 100. Every adapter is computed for every token of a step and multiplied by zero for tokens
 # of others: an overflow of float32 would be NaN in their answers, too.
 MOST_NUMBER: Final = 1e6
-MOST_PATTERN: Final = 256  # characters of a pattern of layers
-MOST_REPEATS: Final = 3  # of such a pattern
+MOST_PATTERN: Final = 256  # characters of a pattern for names of layers
+MOST_REPEATS: Final = 3  # repeats in such a pattern
 MERGE: Final = "merge it: PeftModel.from_pretrained(base, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
 
 _LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """One adapter. rank: the largest of its layers. layers: by name ("model.layers.0.self_attn.q_proj") A [r, inputs]
-    and B [outputs, r], the scale in B."""
+    """One adapter. rank: the largest of its layers' ranks. layers: by name ("model.layers.0.self_attn.q_proj") A
+    [r, inputs] and B [outputs, r]; B includes the scale."""
 
     name: str
     rank: int
@@ -58,7 +58,7 @@ class LoraAdapter:
 
     @classmethod
     def read(cls, name: str, directory: Path, model: ModelConfig) -> LoraAdapter:
-        """Read a directory of peft's `save_pretrained`. ConfigError for a fault, or one that does not fit the model."""
+        """Read a directory of peft's `save_pretrained`. Raises ConfigError if it is wrong or does not fit the model."""
         check_files(directory)
         keys, settings = _settings(directory / ADAPTER_CONFIG)
         file, shapes = directory / ADAPTER_WEIGHTS, model.tensors()
@@ -88,12 +88,12 @@ class LoraAdapter:
 
 class AdapterStack:
     """Several adapters as one. names: in the order of their numbers, which begin at 1. table: [1 + adapters, R].
-    layers: by name A [R, inputs] and B [outputs, R], zero where an adapter leaves the layer alone."""
+    layers: by name A [R, inputs] and B [outputs, R], zero where an adapter does not change the layer."""
 
     def __init__(self, adapters: Sequence[LoraAdapter], copies: int = 1) -> None:
         """copies: processes that will load them."""
         if len(adapters) > MOST_ADAPTERS:
-            why = f"{len(adapters)} adapters, at most {MOST_ADAPTERS} are served of a model"
+            why = f"{len(adapters)} adapters; a model may have at most {MOST_ADAPTERS}"
             raise ConfigError(f"lora: {why}", field="lora")
         self.names = tuple(adapter.name for adapter in adapters)
         begins = np.cumsum([0, *(adapter.rank for adapter in adapters)])
@@ -113,22 +113,22 @@ class AdapterStack:
 
     @classmethod
     def read(cls, directories: Mapping[str, Path], model: ModelConfig, copies: int = 1) -> AdapterStack:
-        """The adapters of these directories, by name. ConfigError names the directory."""
+        """The adapters of these directories, by name. Raises ConfigError."""
         return cls([LoraAdapter.read(name, directory, model) for name, directory in directories.items()], copies)
 
 
 def _check_memory(adapters: Sequence[LoraAdapter], ranks: int, copies: int) -> None:
-    """ConfigError for adapters that do not fit into the free memory together. ranks: their sum."""
+    """Raise ConfigError if the adapters do not fit into the free memory. ranks: the sum of their ranks."""
     widths = {layer: a.shape[1] + len(b) for adapter in adapters for layer, (a, b) in adapter.layers.items()}
     needed, free = 4 * copies * ranks * sum(widths.values()), free_bytes()
     if needed > free:
-        why = f"take {needed / 1e9:.1f} GB together, and {free / 1e9:.1f} GB are free; load fewer, or of lower ranks"
+        why = f"take {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free; load fewer, or of lower ranks"
         raise ConfigError(f"lora: {len(adapters)} adapters {why}", field="lora")
 
 
 def not_adaptable() -> ConfigError:
-    """The error for a model of another architecture than ours."""
-    why = "adapters are served of checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families, and not of this model"
+    """The error for a model whose architecture is none of `checkpoint.ARCHITECTURES`."""
+    why = "only checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families can have adapters, and this model is none"
     return ConfigError(f"lora: {why}; {MERGE}", field="lora")
 
 
@@ -144,7 +144,7 @@ _Rank = Annotated[int, Meta(ge=1, le=MOST_RANK, description=_RANKS)]
 class _AdapterFile(msgspec.Struct, kw_only=True):
     """The keys of adapter_config.json for the kind of adapter and the scale of its layers.
 
-    r, rank_pattern: where present, they must agree with the tensors.
+    r, rank_pattern: if present, they must agree with the tensors.
     """
 
     peft_type: Annotated[Literal["LORA"], Meta(description='"LORA"')]
@@ -159,14 +159,14 @@ class _AdapterFile(msgspec.Struct, kw_only=True):
 
 
 def _settings(file: Path) -> tuple[JsonObject, _AdapterFile]:
-    """adapter_config.json. ConfigError for an adapter that changes more than B · A."""
+    """adapter_config.json. Raises ConfigError for an adapter that changes the model by more than B · A."""
     keys = JsonObject(file, read_object(file))
     settings = keys.read(_AdapterFile)
     for key in _REFUSED:
         if keys.values.get(key):
             keys.wrong(key, f"nothing: it is not served; {MERGE}")
-    begun = keys.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+    start = keys.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         keys.wrong("init_lora_weights", f"another: it changes the model, too; {MERGE}")
     return keys, settings
 
@@ -178,9 +178,9 @@ def _of_layer(keys: JsonObject, name: str, patterns: Mapping[str, T], layer: str
 
 
 def _pattern(keys: JsonObject, name: str, key: str) -> re.Pattern[str]:
-    """The layers of a key of alpha_pattern, as peft matches it: the end of a name, or a pattern of it.
+    """A key of alpha_pattern or rank_pattern as an expression that matches names of layers at their end, as in peft.
 
-    Nested repeats are refused: they may take for ever on a name that does not match.
+    Repeats of groups are refused: on a name that does not match they may take for ever.
     """
     if len(key) > MOST_PATTERN or re.search(r"\)\s*[*+{]", key) or len(re.findall(r"[*+{]", key)) > MOST_REPEATS:
         keys.wrong(name, f"patterns of at most {MOST_PATTERN} characters and {MOST_REPEATS} repeats, none of a group")
@@ -191,9 +191,9 @@ def _pattern(keys: JsonObject, name: str, key: str) -> re.Pattern[str]:
 
 
 def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[int, ...]) -> tuple[Matrix, Matrix]:
-    """A and B of a layer whose weight has this shape. ConfigError where they do not fit it."""
+    """A and B of a layer whose weight has this shape. Raises ConfigError if they do not fit it."""
     if len(pair) < 2:
-        raise ConfigError(f"{file}: {layer}: has lora_{next(iter(pair))} alone, expected lora_A and lora_B")
+        raise ConfigError(f"{file}: {layer}: has only lora_{next(iter(pair))}, expected lora_A and lora_B")
     a, b = pair["A"], pair["B"]
     rank = a.shape[0] if a.ndim == 2 else 0
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
@@ -207,10 +207,10 @@ def _fitting(file: Path, layer: str, pair: Mapping[str, Matrix], shape: tuple[in
 
 
 def _scaled(file: Path, layer: str, a: Matrix, b: Matrix, scale: float) -> Matrix:
-    """B times the scale. ConfigError where it, or A, has numbers so large that a step could overflow."""
+    """B times the scale. Raises ConfigError if it, or A, has numbers so large that a step could overflow."""
     for side, largest in (("lora_A", np.abs(a).max()), (f"lora_B times the scale {scale:g}", np.abs(b).max() * scale)):
         if largest > MOST_NUMBER:
-            told = f"{side} holds {largest:.3g}: must be in [-{MOST_NUMBER:g}, {MOST_NUMBER:g}]"
-            raise ConfigError(f"{file}: {layer}: {told}; is its training broken, or lora_alpha?")
+            why = f"{side} holds {largest:.3g}: must be in [-{MOST_NUMBER:g}, {MOST_NUMBER:g}]"
+            raise ConfigError(f"{file}: {layer}: {why}; check lora_alpha, and whether the training diverged")
     scaled: Matrix = b * np.float32(scale)
     return scaled

@@ -1,8 +1,8 @@
 """A Hugging Face model directory: its description, and tensors that stay in their files until they are read.
 
-`ModelConfig` is `config.json` of four architectures that differ in a handful of switches; any other value that would
-change the answers is refused. `AnyModelConfig` is the part that is known of other architectures, which PyTorch and
-transformers compute.
+`ModelConfig` is `config.json` of four architectures that differ in a few switches; any other value that would change
+the answers is refused. `AnyModelConfig` is what is known of other architectures, which PyTorch and transformers
+compute.
 
 `Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
 the key or tensor, the value found and the expected one. `run.model_files` reads the safetensors format, as numpy has no
@@ -51,8 +51,8 @@ _WholeHead = Annotated[float, Meta(ge=1, le=1, description="1: rotary positions 
 class RopeScaling(msgspec.Struct, kw_only=True, frozen=True):
     """`rope_parameters`, or `rope_scaling` of older files: how positions are stretched beyond the trained context.
 
-    rope_type: "linear", "llama3" or "yarn". original_max_position_embeddings: positions trained. low_freq_factor,
-    high_freq_factor: llama3's bounds. beta_fast, beta_slow: yarn's bounds in rotations.
+    rope_type: "linear", "llama3" or "yarn" in a `ModelConfig`. original_max_position_embeddings: trained positions.
+    low_freq_factor, high_freq_factor: llama3's bounds. beta_fast, beta_slow: yarn's bounds, in rotations.
     """
 
     factor: _Number
@@ -93,7 +93,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True, frozen=True):
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1000, description="an integer from 1 to 1000")]
     num_attention_heads: _Heads
     max_position_embeddings: _Positions
-    num_key_value_heads: _Heads = 0  # not in the file
+    num_key_value_heads: _Heads = 0  # 0: the file has none
     head_dim: _Heads = 0
     rms_norm_eps: _Number = 1e-6
     rope_theta: _Theta = 10000.0
@@ -118,7 +118,7 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
     """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family: its config.json, with all defaults of its architecture.
 
     attention_bias: q, k and v have biases; output_bias: o has one as well. qk_norm: queries and keys are normalised
-    per head. windows: per layer, how many of the last tokens (itself included) a token sees; None: all of them.
+    per head. windows: for each layer, how many of the last tokens, itself included, a token sees; None: all of them.
     """
 
     output_bias: bool
@@ -128,7 +128,7 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cosine and sine; 1 but for yarn."""
+        """The factor of cosine and sine; 1 except for yarn."""
         return self.rope_scaling.attention if self.rope_scaling is not None else 1.0
 
     def inverse_frequencies(self) -> npt.NDArray[np.float32]:
@@ -141,7 +141,7 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
         if rope.rope_type == "linear":
             return (plain / np.float32(rope.factor)).astype(np.float32)
         if rope.rope_type == "llama3":
-            # keep: how much of the unscaled frequency stays, 1 for waves that turn `high` times in the trained context
+            # keep: the share of the unscaled frequency; 1 for waves that turn `high` times in the trained context
             turns = rope.original_max_position_embeddings * plain.astype(np.float64) / (2 * math.pi)
             low, high = rope.low_freq_factor, rope.high_freq_factor
             keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -150,7 +150,7 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
         return (plain * keep + plain / rope.factor * (1.0 - keep)).astype(np.float32)
 
     def _yarn_ramp(self, rope: RopeScaling) -> npt.NDArray[np.float64]:
-        """[head_dim / 2]: 0 where a pair turns beta_fast times or more in the trained context, 1 at beta_slow."""
+        """[head_dim / 2]: 0 for a pair that turns beta_fast times or more in the trained context, 1 from beta_slow."""
 
         def dimension(rotations: float) -> float:
             length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -164,11 +164,11 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
         return np.clip((np.arange(self.head_dim // 2) - first) / span, 0.0, 1.0)
 
     def cache_bytes(self, tokens: int, width: int) -> int:
-        """Memory for the keys and values of so many tokens. width: bytes of a number."""
+        """Bytes for the keys and values of so many tokens. width: bytes of a number."""
         return 2 * self.num_hidden_layers * tokens * self.num_key_value_heads * self.head_dim * width
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor the architecture needs."""
+        """Name and shape of every tensor that the architecture needs."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden), "model.norm.weight": (hidden,)}
@@ -208,61 +208,61 @@ class _Rope(msgspec.Struct, kw_only=True):
 
 
 def read_config(file: Path) -> ModelConfig:
-    """The description in a config.json; `torch_dtype` is None where the file lacks it."""
+    """The description in a config.json; `torch_dtype` is None if the file has none."""
     keys = JsonObject(file, read_object(file))
-    said = keys.read(_ConfigFile)
-    (architecture,) = said.architectures
+    given = keys.read(_ConfigFile)
+    (architecture,) = given.architectures
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
-    heads, hidden = said.num_attention_heads, said.hidden_size
-    kv_heads = said.num_key_value_heads or heads
-    if heads % kv_heads or not (said.num_key_value_heads or llama):
+    heads, hidden = given.num_attention_heads, given.hidden_size
+    kv_heads = given.num_key_value_heads or heads
+    if heads % kv_heads or not (given.num_key_value_heads or llama):
         keys.wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-    head_dim = said.head_dim or (128 if qwen3 else hidden // heads)
-    if not said.head_dim and not qwen3 and hidden % heads:
+    head_dim = given.head_dim or (128 if qwen3 else hidden // heads)
+    if not given.head_dim and not qwen3 and hidden % heads:
         keys.wrong("num_attention_heads", f"a divisor of hidden_size={hidden} where head_dim is not given")
     if head_dim % 2:
         keys.wrong("head_dim", f"an even number, for rotary positions; it is {head_dim}")
-    has_bias = (llama or qwen3) and said.attention_bias
-    theta, scaling = _rope(keys, said)
-    found = msgspec.structs.asdict(said) | {
+    has_bias = (llama or qwen3) and given.attention_bias
+    theta, scaling = _rope(keys, given)
+    found = msgspec.structs.asdict(given) | {
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rope_theta": theta,
         "attention_bias": qwen2 or has_bias,
-        "mlp_bias": llama and said.mlp_bias,
-        "torch_dtype": said.dtype or said.torch_dtype,
+        "mlp_bias": llama and given.mlp_bias,
+        "torch_dtype": given.dtype or given.torch_dtype,
     }
-    windows = _windows(keys, said, architecture)
+    windows = _windows(keys, given, architecture)
     return ModelConfig(output_bias=has_bias, qk_norm=qwen3, rope_scaling=scaling, windows=windows, **found)
 
 
-def _windows(keys: JsonObject, said: _ConfigFile, architecture: str) -> tuple[int | None, ...]:
-    """Per layer, as the architecture reads its keys: Mistral slides everywhere, Qwen where the layer type says so."""
-    layers, window, kinds = said.num_hidden_layers, said.sliding_window, said.layer_types
+def _windows(keys: JsonObject, given: _ConfigFile, architecture: str) -> tuple[int | None, ...]:
+    """The window of each layer: Mistral has one in all layers, unless it is null; Qwen by the types of layers."""
+    layers, window, kinds = given.num_hidden_layers, given.sliding_window, given.layer_types
     if architecture == "MistralForCausalLM":
-        everything = "sliding_window" in keys.values and not keys.has("sliding_window")
-        return ((None if everything else window),) * layers
-    if architecture == "LlamaForCausalLM" or not said.use_sliding_window:
+        is_null = "sliding_window" in keys.values and not keys.has("sliding_window")
+        return ((None if is_null else window),) * layers
+    if architecture == "LlamaForCausalLM" or not given.use_sliding_window:
         return (None,) * layers
     if kinds is None:
-        return tuple(None if layer < said.max_window_layers else window for layer in range(layers))
+        return tuple(None if layer < given.max_window_layers else window for layer in range(layers))
     if len(kinds) != layers:
         keys.wrong("layer_types", f"a list of {layers}, one for each layer")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(keys: JsonObject, said: _ConfigFile) -> tuple[float, RopeScaling | None]:
+def _rope(keys: JsonObject, given: _ConfigFile) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
     name = "rope_parameters" if keys.has("rope_parameters") else "rope_scaling"
     table = JsonObject(keys.file, keys.values.get(name) or {}, name)
     rope = table.read(_Rope)
-    theta, kind = rope.rope_theta or said.rope_theta, rope.rope_type or rope.type or "default"
-    if kind in ("default", "dynamic"):  # dynamic only begins to differ beyond max_position_embeddings, our limit
+    theta, kind = rope.rope_theta or given.rope_theta, rope.rope_type or rope.type or "default"
+    if kind in ("default", "dynamic"):  # dynamic differs only beyond max_position_embeddings, which is our limit
         return theta, None
     scaling = table.read(RopeScaling)
     if kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         table.wrong("high_freq_factor", f"a number above low_freq_factor={scaling.low_freq_factor:g}")
-    original = scaling.original_max_position_embeddings or said.max_position_embeddings
+    original = scaling.original_max_position_embeddings or given.max_position_embeddings
     return theta, msgspec.structs.replace(scaling, rope_type=kind, original_max_position_embeddings=original)
 
 
@@ -286,7 +286,7 @@ _DTYPES: Final = {  # the bundled model has 8 bits
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16",
 }  # fmt: skip
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by architecture
-_BY_LENGTH: Final = ("dynamic", "longrope")  # rotations of all tokens change once a sequence is longer than `original`
+_BY_LENGTH: Final = ("dynamic", "longrope")  # all rotations change when a sequence exceeds the original positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,13 +299,13 @@ class TensorPlace:
     data: npt.NDArray[np.uint8]
 
     def check_dtype(self, name: str) -> None:
-        """ConfigError for a type that no weight has. name: of the tensor."""
+        """Raise ConfigError for a type that no weight may have. name: of the tensor."""
         if self.dtype not in _DTYPES:
             wanted = ", ".join(_DTYPES)
             raise ConfigError(f"{self.file}: tensor {name}: dtype {self.dtype}: must be one of {wanted}")
 
     def array(self, name: str) -> npt.NDArray[np.float32]:
-        """Exact values as float32; a copy unless the file holds aligned float32. See `check_dtype`."""
+        """The exact values as float32; a copy unless the file holds float32. Raises as `check_dtype`."""
         self.check_dtype(name)
         if self.dtype == "F8_E4M3":
             return _float8()[self.data].reshape(self.shape)
@@ -326,14 +326,14 @@ def _float8() -> npt.NDArray[np.float32]:
 
 
 class Checkpoint:
-    """An opened directory: `path`, `config`, and tensors by name. Made by `open`, which has checked all of it."""
+    """An opened directory: `path`, `config`, and tensors by name. Made by `open`, which checks all of it."""
 
     def __init__(self, path: Path, config: ModelConfig, places: dict[str, TensorPlace]) -> None:
         self.path, self.config, self._places = path, config, places
 
     @classmethod
     def open(cls, directory: Path | str) -> Checkpoint:
-        """Read config.json and the tables of the weight files; no weight is read. ConfigError for anything wrong."""
+        """Read config.json and the tables of the weight files; no weight is read. Raises ConfigError for any fault."""
         root = Path(directory)
         config = read_config(root / CONFIG_FILE)
         places: dict[str, TensorPlace] = {}
@@ -365,7 +365,7 @@ class Checkpoint:
 
     @property
     def head(self) -> str:
-        """Name of the tensor [vocab_size, hidden_size] that makes logits: the embedding's where they are tied."""
+        """Name of the tensor [vocab_size, hidden_size] that makes logits: the embedding's if both are tied."""
         return EMBEDDING if self.config.tie_word_embeddings else HEAD
 
     def raw(self, name: str) -> tuple[str, npt.NDArray[np.uint8], tuple[int, ...]]:
@@ -392,7 +392,7 @@ def is_known(directory: Path | str) -> bool:
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The safetensors files of a checkpoint of any architecture. ConfigError where there are none."""
+    """The safetensors files of a checkpoint of any architecture. Raises ConfigError if there are none."""
     index = root / INDEX_FILE
     if not index.is_file():
         if not (root / WEIGHTS_FILE).is_file():
@@ -434,7 +434,7 @@ def number(root: Path, config: dict[str, Any], *names: str) -> int:
 
 
 def longest(root: Path, config: dict[str, Any]) -> int:
-    """Tokens of the longest sequence whose answer does not depend on the rest of the batch."""
+    """Most tokens of a sequence, before its rotations would change: a batch shares them."""
     most = number(root, config, *_POSITIONS)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) in _BY_LENGTH:
@@ -469,7 +469,7 @@ class AnyModelConfig:
         return cls(config.vocab_size, tokens, dtype, 2 * config.num_hidden_layers * kv_heads * size)
 
     def cache_bytes(self, tokens: int, width: int) -> int:
-        """Memory for the keys and values of so many tokens. width: bytes of a number."""
+        """Bytes for the keys and values of so many tokens. width: bytes of a number."""
         return self.token_size * tokens * width
 
 
@@ -480,14 +480,14 @@ _RECURRENT: Final = {
 
 
 def require(root: Path) -> None:
-    """ConfigError, with the packages to install, unless the libraries for other architectures are there. Models that
-    they cannot serve are refused first."""
+    """Raise ConfigError if the libraries for other architectures are not installed, or the model keeps a state that
+    they cannot serve."""
     if (kind := read_object(root / CONFIG_FILE).get("model_type")) in _RECURRENT:
         why = "keeps other state than keys and values, which is not served"
         raise ConfigError(f"{root / CONFIG_FILE}: model_type={kind!r}: {why}")
     needed = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if needed:
         named = read_object(root / CONFIG_FILE).get("architectures")
-        told = f"architectures={named}: needs {' and '.join(needed)}: in a clone, pip install '.[convert]'"
+        why = f"architectures={named}: needs {' and '.join(needed)}: in a clone, pip install '.[convert]'"
         other = "or serve what `optimum-cli export openvino --task text-generation-with-past` makes of it elsewhere"
-        raise ConfigError(f"{root / CONFIG_FILE}: {told}; {other}")
+        raise ConfigError(f"{root / CONFIG_FILE}: {why}; {other}")

@@ -1,10 +1,9 @@
-"""A checkpoint as an OpenVINO graph: op by op, from the files, without a framework in between.
+"""A checkpoint as an OpenVINO graph, built op by op from the files, without a framework.
 
 The graph is an ordinary stateful decoder (input_ids, attention_mask, position_ids, beam_idx → logits), which other
-tools can run. The form of its parts is fixed: OpenVINO's paged-attention transformation, and the CPU plugin's fusions
-of RMSNorm and rotary positions, recognise subgraphs by their form, and each form below is one of those. `VERSION`
-changes with the form, so that graphs cached by older code are not used. Weights keep their 16 bits, or are rounded to 8
-or 4.
+tools can run. Do not change the form of its parts: OpenVINO's paged-attention transformation, and the CPU plugin's
+fusions of RMSNorm and rotary positions, recognise these subgraphs by their form. `VERSION` changes with the form, so
+that graphs in caches of older code are not used. Weights keep their 16 bits, or are rounded to 8 or 4.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from openvino import opset15 as ops  # noqa: E402
 
 ADAPTER_IDS: Final = "adapter_ids"
 VERSION: Final = 3
-ROUNDING: Final = 1  # changes with how weights are rounded, as `VERSION` with the form of the graph
+ROUNDING: Final = 1  # changes when weights are rounded in another way, as `VERSION` with the form of the graph
 
 _MARK: Final = "decompression_0"
-_GROUP: Final = 64  # numbers of a row that share a scale in 4 bits, at most
-_LEAST: Final = 4096  # numbers; smaller matrices are not rounded
+_GROUP: Final = 64  # most numbers of a row that share a scale in 4 bits
+_LEAST: Final = 4096  # numbers of a matrix; smaller ones are not rounded
 
 _TYPES = {"F32": ov.Type.f32, "F16": ov.Type.f16, "BF16": ov.Type.bf16}
 _NEVER = float(np.finfo(np.float32).min)  # masks a score; minus infinity would turn a masked row into NaN
@@ -146,7 +145,7 @@ class _Decoder:
         return ops.constant(ov.Tensor(data, ov.Shape(shape), _TYPES[dtype]), shared_memory=True)
 
     def _matrix(self, name: str) -> Node:
-        """[outputs, inputs] as float32, whatever is stored."""
+        """The weight [outputs, inputs] as float32, whatever type is stored."""
         return _float(self._constant(name))
 
 
@@ -154,9 +153,8 @@ class _Decoder:
 
 
 def remembered(name: str, current: Node, queries: Node, beams: Node, sinks: list[Node]) -> Node:
-    """[batch, heads, past + tokens, head_dim]: the state with `current` behind it, which is the new state, in `sinks`.
-
-    queries: any node whose first dimension is the batch.
+    """[batch, heads, past + tokens, head_dim]: the state followed by `current`. It becomes the new state; `sinks` gets
+    the node that stores it. queries: any node whose first dimension is the batch.
     """
     shape = current.output(0).get_partial_shape()
     heads, size = shape[1].get_length(), shape[3].get_length()
@@ -170,7 +168,7 @@ def remembered(name: str, current: Node, queries: Node, beams: Node, sinks: list
 
 
 def spread_heads(states: Node, heads: int, kv_heads: int, size: int) -> Node:
-    """Each key-value head once for every query head that shares it."""
+    """Repeat each key-value head for every query head that shares it."""
     groups = heads // kv_heads
     if groups == 1:
         return states
@@ -179,10 +177,10 @@ def spread_heads(states: Node, heads: int, kv_heads: int, size: int) -> Node:
 
 
 def causal_mask(mask: Node, tokens: Node, window: int | None) -> Node:
-    """[batch, 1, tokens, past + tokens]: each token sees no padding, no later token, none beyond `window`.
+    """[batch, 1, tokens, past + tokens]: each token sees no padding, no later token, and none beyond `window`.
 
-    mask: [batch, past + tokens], 0 for padding. tokens: how many are new. Only this chain, with arms that are always
-    true, keeps its window through paging.
+    mask: [batch, past + tokens], 0 for padding. tokens: how many are new. The operands that are always true look
+    useless, but OpenVINO's paging keeps a window only if it has this form.
     """
     total = ops.gather(ops.shape_of(mask), i64(1), i64(0))
     places = ops.range(i64(0), total, i64(1), "i64")
@@ -221,7 +219,7 @@ def _f32(value: float) -> Node:
 
 
 def add_adapters(model: Any, stack: AdapterStack) -> None:
-    """Add them to a graph of `openvino_graph`, in place; its products have the names of their layers.
+    """Add adapters to a graph of `build`, in place; its products have the names of their layers.
 
     The graph gets an input `adapter_ids` of the shape of `input_ids`: the number of each token's adapter, 0 for none.
     """
@@ -242,8 +240,8 @@ def add_adapters(model: Any, stack: AdapterStack) -> None:
 
 # -- weights in fewer bits ---------------------------------------------------------------------------------------------
 #
-# OpenVINO keeps a weight in its stored type only if the conversion behind it is marked as decompression, or reads 4 or
-# 8 bits. Any other conversion of a constant is computed at compile time, into a copy in float32.
+# OpenVINO keeps a weight in its stored type only if the conversion that reads it is marked as decompression, or reads 4
+# or 8 bits. Any other conversion of a constant is computed at compile time, which makes a copy in float32.
 
 
 def keep_stored(model: Any) -> None:
@@ -254,10 +252,10 @@ def keep_stored(model: Any) -> None:
 
 
 def compress(model: Any, bits: int) -> None:
-    """Round the matrices of a graph to 8 or 4 bits, in place; one matrix at a time is in memory in float32.
+    """Round the matrices of a graph to 8 or 4 bits, in place; only one matrix at a time is in memory in float32.
 
-    8 bits: a scale for each row. 4 bits: a scale for each 64 numbers of a row, or for the largest part of 64 that the
-    row is a multiple of; tables of embeddings, tied or not, and the matrix of the logits have 8. Other weights stay.
+    8 bits: a scale for each row. 4 bits: a scale for each group of a row, see `_group`; but tables of embeddings, tied
+    or not, and the matrix of the logits get 8 bits. Other weights stay.
     """
     places: dict[str, list[Any]] = {}
     constants: dict[str, tuple[Node, bool]] = {}
@@ -285,7 +283,7 @@ def _stored(node: Node) -> str:
 
 
 def _matrices(model: Any) -> Iterator[tuple[Node, Any]]:
-    """The inputs that read a matrix [rows, numbers] of 16 or 32 bits, a table or one [outputs, inputs]."""
+    """The nodes and their inputs that read a matrix of 16 or 32 bits: a table, or weights [outputs, inputs]."""
     for node in model.get_ordered_ops():
         kind = node.get_type_name()
         if kind == "MatMul" and node.get_attributes().get("transpose_b"):
@@ -303,7 +301,7 @@ def _matrices(model: Any) -> Iterator[tuple[Node, Any]]:
 
 
 def _feeds(result: Node) -> set[str]:
-    """Names of the weights of the last product before a result."""
+    """The name of the weights of the last product before a result; empty if there is no product."""
     node = result
     while node.get_type_name() != "MatMul":
         if not node.get_input_size():
@@ -321,7 +319,7 @@ def _float32(source: Node) -> npt.NDArray[np.float32]:
 
 
 def _group(size: int) -> int:
-    """The largest power of two up to `_GROUP` that divides a row; 0, a scale for each row of 8 bits, below 16."""
+    """The largest power of two up to `_GROUP` that divides the row's size; 0, for 8 bits, if that is below 16."""
     group = _GROUP
     while size % group:
         group //= 2
@@ -329,13 +327,14 @@ def _group(size: int) -> int:
 
 
 def _rounded(weights: npt.NDArray[np.float32], group: int) -> Node:
-    """A weight as float32 out of fewer bits. group: 0 for 8 bits and a scale for each row, else 4 bits."""
+    """A float32 weight computed from fewer bits. group: 0 for 8 bits with a scale for each row; else the size of the
+    groups of 4 bits."""
     if not group:
         scale = np.maximum(np.abs(weights).max(1, keepdims=True) / np.float32(127), np.finfo(np.float32).tiny)
         small = np.rint(weights / scale).astype(np.int8)
         return ops.multiply(ops.convert(ops.constant(small), "f32"), ops.constant(scale))
     parts = weights.reshape(len(weights), -1, group)
-    # the number of each group that is furthest from zero is exact: it becomes -8
+    # the number furthest from zero in each group becomes -8, so it stays exact
     widest = np.take_along_axis(parts, np.abs(parts).argmax(2)[..., None], 2)
     scale = widest / np.float32(-8)
     scale[scale == 0] = 1

@@ -1,7 +1,7 @@
 """Steps on the CPU: a model compiled by OpenVINO with paged attention, and its key-value blocks.
 
-OpenVINO gets one flat batch per call and a table of blocks. The compiled model has the size of a block and the type of
-its numbers. The graph is built from a checkpoint, or is that of an export.
+OpenVINO gets one flat batch per call and a table of blocks. The size of a block and the type of its numbers are those
+of the compiled model. Its graph is built from a checkpoint, or read from an export.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from reflex_runtime.llm.runners.runner import (
 from reflex_runtime.run.process import telemetry_off
 
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
-_NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that paging may change, by what computes
-_OF_REFERENCE: Final = {"f32": 0.01, "bf16": 0.15}  # the same, of logits that were computed in float32
+_NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # how much paging may change logits, as a share of their spread
+_OF_REFERENCE: Final = {"f32": 0.01, "bf16": 0.15}  # the same if the expected logits were computed in float32
 _WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
-_ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # what may follow the last product
-KERNELS: Final = 256  # compiled for shapes, that OpenVINO keeps; with its own 5,000 memory grows for hours
+_ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # operations after the last product
+KERNELS: Final = 256  # kernels for shapes that OpenVINO keeps; with its default of 5,000 memory grows for hours
 
 
 class OpenVinoRunner:
     """A `Runner` on the CPU.
 
     directory: a checkpoint, or an export to OpenVINO. dtype: of products and blocks, "float32" or "bfloat16"; "auto" is
-    the model's own where it is bfloat16 and the processor has such instructions, else float32. num_blocks: None takes
-    as many as fit kv_cache_bytes. threads: None leaves the choice to OpenVINO. max_model_len: None is the model's.
-    cache_dir: of converted graphs, see `GraphCache`. weights: "int8" and "int4" round the matrices, for memory and
-    speed; answers then differ. adapters: directories of LoRA adapters, by name; only for checkpoints of our own
-    architectures.
+    bfloat16 if the model's is and the processor has such instructions, else float32. num_blocks: None for as many as
+    fit into kv_cache_bytes. threads: None: OpenVINO chooses. max_model_len: None for the model's. cache_dir: for
+    converted graphs, see `GraphCache`. weights: "int8" and "int4" round the matrices, which saves memory and time, and
+    changes answers. adapters: directories of LoRA adapters, by name; only for checkpoints of our own architectures.
 
-    ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
+    Raises ConfigError for an unusable directory, a value out of range, more blocks than memory, a missing library.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class OpenVinoRunner:
         ov = _library()
         core, root = ov.Core(), Path(directory)
         made = source(core, root, weights, GraphCache(root, cache_dir))
-        self._kept = made.checkpoint  # the graph reads its weights there
+        self._kept = made.checkpoint  # the graph reads its weights from the checkpoint's memory
         config, model = made.config, made.model
         self.adapters: tuple[str, ...] = ()
         if adapters:
@@ -85,7 +84,7 @@ class OpenVinoRunner:
         keep_stored(model)
         expected = made.expected
         if made.checkpoint is None and expected is None:
-            # where it is computed, the graph is compiled once more
+            # to compute them, the graph is compiled a second time
             expected = made.kept_logits(hint, lambda: unpaged(core, model, settings, probe(config.vocab_size)))
         page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
@@ -102,7 +101,7 @@ class OpenVinoRunner:
             self._request.set_tensor(port.get_any_name(), self._cache(port))
         if expected is not None:
             near = _NEAR if made.expected is None else _OF_REFERENCE
-            why = "; OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
+            why = "; this version of OpenVINO loses a part of the model; use another, or serve the checkpoint"
             check_paging(self, expected, near[hint], str(root / MODEL_FILE), why)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
@@ -120,7 +119,7 @@ class OpenVinoRunner:
         }
         if self.adapters:
             inputs["adapter_ids"] = step.adapter_ids[:, None]
-        # set one by one and read in place: the library's own way of taking a dict costs five times as much Python
+        # one by one, without copies: to give the library a dict takes five times as long
         for name, array in inputs.items():
             self._request.set_input_tensor(self._places[name], self._tensor(array, shared_memory=True))
         self._request.infer(share_outputs=True)
@@ -142,7 +141,7 @@ class OpenVinoRunner:
         if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
             raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
         if int(step.picked.min()) < 0 or int(step.picked.max()) >= len(step.token_ids):
-            raise ProcessorError(f"{self.name}: step wants logits of a token that it does not hold")
+            raise ProcessorError(f"{self.name}: step asks for logits of a token that it does not have")
 
     def _cache(self, port: Any) -> Any:
         shape = [self.num_blocks] + [port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3)]
@@ -150,7 +149,7 @@ class OpenVinoRunner:
 
 
 def check_bfloat16(core: Any = None) -> None:
-    """ConfigError where this processor has no instructions for bfloat16. core: an `openvino.Core`, made if absent."""
+    """Raise ConfigError if this processor has no instructions for bfloat16. core: an `openvino.Core`, or a new one."""
     if not _has_bfloat16(core or _library().Core()):
         why = "this processor has no instructions for it; use float32 or auto"
         raise ConfigError(f"dtype='bfloat16': {why}", field="dtype")
@@ -162,7 +161,8 @@ def _has_bfloat16(core: Any) -> bool:
 
 def _library() -> Any:
     telemetry_off()
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # below OpenVINO's own cache: 1,024, 20 MB and more
+    # oneDNN's cache lies below OpenVINO's own; its default of 1,024 takes 20 MB and more
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     with needed_by("OpenVinoRunner"):
         import openvino
     return openvino
@@ -172,13 +172,13 @@ def _library() -> Any:
 
 
 def _has_window(layer: Any) -> bool:
-    """Whether a paged layer has a sliding window: its input is the constant 0 where there is none."""
+    """Whether a paged layer has a sliding window. Without one this input is the constant 0."""
     window = layer.input_value(_WINDOW).get_node()
     return window.get_type_name() != "Constant" or bool(np.any(window.get_data()))
 
 
 def unpaged(core: Any, model: Any, settings: dict[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """The logits after the last of these tokens, from the graph as it was exported."""
+    """The logits after the last of these tokens, computed by the graph without paging."""
     given = {
         "input_ids": ids[None],
         "attention_mask": np.ones((1, len(ids)), np.int64),
@@ -195,7 +195,8 @@ def unpaged(core: Any, model: Any, settings: dict[str, Any], ids: npt.NDArray[np
 def page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> None:
     """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`.
 
-    windows: of each layer. length: tokens of the longest sequence; only shorter windows matter.
+    windows: those of all layers. length: tokens of the longest sequence; only shorter windows matter. Raises
+    ConfigError if OpenVINO loses a layer or a window.
     """
     import openvino as ov
     from openvino import opset15 as ops
@@ -205,14 +206,14 @@ def page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> 
         paged_attention_transformation(model)
     except RuntimeError as error:
         raise ConfigError(
-            f"{root}: OpenVINO {ov.__version__} makes no paged attention of it: {last_line(error)}"
+            f"{root}: OpenVINO {ov.__version__} cannot make its attention paged: {last_line(error)}"
         ) from error
     layers = [node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
     found, needed = sum(map(_has_window, layers)), [window for window in windows if window and window < length]
-    if len(layers) != len(windows) or found < len(needed):  # a loss here would raise no error
-        told = f"OpenVINO {ov.__version__} made {len(layers)} paged layers of {len(windows)}, {found} with windows"
+    if len(layers) != len(windows) or found < len(needed):  # OpenVINO reports no such loss
+        why = f"OpenVINO {ov.__version__} made {len(layers)} paged layers of {len(windows)}, {found} with windows"
         limit = f", or a max_model_len of {min(needed)}" if found < len(needed) else ""
-        raise ConfigError(f"{root}: {told}; use another version, or the torch runner for a checkpoint{limit}")
+        raise ConfigError(f"{root}: {why}; use another version, or the torch runner for a checkpoint{limit}")
     rows = ops.parameter([-1], ov.Type.i64, name="sampled_tokens_indices")
     rows.output(0).set_names({"sampled_tokens_indices"})
     place = _last_product(model)
@@ -223,7 +224,7 @@ def page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> 
 
 
 def _last_product(model: Any) -> Any:
-    """The input of the product that makes logits, or of the result where that is not found: rows are picked there."""
+    """The input at which rows are picked: of the product that makes logits, else of the result."""
     place = result = model.output("logits").get_node().input(0)
     while (node := place.get_source_output().get_node()).get_type_name() in _ROW_BY_ROW:
         place = next((one for one in node.inputs() if not _is_constant(one)), None)
@@ -233,7 +234,7 @@ def _last_product(model: Any) -> Any:
 
 
 def _is_constant(place: Any) -> bool:
-    """Whether a value is a weight, converted or not."""
+    """Whether an input is a weight, perhaps converted."""
     node = place.get_source_output().get_node()
     while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape") and node.get_input_size():
         node = node.input_value(0).get_node()

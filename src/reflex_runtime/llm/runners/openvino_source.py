@@ -1,13 +1,13 @@
-"""From a model directory to the OpenVINO graph that is served: of an export, or made of a checkpoint.
+"""From a model directory to the OpenVINO graph that is served: that of an export, or one that is made of a checkpoint.
 
 `optimum-cli export openvino` writes an export. Its graph runs unchanged, whatever the architecture: inputs and state
-are in the graph, other numbers in `config.json`. A graph that cannot be served is a ConfigError that names the file.
+are in the graph, other numbers in `config.json`. A graph that cannot be served raises ConfigError with the file.
 
 The graph of a known architecture is built at each start, in a tenth of a second: its weights stay in the checkpoint's
-files. What takes longer, rounding and tracing, is done once. Its result is kept beside the checkpoint, in the user's
-cache where that is not writable, or in `--cache-dir`, whole or not at all. Its name changes with the configuration, any
-weight file, the form of the graph and the libraries that made it. One process converts at a time; others wait and then
-use its graph.
+files. Rounding and tracing take longer and are done once. Their result is kept in `--cache-dir`, else beside the
+checkpoint, or if that is not writable, in the user's cache; never only a part of it. Its name changes with the
+configuration, any weight file, the form of the graph and the libraries that made it. One process converts at a time;
+others wait and then use its graph.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ log = logging.getLogger("reflex.llm")
 T = TypeVar("T")
 
 MODEL_FILE: Final = "openvino_model.xml"
-TRACED_FILE: Final = "traced.json"  # of our own conversions: the window of each layer
+TRACED_FILE: Final = "traced.json"  # only in graphs that we traced: the window of each layer
 TRACED_VERSION: Final = 1  # changes with the form of these graphs
-PROBE_FILE: Final = "probe.npy"  # of our own conversions: logits of the reference after the tokens of `probe`
+PROBE_FILE: Final = "probe.npy"  # only in graphs that we traced: logits of transformers after the tokens of `probe`
 CACHE_DIR: Final = ".reflex"
 _BITS: Final = {"int8": 8, "int4": 4}
 _INPUTS: Final = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 _DRAFT: Final = "draft-"
 _TRACING: Final = "reflex_runtime.llm.runners.openvino_tracing"
-_PACKAGE: Final = Path(__file__).resolve().parents[2]  # many users may share it, who may not write there
-_PLACES, _PIECE = 16, 4096  # bytes of a weight file in its key: a build may set its time to a constant
+_PACKAGE: Final = Path(__file__).resolve().parents[2]  # many users may share it: nothing is written there
+_PLACES, _PIECE = 16, 4096  # pieces of a weight file in its key, and their bytes: its time may be a constant
 
 
 @dataclass(frozen=True, slots=True)
 class OpenVinoExport(AnyModelConfig):
-    """The description of an export. windows: a sliding window or None for each layer, in no known order."""
+    """The description of an export. windows: a sliding window or None for each layer, but in no known order."""
 
     windows: tuple[int | None, ...]
 
@@ -86,7 +86,7 @@ class OpenVinoExport(AnyModelConfig):
         states = [node for node in graph.get_ops() if node.get_type_name() == "ReadValue"]
         if not {"input_ids"} <= inputs <= _INPUTS or "logits" not in outputs:
             found = f"{', '.join(sorted(inputs))} to {', '.join(sorted(outputs))}"
-            raise ConfigError(f"{file}: goes from {found}: must be a decoder from input_ids to logits")
+            raise ConfigError(f"{file}: computes {found}: must be a decoder from input_ids to logits")
         if not states:
             why = "has no state for keys and values; export it with --task text-generation-with-past"
             raise ConfigError(f"{file}: {why}")
@@ -105,14 +105,14 @@ class OpenVinoExport(AnyModelConfig):
 
 
 def is_export(directory: Path | str) -> bool:
-    """Whether the directory holds an export and no checkpoint, which would be served instead."""
+    """Whether the directory holds an export, but no checkpoint: that would be served instead."""
     root = Path(directory)
     weights = (root / WEIGHTS_FILE, root / INDEX_FILE)
     return (root / MODEL_FILE).is_file() and not any(file.is_file() for file in weights)
 
 
 def read_graph(root: Path) -> Any:
-    """The `openvino.Model`; ConfigError for files that are none."""
+    """The `openvino.Model` of an export. Raises ConfigError if it cannot be read."""
     telemetry_off()
     with needed_by(f"{root / MODEL_FILE}:"):
         import openvino
@@ -129,7 +129,7 @@ def last_line(error: BaseException) -> str:
 
 
 def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """A description that does not name the layers with a window means at least one."""
+    """The windows of an export. Without `layer_types` in the description at least one layer is expected to have one."""
     traced = root / TRACED_FILE
     if traced.is_file():
         return tuple(read_object(traced)["windows"])
@@ -143,17 +143,17 @@ def _windows(root: Path, config: dict[str, Any], layers: int) -> tuple[int | Non
 
 @dataclass(frozen=True, slots=True)
 class GraphCache:
-    """Place of graphs made of a model directory.
+    """The place of graphs that were made of a model directory.
 
-    directory: for all models; None is `.reflex` in the model's own, or the user's cache directory (`user_cache`) where
-    that is not writable, or the model is in this package.
+    directory: for all models. None: `.reflex` in the model's directory, or if that is not writable or the model is part
+    of this package, the user's cache directory (`user_cache`).
     """
 
     root: Path
     directory: Path | None = None
 
     def graph(self, core: Any, kind: str, key: str, build: Callable[[], Any]) -> Any:
-        """The graph of that kind and key: from the cache, else built and kept there if that is possible."""
+        """The graph of that kind and key: from the cache, else built and if possible kept there."""
         import openvino
 
         built: list[Any] = []
@@ -165,15 +165,15 @@ class GraphCache:
             except RuntimeError as error:  # the disk is full
                 raise OSError(last_line(error)) from error
 
-        # read from disk even when just built: its memory is then the file's, shared and reclaimable
+        # read from disk even if just built: its memory is then the file's, which is shared and can be reclaimed
         found = self.kept(kind, key, write, lambda place: core.read_model(place / MODEL_FILE))
         if found is not None:
             return found
         return built[0] if built else build()
 
     def kept(self, kind: str, key: str, write: Callable[[Path], object], read: Callable[[Path], T]) -> T | None:
-        """What `read` makes of the directory of that kind and key. Written first where it is absent or cannot be read,
-        by one process at a time. None where nothing can be kept."""
+        """What `read` makes of the directory of that kind and key. If the directory is absent or cannot be read, it is
+        first written, by one process at a time. None if nothing can be kept."""
         place = self._place(kind, key)
         if (found := _read(place, read)) is not None:
             return found
@@ -189,7 +189,7 @@ class GraphCache:
             return _read(place, read)
 
     def key(self, files: list[Path], *made_by: object) -> str:
-        """Changes with the configuration, any weight file and the converter."""
+        """A name that changes with the configuration, with any of these files, and with what made the graph."""
         digest = hashlib.sha256((self.root / CONFIG_FILE).read_bytes())
         for file in files:
             status = file.stat()
@@ -217,13 +217,13 @@ class GraphCache:
         return other
 
     def _keep(self, place: Path, kind: str, write: Callable[[Path], object]) -> bool:
-        """Write a draft, move it to its place and remove older graphs of the kind; False where that fails."""
+        """Write a draft, remove older graphs of the kind, and move the draft to its place; False if that fails."""
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=place.parent, ignore_cleanup_errors=True) as name:
                 draft = Path(name)
                 write(draft)
-                draft.chmod(place.parent.stat().st_mode & 0o777)  # who may read the folder may serve from it
+                draft.chmod(place.parent.stat().st_mode & 0o777)  # all who may read the folder may use the graph
                 for stale in place.parent.glob(f"openvino-{kind}-*"):
                     if stale != place:
                         shutil.rmtree(stale, ignore_errors=True)
@@ -231,13 +231,13 @@ class GraphCache:
         except OSError as error:
             if not os.path.isdir(place):
                 why = "the converted model cannot be kept, so each start converts again"
-                log.warning("%s: %s: %s; --cache-dir names another place", place, why, error)
+                log.warning("%s: %s: %s; name another place with --cache-dir", place, why, error)
                 return False
         return True
 
 
 def user_cache() -> Path | None:
-    """`reflex` in the user's cache directory: $XDG_CACHE_HOME, else ~/.cache. None where there is no home."""
+    """`reflex` in the user's cache directory: $XDG_CACHE_HOME, else ~/.cache. None if the user has no home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
     return folder / "reflex" if folder.is_absolute() else None
@@ -255,19 +255,19 @@ def _writable(folder: Path) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that no other process converts there; no promise where it cannot be locked."""
+    """Hold the folder's lock, so that no other process converts there; do without if the folder cannot be locked."""
     with ExitStack() as held:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((folder / ".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in folder.glob(f"{_DRAFT}*"):  # of a process that was killed during a conversion
+            for left in folder.glob(f"{_DRAFT}*"):  # left by a process that was killed during a conversion
                 shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def _read(place: Path, read: Callable[[Path], T]) -> T | None:
-    """What is kept there; None if there is nothing, or it cannot be read."""
+    """What `read` makes of the directory; None if there is none, or it cannot be read."""
     if not os.path.isdir(place):  # Path.is_dir raises where access is denied
         return None
     try:
@@ -278,7 +278,7 @@ def _read(place: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def run_converter(command: list[str]) -> None:
-    """Run the converter in a process, which returns its memory; its lines go to the log."""
+    """Run the converter in a process, whose end frees its memory. Raises ConfigError with its last line if it fails."""
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
         assert program.stdout is not None
@@ -287,18 +287,18 @@ def run_converter(command: list[str]) -> None:
                 log.info("%s", line.removeprefix("reflex: ").strip())
             elif line.strip():
                 last = line.strip()
-    if program.returncode < 0:  # its last line is not the cause
-        told = f"the conversion was ended by signal {-program.returncode}"
-        why = "most often by too little memory: it holds the weights in float32"
-        raise ConfigError(f"{told}, {why}; convert on a larger machine, or serve with --runner torch")
+    if program.returncode < 0:  # then the last line is not the cause
+        what = f"the conversion was ended by signal {-program.returncode}"
+        why = "most often for lack of memory: it holds the weights in float32"
+        raise ConfigError(f"{what}, {why}; convert on a larger machine, or serve with --runner torch")
     if program.returncode:
         raise ConfigError(last or f"the conversion ended with status {program.returncode}")
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSource:
-    """model: the graph. checkpoint: its source, whose files may hold its weights; None: an export, whose paging must be
-    checked. expected: logits of the reference after the tokens of `probe`, if known. cache, key: of this graph."""
+    """model: the graph. checkpoint: its source, whose memory it may read; None for an export, whose paging must be
+    checked. expected: logits of transformers after the tokens of `probe`, if known. cache, key: of this graph."""
 
     config: ModelConfig | OpenVinoExport
     model: Any
@@ -308,7 +308,7 @@ class GraphSource:
     expected: npt.NDArray[np.float32] | None
 
     def kept_logits(self, hint: str, compute: Callable[[], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-        """Logits of this graph, of an earlier start or computed now. hint: the precision."""
+        """Logits of this graph after the tokens of `probe`, kept or computed now. hint: the precision."""
 
         def write(draft: Path) -> None:
             np.save(draft / PROBE_FILE, compute())
@@ -344,14 +344,14 @@ def source(core: Any, root: Path, weights: str, cache: GraphCache) -> GraphSourc
 
 
 def traced(root: Path, cache: GraphCache) -> Path:
-    """The kept export of a checkpoint, traced in PyTorch in a process of its own. ConfigError with the last line that
-    the converter wrote, or where nothing can be kept."""
+    """The kept graph of a checkpoint, traced in PyTorch by a process of its own. Raises ConfigError if the conversion
+    fails, or if nothing can be kept."""
     require(root)
     key = cache.key(weight_files(root), TRACED_VERSION, version("transformers"), version("torch"))
     command = [sys.executable, "-m", _TRACING, str(root)]
     found = cache.kept("traced", key, lambda draft: run_converter([*command, str(draft)]), lambda place: place)
     if found is None:
-        raise ConfigError(f"{root}: a converted model can be kept nowhere; use --cache-dir")
+        raise ConfigError(f"{root}: there is no place to keep the converted model; name one with --cache-dir")
     return found
 
 

@@ -2,9 +2,9 @@
 
     python -m reflex_runtime.llm.runners.openvino_tracing MODEL_DIR NEW_DIR
 
-A program of its own, because PyTorch and the traced model take memory that a server does not need afterwards. It writes
-openvino_model.xml and .bin, a copy of config.json, `traced.json` (the window of each layer) and `probe.npy`: the logits
-of transformers for a few tokens, which the runner must reproduce with paged attention before it serves.
+It is a program of its own, because a server does not need the memory of PyTorch and the traced model afterwards. It
+writes openvino_model.xml and .bin, a copy of config.json, `traced.json` (the window of each layer) and `probe.npy`: the
+logits of transformers after a few tokens. The runner checks that paged attention gives the same before it serves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Site(torch.nn.Module):  # type: ignore[misc]
 
 
 class _Whole(torch.nn.Module):  # type: ignore[misc]
-    """The model with the inputs of a graph: mask and beams are used by attention alone."""
+    """The model with the inputs of a graph, of which only attention uses mask and beams."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ def convert(directory: Path, target: Path) -> None:
     layers = layers_of(model)
     if any(asked.softcap for asked in layers.values()):
         cap = next(asked.softcap for asked in layers.values() if asked.softcap)
-        told = f"bounds its attention scores at {cap:g}, which OpenVINO's paged attention cannot"
-        raise ConfigError(f"{directory}: the model {told}; serve it with --runner torch")
+        why = f"bounds its attention scores at {cap:g}, which OpenVINO's paged attention cannot do"
+        raise ConfigError(f"{directory}: the model {why}; serve it with --runner torch")
     vocab = model.config.get_text_config(decoder=True).vocab_size
     expected = reference(model, probe(vocab).tolist())[-1].numpy()
     graph = _trace(model, layers)
@@ -147,8 +147,8 @@ def main() -> int:
         print(error.message, flush=True)
         return 1
     except Exception as error:  # the converter and the models raise anything
-        told = f"cannot be converted to OpenVINO: {last_line(error)[:300]}"
-        print(f"{directory}: {told}; serve it with --runner torch", flush=True)
+        why = f"cannot be converted to OpenVINO: {last_line(error)[:300]}"
+        print(f"{directory}: {why}; serve it with --runner torch", flush=True)
         return 1
     return 0
 

@@ -1,8 +1,7 @@
 """The runner in torch over a paged cache: for GPUs, and as a readable reference.
 
-The decoder computes a model of the Llama, Mistral, Qwen2 or Qwen3 family, in plain torch, over a flat row of tokens of
-many sequences. Sequences differ only in the tokens that each token may attend to: `attend` of the runner gets queries,
-keys and values.
+The decoder computes a model of the Llama, Mistral, Qwen2 or Qwen3 family, in plain torch, over one array with the
+tokens of many sequences. Only attention depends on the sequence of a token: a function of the runner computes it.
 
 Sequences with one new token attend together, as a padded batch over their block tables. Longer runs attend one by one,
 over exactly their own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch size and table
@@ -40,7 +39,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Addition(NamedTuple):
-    """The part of adapters in the outputs from `begin` on: a [R, in], b [outputs, R]; see `adapters`."""
+    """What adapters add to the outputs from `begin` on: a [R, in], b [outputs, R]; see `adapters`."""
 
     begin: int
     a: Tensor
@@ -55,7 +54,7 @@ class Linear(NamedTuple):
     additions: tuple[Addition, ...] = ()
 
     def __call__(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """chosen: [t, R], the rows of the adapters' matrices for each token; None: no token has an adapter."""
+        """chosen: [t, R], for each token the row of its adapter in the adapters' table; None: no token has one."""
         y = functional.linear(x, self.weight, self.bias)
         for begin, a, b in self.additions if chosen is not None else ():
             y[..., begin : begin + len(b)] += functional.linear(functional.linear(x, a) * chosen, b)
@@ -99,14 +98,14 @@ class Decoder:
         self._frequencies = torch.tensor(self.config.inverse_frequencies(), device=device)
 
     def _tensor(self, name: str) -> Tensor:
-        """A copy on the device."""
+        """A copy of a weight on the device."""
         kind, data, shape = self._checkpoint.raw(name)
         stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
         copied = torch.from_numpy(np.array(data))  # the file is read-only, which torch would warn of
         return copied.view(stored).view(shape).to(self._device, self._dtype)
 
     def _linear(self, *names: str) -> Linear:
-        """Projections of one input as one matrix. They have biases all or none, except that o has none beside qkv."""
+        """Projections of the same input as one matrix. Either all of them have biases, or none."""
         biased = f"{names[0]}.bias" in self.config.tensors()
         bias = torch.cat([self._tensor(f"{name}.bias") for name in names]) if biased else None
         weights = [self._tensor(f"{name}.weight") for name in names]
@@ -137,7 +136,7 @@ class Decoder:
         return functional.linear(rms_norm(x if rows is None else x[rows], self._norm, eps), self._head).float()
 
     def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(rotated queries, and behind them rotated keys; values), each [t, heads, head_dim]."""
+        """(rotated queries followed by rotated keys, values), each [t, heads, head_dim]."""
         config = self.config
         queries, keys = config.num_attention_heads, config.num_key_value_heads
         heads = layer.qkv(x, chosen).view(len(x), -1, config.head_dim)
@@ -149,34 +148,35 @@ class Decoder:
         return rotate(both, cos, sin), v
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """For `rotate`: cosine of each position's angles, and sine, negative first, float32 [t, 1, head_dim]."""
+        """For `rotate`: cosine and sine of each position's angles, float32 [t, 1, head_dim]. The first half of the sine
+        is negated."""
         angles = (positions[:, None].float() * self._frequencies)[:, None]
         cos, sin = angles.cos() * self.config.attention_factor, angles.sin() * self.config.attention_factor
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over the root of its mean square along the last axis, in float32 whatever x is, times weight."""
+    """x divided by the root of its mean square along the last axis, times weight."""
     return weight * functional.rms_norm(x, (x.shape[-1],), None, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head's dimensions i and i + head_dim / 2 turned as a pair; x is [t, heads, head_dim]. In few kernels: on a
-    GPU the time of a small step is that of its launches."""
+    """Rotate each head's dimensions i and i + head_dim / 2 as a pair; x is [t, heads, head_dim]. Uses few kernels: on a
+    GPU their launches take the time of a small step."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 # -- the runner --------------------------------------------------------------------------------------------------------
 
 
-_MOST_RECORDED: Final = 256  # sequences in a recorded step; the kernels of larger ones hide their launches
+_MOST_RECORDED: Final = 256  # sequences in a recorded step; in larger ones kernels take longer than their launches
 _Masks = dict[int | None, Tensor]  # by sliding window; None: all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Sequences with one new token each: the indices of their tokens in the step (None: all), the cache rows [d,
-    length] that each may read, padded with the unused block's, and per window a mask of them, [d, 1, 1, length]."""
+    """Sequences with one new token each. tokens: their indices in the step; None: all. rows: the cache rows [d, length]
+    that each may read, padded with those of the unused block. masks: of these rows by window, [d, 1, 1, length]."""
 
     tokens: Tensor | None
     rows: Tensor
@@ -185,9 +185,9 @@ class _Singles:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A sequence with several new tokens: their place in the step, the cache rows of all its tokens up to the last, and
-    per window a mask of the rows that each new token reads, [new, all]. No mask: all tokens are new, and attention is
-    causal."""
+    """A sequence with several new tokens. begin, end: their place in the step. rows: the cache rows of all its tokens.
+    masks: by window, the rows that each new token reads, [new, all]; None: all tokens are new, and attention is causal.
+    """
 
     begin: int
     end: int
@@ -206,7 +206,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A decode step of fixed size: fill the inputs, replay, read the logits. lengths count the new token."""
+    """A recorded step of fixed size: fill the inputs, replay, read the logits. lengths include the new token."""
 
     ids: Tensor  # [size]
     tables: Tensor  # [size, width] blocks
@@ -219,11 +219,11 @@ class TorchRunner:
     """Runs steps of a Hugging Face checkpoint in torch.
 
     device: "cpu" or "cuda". dtype: "float32", "bfloat16", or "auto": bfloat16 if the weights are stored so, else
-    float32. num_blocks: blocks of the cache, or None: as many as fit into `kv_cache_bytes`. max_model_len: at most,
-    and by default, the checkpoint's own limit. threads: CPU threads of torch, one number for the whole process; None
-    does not change it. cuda_graphs: record decode steps; the first step of each size then takes longer, later ones cost
-    one launch. adapters: directories of LoRA adapters, by name; then no step is recorded. Raises ConfigError, if
-    possible before any weight is read.
+    float32. num_blocks: blocks of the cache; None for as many as fit into `kv_cache_bytes`. max_model_len: at most the
+    checkpoint's own limit; None for that. threads: torch's CPU threads in the whole process; None does not change them.
+    cuda_graphs: record steps of single tokens; the first step of each size then takes longer, later ones cost one
+    launch. adapters: directories of LoRA adapters, by name; then no step is recorded. Raises ConfigError, if possible
+    before any weight is read.
     """
 
     def __init__(
@@ -271,12 +271,12 @@ class TorchRunner:
             sizes = [(own.num_key_value_heads, own.head_dim)] * own.num_hidden_layers
         block = 2 * block_size * kind.itemsize * sum(heads * size for heads, size in sizes)  # layers may differ
         self.num_blocks = runner.blocks_in(kv_cache_bytes, block, runner.free_bytes(device), num_blocks)
-        # Padding reads and writes the last block, which no sequence gets. It is zeroed: a row that was never written is
-        # multiplied by a weight of zero, and NaN times zero is NaN.
+        # Padding reads and writes the last block, which no sequence gets. All blocks are zeroed: attention multiplies
+        # rows that were never written by zero, and NaN times zero is NaN.
         shape = (self.num_blocks + 1, block_size)
         self._keys = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
         self._values = [torch.zeros(*shape, *size, dtype=kind, device=device) for size in sizes]
-        # other models may have operations that cannot be recorded, and a recorded step has no adapters
+        # models of transformers may have operations that cannot be recorded, and a recorded step has no adapters
         recorded = device == "cuda" and cuda_graphs and checkpoint is not None and not adapters
         self._record: Record | None = recorder() if recorded else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
@@ -288,10 +288,10 @@ class TorchRunner:
     def forward(self, step: runner.Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step, or after its `rows`.
 
-        Raises ValueError for a token id the model does not have, before anything is written.
+        Raises ValueError for a token id that the model does not have, before anything is written.
         """
         low, high = int(step.token_ids.min()), int(step.token_ids.max())
-        if low < 0 or high >= self.vocab_size:  # on a GPU this would end the process
+        if low < 0 or high >= self.vocab_size:  # on a GPU such an id would end the process
             raise ValueError(f"token ids from {low} to {high}: must be in [0, {self.vocab_size})")
         with torch.inference_mode():
             singles = len(step.token_ids) == len(step.past_lens) == len(step.picked) <= _MOST_RECORDED
@@ -305,7 +305,7 @@ class TorchRunner:
             return self._on_host(logits)
 
     def _on_host(self, logits: Tensor) -> npt.NDArray[np.float32]:
-        """The same in numpy; from a GPU through pinned memory that the next call uses again."""
+        """The logits as a numpy array; from a GPU they are copied to pinned memory that the next call reuses."""
         if self._device == "cuda":
             if len(self._host) < len(logits):
                 self._host = torch.empty(_power_of_two(len(logits)), self.vocab_size, pin_memory=True)
@@ -346,7 +346,7 @@ class TorchRunner:
     def _tables(
         self, step: runner.Step, which: npt.NDArray[np.bool_], count: int = 0, width: int = 0
     ) -> npt.NDArray[np.int64]:
-        """Block tables of those sequences, at least [count, width], padded with the unused block."""
+        """Block tables of the sequences in `which`, at least [count, width], padded with the unused block."""
         widths = np.diff(step.block_begins)
         shape = max(count, int(which.sum())), max(width, int(widths[which].max()))
         padded = np.full(shape, self.num_blocks, np.int64)
@@ -366,7 +366,7 @@ class TorchRunner:
         return _Run(begin, begin + count, rows, masks)
 
     def _singles(self, tokens: Tensor | None, tables: Tensor, lengths: Tensor) -> _Singles:
-        """tables: [d, width] blocks; lengths: [d], counting the new token. All on the device: it can be recorded."""
+        """tables: [d, width] blocks; lengths: [d], with the new token. It runs on the device, so it can be recorded."""
         size = self.block_size
         rows = (tables[:, :, None] * size + torch.arange(size, device=self._device)).flatten(1)
         at, length = torch.arange(rows.shape[1], device=self._device), lengths[:, None]
@@ -375,7 +375,7 @@ class TorchRunner:
             window: (seen if window is None else seen & (at >= length - window))[:, None, None]
             for window in set(self._windows)
         }
-        # The rest of a last block, after the sequence's end, may have any content: it is masked.
+        # rows after a sequence's end become those of the unused block, and are masked
         return _Singles(tokens, torch.where(seen, rows, self.num_blocks * size), masks)
 
     # -- attention: once per layer -------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class TorchRunner:
     # -- recorded decode steps -----------------------------------------------------------------------------------------
 
     def _replayed(self, step: runner.Step, record: Record) -> Tensor:
-        """A step of single tokens through the smallest recording that is large enough; recorded on first use."""
+        """Replay a step of single tokens with the smallest recorded size that is large enough; record it if needed."""
         count, widest = len(step.past_lens), int(np.diff(step.block_begins).max())
         size, width = _power_of_two(count), _power_of_two(widest)
         tables = self._tables(step, np.ones(count, np.bool_), size, width)
@@ -430,20 +430,20 @@ class TorchRunner:
 
 def _attend_singles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float | None) -> Tensor:
     """q [d, heads, head_dim]; k, v [d, length, kv_heads, head_dim]; mask [d, 1, 1, length]. Query heads that share keys
-    stand where several queries would, so that no key is copied."""
+    are passed as several queries of one head, so that no key is copied."""
     shared = q.view(len(q), k.shape[2], -1, q.shape[2])
     return _mixed(shared, k.transpose(1, 2), v.transpose(1, 2), mask, cap).reshape(q.shape)
 
 
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
-    """q [new, heads, head_dim]; k, v [all, kv_heads, head_dim]; mask [new, all], or None: causal, all being new."""
+    """q [new, heads, head_dim]; k, v [all, kv_heads, head_dim]; mask [new, all]; None: all are new, and causal."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return _mixed(q, k, v, mask, cap)[0].transpose(0, 1)
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None) -> Tensor:
-    """Attention of queries [.., heads, n, d] over keys and values [.., kv_heads, m, d]; no mask: causal. cap: soft
-    bound of the scores, for which there is no fused kernel."""
+    """Attention of queries [.., heads, n, d] over keys and values [.., kv_heads, m, d]; without a mask it is causal.
+    cap: a soft bound of the scores, for which there is no fused kernel."""
     if cap is None:
         gqa = q.shape[1] != k.shape[1]
         return functional.scaled_dot_product_attention(
@@ -458,12 +458,12 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | No
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not below number >= 1."""
+    """The smallest power of two that is not below `number` >= 1."""
     return 1 << (number - 1).bit_length()
 
 
 def _described(root: Path) -> AnyModelConfig:
-    """The description of a checkpoint of another architecture than ours. ConfigError if a library is missing."""
+    """The description of a checkpoint that `Decoder` does not know. Raises ConfigError if a library is missing."""
     require(root)
     from reflex_runtime.llm.runners.transformers_model import describe
 

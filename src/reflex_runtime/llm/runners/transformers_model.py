@@ -1,8 +1,8 @@
 """A checkpoint of any architecture of `transformers`, with its attention replaced by a function of ours.
 
 `transformers` looks its attention up by name, so one registered function serves all architectures. It gets queries,
-keys and values of all tokens of a step; the function set with `attending` decides which tokens each one sees. Import
-this only where it is needed: it imports torch and transformers.
+keys and values of all tokens of a step, and calls the function that was set with `attending`. Import this module only
+where it is needed: it imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see `torch_runner`
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The parameters of one layer's attention. window: last tokens that a token sees, or None: all. scale: of the
-    scores. softcap: their soft bound, or None."""
+    """The parameters of one layer's attention. window: how many of the last tokens a token sees; None: all. scale: of
+    the scores. softcap: their soft bound, or None."""
 
     layer: int
     heads: int
@@ -71,7 +71,7 @@ def _attend(
     layer, size = getattr(module, "layer_idx", None), query.shape[-1]
     extra = [name for name, given in more.items() if torch.is_tensor(given) and name != "position_ids"]
     if layer is None or extra:
-        what = f"attention with {', '.join(extra)}" if extra else "attention that does not say its layer"
+        what = f"attention with {', '.join(extra)}" if extra else "attention without a layer_idx"
         raise ConfigError(f"{type(module).__name__}: has {what}, which is not served")
     window = more.get("sliding_window")
     asked = Attention(
@@ -82,7 +82,7 @@ def _attend(
 
 
 def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Every expert on every token, with weight 0 if it was not chosen: the only form with fixed shapes."""
+    """Compute every expert for every token, with weight 0 if it was not chosen: only this form has fixed shapes."""
     count = module.num_experts
     chosen = torch.zeros(hidden.shape[0], count, dtype=hidden.dtype, device=hidden.device)
     chosen = chosen.scatter(1, index, weights.to(hidden.dtype))
@@ -106,22 +106,22 @@ ExpertsInterface.register(NAME, _experts)
 
 
 def describe(directory: Path) -> AnyModelConfig:
-    """The description of a checkpoint; no weight is read. ConfigError for one that is no decoder."""
+    """The description of a checkpoint; no weight is read. Raises ConfigError if it is no decoder."""
     config = _text_config(directory)
     weight_files(directory)
     return AnyModelConfig.of(directory, config)
 
 
 def _text_config(directory: Path) -> Any:
-    """The configuration of the checkpoint's text model, with the library's own defaults. ConfigError if it has none."""
+    """The configuration of the checkpoint's text model, with the library's defaults. Raises ConfigError."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its own kinds, and any that a wrong value leads to
-        raise ConfigError(f"{directory / 'config.json'}: {_told(error)}") from error
+    except Exception as error:  # wrong values lead to any kind of exception
+        raise ConfigError(f"{directory / 'config.json'}: {_summary(error)}") from error
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.model_type not in known:
-        told = f"model_type={config.model_type!r} is no decoder of text in transformers {transformers.__version__}"
-        raise ConfigError(f"{directory / 'config.json'}: {told}")
+        why = f"model_type={config.model_type!r} is no decoder of text in transformers {transformers.__version__}"
+        raise ConfigError(f"{directory / 'config.json'}: {why}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{directory / 'config.json'}: quantization_config: {ROUNDED}")
     return config.get_text_config(decoder=True)
@@ -142,7 +142,7 @@ def load(directory: Path, dtype: Any, *, fixed_shapes: bool = False) -> Any:
             if fixed_shapes and hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation(NAME)
         except Exception as error:  # a model's code can raise anything
-            raise ConfigError(f"{directory}: transformers cannot load it: {_told(error)}") from error
+            raise ConfigError(f"{directory}: transformers cannot load it: {_summary(error)}") from error
     if missing := sorted(read["missing_keys"]):  # the library would draw them by chance
         kind = type(model).__name__
         raise ConfigError(f"{directory}: tensor {missing[0]}: not found, and {len(missing) - 1} more that {kind} needs")
@@ -150,7 +150,7 @@ def load(directory: Path, dtype: Any, *, fixed_shapes: bool = False) -> Any:
 
 
 def layers_of(model: Any) -> dict[int, Attention]:
-    """The attention of each layer, found with three tokens. ConfigError for a model that keeps other state."""
+    """The attention of each layer, found by a run of three tokens. Raises ConfigError if a layer has none."""
     found: dict[int, Attention] = {}
 
     def seen(module: Any, asked: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -162,17 +162,17 @@ def layers_of(model: Any) -> dict[int, Attention]:
         model(input_ids=ids, position_ids=ids, use_cache=False)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     if sorted(found) != list(range(count)):
-        told = f"{len(found)} of {count} layers have attention that can be replaced"
+        what = f"{len(found)} of {count} layers have attention that can be replaced"
         why = "it keeps other state than keys and values, which is not served, or has attention of its own; then serve"
         why += " what `optimum-cli export openvino --task text-generation-with-past` makes of it"
-        raise ConfigError(f"{model.config.model_type}: {told}: {why}")
+        raise ConfigError(f"{model.config.model_type}: {what}: {why}")
     if any(asked.value_dim != asked.head_dim for asked in found.values()):
         raise ConfigError(f"{model.config.model_type}: keys and values have different sizes, which is not served")
     return found
 
 
 def reference(model: Any, ids: list[int]) -> Tensor:
-    """[tokens, vocab_size]: logits of transformers' own attention, float32."""
+    """[tokens, vocab_size]: float32 logits by transformers' own attention."""
     model.set_attn_implementation("eager")
     experts = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
     if experts == NAME:
@@ -220,7 +220,7 @@ class AnyDecoder:
         return reference(self._model, ids)[-1]
 
 
-def _told(error: BaseException) -> str:
-    """The first line of its message; the next one, too, behind a colon."""
+def _summary(error: BaseException) -> str:
+    """The first line of the error's message, and the second if the first ends with a colon."""
     first, second, *_ = [*filter(None, map(str.strip, str(error).splitlines())), "", ""]
     return (f"{first} {second}" if first.endswith(":") else first)[:300].strip() or type(error).__name__

@@ -1,1 +1,1 @@
-"""Where the model of a server runs, in its process or in runtime processes, and the states that it goes through."""
+"""The model of a server: in the server's process or in runtime processes, and its states."""

@@ -1,4 +1,4 @@
-"""The model that `reflex serve MODEL_DIR` serves: its names, states and series. It exists before the model is loaded.
+"""The state of `reflex serve MODEL_DIR`: names, states and series of its model. It exists before the model is loaded.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while
 there is no runtime process; `draining`.
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reflex.server")
 
-NAMED = 20  # names in an error
-UNSENT = 1.0  # seconds to send the last answers, with which their spans end
+NAMED = 20  # most names of models in an error
+UNSENT = 1.0  # seconds to send the last answers; each ends its span
 
 
 class ModelNotFound(NotFound):
@@ -49,8 +49,8 @@ class ModelNotFound(NotFound):
 class ServerState(Host):
     """The model of one server.
 
-    open: loads the model, called once; its error means that the model could not be loaded. parent: the supervisor, if
-    there is one.
+    open: loads the model; called once, and raises if the model cannot be loaded. parent: the supervisor, if there is
+    one.
     """
 
     def __init__(self, plan: ModelPlan, open: Open, parent: Parent | None = None) -> None:
@@ -115,13 +115,13 @@ class ServerState(Host):
             self.host.add_sink(sink)
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of the model's batches."""
+        """Call the sink with the events of the model's batches, also before the model is loaded."""
         self._sinks.append(sink)
         if self.host is not None:
             self.host.add_sink(sink)
 
     def remove_sink(self, sink: Sink) -> None:
-        """Stop calling it."""
+        """Stop calling the sink."""
         self._sinks.remove(sink)
         if self.host is not None:
             self.host.remove_sink(sink)
@@ -168,16 +168,16 @@ class ServerState(Host):
         return body
 
     async def status(self) -> dict[str, Any]:
-        """The body of /status: that of /health, and statistics of runtime processes."""
+        """The body of /status: the body of /health, and statistics of runtime processes."""
         return self.health() | (await self.host.status() if self.host is not None else {})
 
     async def metrics(self) -> bytes:
-        """Prometheus text."""
+        """Prometheus text of the server and of its runtime processes."""
         more = await self.host.metrics() if self.host is not None else b""
         return generate_latest(self.registry) + more
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer. path: of an endpoint, so that there are few."""
+        """Count an answer. path: an endpoint's, or "other": a label may not have many values."""
         self._answers.counter("reflex_openai_requests_total", path, str(status)).inc()
 
     def shown(self) -> dict[str, Any]:

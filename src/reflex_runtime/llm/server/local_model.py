@@ -1,8 +1,8 @@
 """The model in this process, under the asyncio driver: requests in, streams of tokens out.
 
-`reflex serve` has one without workers, and every runtime process has one (`WorkerEngine`). The device thread runs steps
-and does not wait for readers: tokens wait in their stream. A stream that is read slowly is held alone in the
-scheduler, so its memory is bounded. Everything in this module runs on the event loop.
+A server without workers has one, and every runtime process has one (`WorkerEngine`). The device thread runs steps and
+does not wait for readers: tokens wait in their stream. The scheduler holds a stream that is read slowly, and only that
+one, so that its memory is bounded. Everything in this module runs on the event loop.
 """
 
 from __future__ import annotations
@@ -52,23 +52,24 @@ log = logging.getLogger("reflex.server")
 Load = Callable[[ModelPlan], tuple[Runner, Tokenizer]]
 
 UNREAD = 64  # unread outputs of a stream before it is held
-PATIENCE = 120.0  # seconds that a stream is held before it is cancelled: it occupies a place and blocks
+PATIENCE = 120.0  # seconds that a stream may be held; then it is cancelled, because it occupies a place and blocks
 
 
 class GenerationStream(OutputStream):
-    """The tokens of a request in this process. scores: its prompt is scored. held: also until its leader has begun."""
+    """The tokens of a request in this process. scores: its prompt is scored. held: its reader is slow, or it follows a
+    stream that still computes the same prompt."""
 
-    __slots__ = ("_runtime", "_stalls", "_ticket", "followers", "scores")
+    __slots__ = ("_patience", "_runtime", "_ticket", "followers", "scores")
 
     def __init__(self, runtime: LocalModel, bell: asyncio.Event | None, sequence: Sequence) -> None:
         super().__init__(bell, sequence.num_prompt_tokens)
         self._runtime = runtime
-        self._ticket: Ticket | None = None  # None before it is submitted, and once it was closed
+        self._ticket: Ticket | None = None  # None before it is submitted, and after it was closed or has ended
         self.followers: list[GenerationStream] = []  # held until this one has its first token, or has ended
-        self._stalls: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None  # closes it when it was held too long
         self.prompt_scores, self.scores = sequence.prompt_choices, sequence.scores_from is not None
 
-    def said(self, output: TokenOutput) -> None:
+    def add(self, output: TokenOutput) -> None:
         if self._ticket is not None:  # not closed while the step ran
             self.completion_tokens += 1
             self.push([output])
@@ -77,18 +78,18 @@ class GenerationStream(OutputStream):
         """Its request has ended; called once."""
         self.cached_tokens = ticket.request.payload.cached_tokens or 0
         outcome, wanted = ticket.outcome, self._ticket is not None
-        self._ticket = None  # first: nothing is held from now on
+        self._ticket = None  # first: `_pushed` must not hold it any more
         if isinstance(outcome, Done) and wanted:
             self.completion_tokens += 1
             self.push([outcome.value])
-        if self._stalls is not None:
-            self._stalls.cancel()
-        self._go_on()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._resume_followers()
         self.end(None if isinstance(outcome, Done) else outcome.error)
 
     def _pushed(self, n: int) -> None:
         if self.followers:
-            self._go_on()
+            self._resume_followers()
         if not self.held and self.unread >= self._runtime.unread and self._ticket is not None:
             self._runtime.hold(self)
 
@@ -97,12 +98,12 @@ class GenerationStream(OutputStream):
             self._runtime.resume(self)
 
     def _left(self) -> None:
-        """Cancel it: its blocks are free at the next step at the latest."""
+        """Cancel the request: its blocks are free at the next step at the latest."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._runtime.batcher.cancel(ticket)
 
-    def _go_on(self) -> None:
+    def _resume_followers(self) -> None:
         followers, self.followers = self.followers, []
         for stream in followers:
             self._runtime.resume(stream)
@@ -111,12 +112,12 @@ class GenerationStream(OutputStream):
 class LocalModel:
     """The model in this process, for the requests of one event loop. Made by `open_model`.
 
-    processor: closed with the model. registry: for its series. trace: its journal, "" for none. watchdog: seconds for a
-    step until its callers get an error; after twice that time the model is lost (`on_fatal`, on the loop, once).
-    unread: see UNREAD. patience: see PATIENCE.
+    processor: stopped with the model. registry: for its series. trace: the file of its journal, "" for none. watchdog:
+    seconds for a step until its callers get an error; after twice that time the model is lost (`on_fatal`, called once,
+    on the loop). unread: see UNREAD. patience: see PATIENCE.
     """
 
-    events = frozenset({BatchFinished, RequestProgressed})  # as a sink; each stream gets its end by a callback
+    events = frozenset({BatchFinished, RequestProgressed})  # for itself as a sink; a callback tells the end of a stream
 
     def __init__(
         self,
@@ -151,8 +152,8 @@ class LocalModel:
         await self.batcher.start(prepare)
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
-        """Admit nothing more; finish requests within `timeout` seconds (`drain`), end the others with an error. Every
-        stream has ended when it returns. Returns whether the thread has, too."""
+        """Admit nothing more. drain: finish requests within `timeout` seconds; the others end with an error. When it
+        returns every stream has ended; returns whether the device thread has, too."""
         ended = await self.batcher.close(drain, timeout)
         if self._hung is not None:
             self._hung.cancel()
@@ -184,10 +185,10 @@ class LocalModel:
     def submit(
         self, request: Request, bell: asyncio.Event | None = None, first: GenerationStream | None = None
     ) -> GenerationStream:
-        """Queue a request of `request`. Raises `Rejected`.
+        """Queue a request that `request` made. Raises `Rejected`.
 
-        bell: see `OutputStream`. first: a stream with the same prompt; this one waits until that has computed it, and
-        finds it in the prefix cache. Scores of the prompt are complete before this one has a token.
+        bell: see `OutputStream`. first: a stream with the same prompt. The new one waits until that has computed the
+        prompt, and finds it in the prefix cache; so scores of the prompt are complete before the new one has a token.
         """
         stream = GenerationStream(self, bell, request.payload)
         waits = first is not None and self._computes(first)
@@ -199,7 +200,7 @@ class LocalModel:
         return stream
 
     def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> Iterator[GenerationStream]:
-        """Queue requests with the same prompt, one after the other. Raises `Rejected`; streams before it go on."""
+        """Queue requests with the same prompt, in order. If one raises `Rejected`, the streams before it go on."""
         first = None
         for request in requests:
             stream = self.submit(request, bell, first)
@@ -207,7 +208,7 @@ class LocalModel:
             yield stream
 
     def _computes(self, first: GenerationStream) -> bool:
-        """Whether it still computes its prompt, and others save work if they wait."""
+        """Whether it still computes its prompt, and others that wait for it save work or need its scores."""
         pool = self.processor.pool
         cached = pool.prefix_caching and first.prompt_tokens > pool.block_size
         return not (first.ended or first.completion_tokens) and (cached or first.scores)
@@ -228,15 +229,15 @@ class LocalModel:
         """A sink: push tokens to their streams, and watch a step that timed out."""
         if isinstance(event, RequestProgressed):
             if event.value is not None:  # a chunk of a prompt gives no token
-                self._streams[event.ticket].said(event.value)
+                self._streams[event.ticket].add(event.value)
         elif isinstance(event, BatchFinished) and event.crashed and self.hangs and self._hung is None:
             loop, count = asyncio.get_running_loop(), self.batcher.device.hung
             self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
 
     def hold(self, stream: GenerationStream) -> None:
-        """Grant a stream with a slow reader no tokens until `resume`."""
+        """Let the scheduler grant a stream with a slow reader no tokens until `resume`."""
         self._holds.inc()
-        stream._stalls = asyncio.get_running_loop().call_later(self._patience, stream.close)
+        stream._patience = asyncio.get_running_loop().call_later(self._patience, stream.close)
         stream.held = True
         ticket = stream._ticket
         if ticket is not None:
@@ -244,9 +245,9 @@ class LocalModel:
 
     def resume(self, stream: GenerationStream) -> None:
         stream.held = False
-        if stream._stalls is not None:
-            stream._stalls.cancel()
-            stream._stalls = None
+        if stream._patience is not None:
+            stream._patience.cancel()
+            stream._patience = None
         ticket = stream._ticket
         if ticket is not None and not stream.ended:
             self.batcher.device.input(lambda scheduler, now: scheduler.resume(ticket, now))
@@ -260,7 +261,7 @@ class LocalModel:
         """Called one time limit after a step timed out: if it still runs, the model is lost."""
         self._hung = None
         if self.hangs and self.batcher.device.hung == count:
-            log.error("a step has not come back in %g s: the model is given up", 2 * self._watchdog)
+            log.error("a step has not returned in %g s: the model is given up", 2 * self._watchdog)
             while self.batcher.device.close(drain=False):
                 pass
             self._given_up()
@@ -299,7 +300,7 @@ class LocalModel:
         return {}
 
     def processes(self) -> list[LiveProcess]:
-        """There is none beside the server."""
+        """There are none besides the server."""
         return []
 
     def turn(self) -> None:
@@ -318,7 +319,7 @@ class LocalModel:
         return groups
 
     async def metrics(self) -> bytes:
-        """Bring the series up to date; there are none beside the registry's."""
+        """Update the series in the registry. Returns nothing, because there are no others."""
         self.batcher.flush()
         return b""
 
@@ -327,7 +328,7 @@ async def open_model(
     load: Load, plan: ModelPlan, registry: CollectorRegistry, lost: Lost | None = None,
     reached: Reached = lambda state: None,
 ) -> LocalModel:  # fmt: skip
-    """See `Open`. load: called in a thread of its own."""
+    """See `Open`. load: called in a thread."""
     reached("loading")
     runner, tokenizer = await in_thread(partial(load, plan))
     settings = plan.config
@@ -346,7 +347,7 @@ async def open_model(
 
 
 def warm_up(runner: Runner) -> None:
-    """Run steps of a few shapes, so that the first request does not pay for one-off work. They write to block 0, whose
+    """Run steps of two shapes, so that the first request does not wait for one-off work. They write to block 0, whose
     rows are written again before they are read."""
     whole = min(runner.block_size, runner.max_model_len)
     for past, new in ((0, whole - 1), (whole - 1, 1)):
@@ -370,11 +371,11 @@ class WorkerEngine(Engine):
             model.add_sink(spans)
 
     def info(self) -> dict[str, Any]:
-        """The limits, by which a front checks requests, and the runner's name."""
+        """The limits, with which the server checks requests, and the runner's name."""
         return asdict(self._model.limits) | {"runner": self._model.processor.runner.name}
 
     def state(self) -> dict[str, Any]:
-        """As /health of a server without workers."""
+        """The same fields as /health of a server without workers."""
         return {"state": self._model.state} | self._model.health()
 
     async def metrics(self) -> str:
@@ -397,9 +398,9 @@ class WorkerEngine(Engine):
             prompt = await model.texts.encode_chat(Conversation(params.messages or []))
         matcher = await model.compiled(params.constraint)
         scores = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
-        if scores > (most := wire.MOST_SCORES):  # a front takes no more
-            raise ConfigError(f"prompt_logprobs: {scores} numbers of the prompt would be told, at most {most} are")
-        params = msgspec.structs.replace(params, prompt=None, prompt_token_ids=None, messages=None)  # they are large
+        if scores > (most := wire.MOST_SCORES):  # a client would refuse more
+            raise ConfigError(f"prompt_logprobs: {scores} numbers of the prompt are too many, at most {most} are sent")
+        params = msgspec.structs.replace(params, prompt=None, prompt_token_ids=None, messages=None)  # frees them
         return model.submit(model.request(prompt, params, matcher), bell, leader)
 
     async def close(self, drain: bool, timeout: float) -> bool:
@@ -411,9 +412,9 @@ class WorkerEngine(Engine):
 
 
 def loading(load: Load, lost: Lost) -> LoadEngine:
-    """`load_model` of a runtime process. lost: called on the loop when the model is lost for good.
+    """The function that answers `load_model` in a runtime process. lost: called on the loop when the model is lost.
 
-    Raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
+    It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
     async def loaded(params: wire.LoadModel) -> WorkerEngine:

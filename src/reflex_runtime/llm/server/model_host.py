@@ -1,4 +1,4 @@
-"""The model of a server: what is served, and its settings in each process that runs it."""
+"""Which model a server serves, and its settings in each process that runs it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ModelPlan:
     """The model that is served.
 
-    name: in the API. directory: of its files. adapters: names of its LoRA adapters. defaults: sampling of requests that
-    do not set it.
+    name: in the API. directory: of its files. adapters: names of its LoRA adapters. defaults: of sampling, for fields
+    that a request omits.
     """
 
     name: str
@@ -73,7 +73,7 @@ def check_model(config: LLMServeConfig, model: Description) -> None:
 
 
 def _options(config: LLMServeConfig) -> dict[str, Any]:
-    """Arguments of the loader; None, where a setting is 0, leaves a number to the runner."""
+    """Arguments of the loader. A setting of 0 becomes None: the runner chooses."""
     return {
         "device": config.device,
         "runner": config.runner,
@@ -95,13 +95,13 @@ def adapters_of(config: LLMServeConfig) -> dict[str, Path]:
 
 
 def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
-    """An error of an argument of the loader, with its flag; any other error as it is."""
+    """The error of a loader's argument as one of its flag; any other error as it is."""
     name, why = str(error.details.get("field", "")), error.message.partition(": ")[2]
     if name == "kv_cache_bytes":
         low, high = (int(error.details[end] or 0) / 1e9 for end in ("low", "high"))
         name, high = "kv_cache_gb", floor(high * 100) / 100
         each = f" for each of {config.workers} processes" if config.workers > 1 else ""
-        why = f"must be in [{low:.10g}, {high:.10g}] GB: from one block of this model to the memory that is free{each}"
+        why = f"must be in [{low:.10g}, {high:.10g}] GB: from one block of this model to the free memory{each}"
     if name not in LLMServeConfig.__dataclass_fields__:
         return error
     value = getattr(config, name)
@@ -111,13 +111,13 @@ def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
 
 
 def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:
-    """The environment of a runtime process: its own GPU, if CUDA_VISIBLE_DEVICES names several."""
+    """The environment of a runtime process: one GPU, in turn, if CUDA_VISIBLE_DEVICES names several."""
     named = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
     return {GPUS: named[number % len(named)]} if len(named) > 1 and config.device != "cpu" else {}
 
 
 def trace_of(path: str, number: int, restarts: int = 0) -> str:
-    """The trace file of a runtime process; a restarted one does not overwrite that of the lost one."""
+    """The trace file of a runtime process. A restarted process does not overwrite the file of the lost one."""
     place = Path(path)
     return str(place.parent / f"{place.stem}.worker-{number}{f'.{restarts}' if restarts else ''}{place.suffix}")
 
@@ -128,6 +128,6 @@ def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[
     found = {name: getattr(config, name) for name in sorted(names)}
     if config.trace:
         found["trace"] = trace_of(config.trace, number, restarts)
-    if not config.threads and config.workers > 1:  # threads of two models on one core wait for each other
+    if not config.threads and config.workers > 1:  # threads of two models on one core would wait for each other
         found["threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
     return found

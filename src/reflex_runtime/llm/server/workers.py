@@ -37,14 +37,14 @@ from reflex_runtime.observe.metrics import GENERATE_BATCHER, WORKERS, SeriesSet,
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.settings import LLMServeConfig
 
-ASKED_WITHIN: Final = 2.0  # seconds for a process to answer; a slower one is left out
-ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, and at least
+ANSWER_S: Final = 2.0  # for a process to answer about itself; a slower one is left out
+MOST_EXIT_S, LEAST_EXIT_S = 10.0, 2.0  # for a process to exit
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
-    """spawn: starts the process of this number. options: the settings of `reflex serve MODEL_DIR` for it, by its number
-    and its restarts. batcher, client: of each process."""
+    """spawn: starts the process of this number. options: its settings of `reflex serve MODEL_DIR`, by its number and
+    its restarts. batcher, client: settings for each process."""
 
     spawn: Callable[[int], Opener]
     options: Callable[[LLMServeConfig, int, int], dict[str, Any]]
@@ -53,7 +53,7 @@ class WorkersConfig:
 
 
 def one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
-    """Both with the smaller bounds of the queue, which stand in both."""
+    """Both, with the smaller of their two bounds of the queue."""
     requests = min(config.max_queue, batcher.max_pending)
     tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
     return (
@@ -63,8 +63,8 @@ def one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[L
 
 
 class Line:
-    """One runtime process: its client, streams and batcher. limits, about: of its model; None, and empty, until it is
-    loaded."""
+    """One runtime process: its client, streams and batcher. limits, about: of its model; until it is loaded, None and
+    empty."""
 
     def __init__(self, number: int, config: WorkersConfig, plan: ModelPlan, series: SeriesSet) -> None:
         self.name = f"worker-{number}"
@@ -80,7 +80,7 @@ class Line:
         self.batcher = GenerateBatcher(self.client, self.registry, batcher, series=series)
 
     async def _prepare(self, client: RuntimeClient) -> None:
-        """Load the model, after every start of the process."""
+        """Load the model. Called after every start of the process."""
         plan = self._plan
         options = self._options(plan.config, self._number, client.restarts)
         load = wire.LoadModel(plan.name, str(plan.directory.resolve()), options)
@@ -94,13 +94,13 @@ class Line:
 
     @property
     def running(self) -> int:
-        """Requests that hold a place."""
+        """Requests that run."""
         return self.registry.active_count()
 
     async def ask(self, method: str, kind: Any = Any) -> Any:
         """The result of a call without params, as a `kind`; None if the process does not answer."""
         try:
-            return await self.client.request(method, {}, kind, ASKED_WITHIN) if self.client.ready else None
+            return await self.client.request(method, {}, kind, ANSWER_S) if self.client.ready else None
         except ReflexError:
             return None
 
@@ -117,8 +117,7 @@ class Line:
 
 
 class Workers:
-    """The model in runtime processes. Made by `open_workers`. texts: of the server's own tokenizer, so that tokenising
-    delays no step."""
+    """The model in runtime processes. Made by `open_workers`. texts: tokenises in the server, so that no step waits."""
 
     def __init__(
         self, config: WorkersConfig, tokenizer: Tokenizer, plan: ModelPlan, registry: CollectorRegistry
@@ -130,7 +129,7 @@ class Workers:
         self._refresh()
 
     async def start(self) -> None:
-        """Start all processes; returns when all have loaded the model. Raises the first error; no process is left."""
+        """Start all processes; returns when all have loaded the model. If one fails, ends all and raises its error."""
         try:
             await asyncio.gather(*(line.client.start() for line in self.lines))
         except BaseException:
@@ -148,7 +147,7 @@ class Workers:
         return found
 
     async def compiled(self, constraint: wire.Constraint | None) -> None:
-        """Check it; the process that generates compiles it."""
+        """Check the form; the process that generates compiles it."""
         if constraint is not None:
             await self.texts.compiled(check_constraint, constraint)
 
@@ -156,12 +155,12 @@ class Workers:
         """A checked request: one that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
         self.limits.check_sampling(params)
-        ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
+        ids = prompt if isinstance(prompt, list) else list(prompt)  # one list for all choices
         return msgspec.structs.replace(params, model_id=self._plan.name, prompt_token_ids=ids)
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> Iterator[StreamHandle]:
-        """Queue requests with the same prompt in one process, whose cache has it then. Raises `Rejected`; streams
-        before it go on."""
+        """Queue requests with the same prompt in one process, so that its cache has the prompt. If one raises
+        `Rejected`, the streams before it go on."""
         line, first = self._line(), None
         for request in requests:
             handle = line.registry.register(bell=bell)
@@ -182,7 +181,7 @@ class Workers:
 
     @property
     def state(self) -> str:
-        """ready while any process is."""
+        """ready while any process is ready."""
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
@@ -197,7 +196,7 @@ class Workers:
         }
 
     async def status(self) -> dict[str, Any]:
-        """Statistics of each process, and its own state."""
+        """Statistics of each process, on this side and on its own."""
         states = await asyncio.gather(*(line.ask(wire.STATE) for line in self.lines))
         lines = [
             {
@@ -218,7 +217,7 @@ class Workers:
             self._series.counter("reflex_worker_restarts_total", line.name).value = float(line.client.restarts)
 
     async def metrics(self) -> bytes:
-        """The pages of all processes as one; without those that do not answer."""
+        """The series of all processes that answer, as one page."""
         self._refresh()
         answers = await asyncio.gather(*(line.ask(wire.METRICS) for line in self.lines))
         pages = {
@@ -227,7 +226,7 @@ class Workers:
         return await asyncio.to_thread(labelled, "worker", pages)
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with the events of messages to the processes."""
+        """Call the sink with the events of message batches to the processes."""
         for line in self.lines:
             line.batcher.add_sink(sink)
 
@@ -244,17 +243,17 @@ class Workers:
 
     def turn(self) -> None:
         for line in self.lines:
-            if line.client.ready and line.client.pid is not None:  # before, the signal would end it
+            if line.client.ready and line.client.pid is not None:  # a process that still starts would die of the signal
                 with suppress(ProcessLookupError):
                     os.kill(line.client.pid, signal.SIGHUP)
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Admit nothing more, and end the processes. drain: finish requests within `timeout` seconds."""
+        """Admit nothing more, and end the processes. drain: first finish requests, within `timeout` seconds."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         await asyncio.gather(*(line.batcher.close(drain and timeout > 0, timeout) for line in self.lines))
         await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
-        within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
+        within = min(MOST_EXIT_S, max(LEAST_EXIT_S, until - loop.time()))
         await asyncio.gather(*(line.client.close(within, line.running == 0) for line in self.lines))
         self.texts.close()
         return True
@@ -264,7 +263,7 @@ async def open_workers(
     config: WorkersConfig, tokenizer: Tokenizer, plan: ModelPlan, registry: CollectorRegistry, lost: Lost | None,
     reached: Reached,
 ) -> Workers:  # fmt: skip
-    """See `Open`. Processes are started again: the model is never lost for good."""
+    """See `Open`. lost is never called: a process that dies is started again."""
     reached("loading")
     workers = Workers(config, tokenizer, plan, registry)
     await workers.start()
@@ -272,7 +271,7 @@ async def open_workers(
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> bytes:
-    """Several pages of Prometheus text as one: each sample gets the name of its page as this label."""
+    """Several pages of Prometheus text as one. Each sample gets the name of its page as the value of this label."""
     families: dict[str, Metric] = {}
     for name, page in pages.items():
         for family in text_string_to_metric_families(page):
@@ -284,7 +283,7 @@ def labelled(label: str, pages: Mapping[str, str]) -> bytes:
 
 
 class WorkersLive:
-    """The live view of runtime processes: a fold of their own snapshots. lines: all of them."""
+    """The live view of runtime processes, folded from their own snapshots."""
 
     events: frozenset[type[Event]] = frozenset()
 
@@ -294,15 +293,15 @@ class WorkersLive:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def __call__(self, event: Event) -> None:
-        """Events come from the processes."""
+        """Nothing: the processes count their own events."""
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
-        """The latest answers of the processes, which are called again."""
+        """The view from the processes' latest answers. Calls each process again for its next."""
         for line in self._lines():
             if line.name not in self._asking:
                 task = self._asking[line.name] = asyncio.get_running_loop().create_task(self._ask(line))
                 task.add_done_callback(lambda _, name=line.name: self._asking.pop(name))  # type: ignore[misc]
-        return self._parts.snapshot(now, {**server, **self._told(server)})
+        return self._parts.snapshot(now, {**server, **self._merged(server)})
 
     async def _ask(self, line: Line) -> None:
         shown: LiveSnapshot | None = await line.ask(wire.LIVE, LiveSnapshot | None)
@@ -311,13 +310,13 @@ class WorkersLive:
         else:
             self._parts.take(line.name, shown)
 
-    def _told(self, server: Mapping[str, Any]) -> dict[str, Any]:
-        """The queues of all engines added up, beside those of messages, and the usage of the fullest cache."""
-        shown = [snapshot.server for snapshot in self._parts.newest.values()]
+    def _merged(self, server: Mapping[str, Any]) -> dict[str, Any]:
+        """The queues of all engines added up, together with those of messages, and the usage of the fullest cache."""
+        engines = [snapshot.server for snapshot in self._parts.newest.values()]
         queues: dict[str, Any] = {}
-        for told in shown:
-            for group, queue in told["queues"].items():
+        for engine in engines:
+            for group, queue in engine["queues"].items():
                 queues[group] = added(queues[group], queue) if group in queues else queue
-        usage = max((told["kv_cache_usage"] for told in shown), default=None)
+        usage = max((engine["kv_cache_usage"] for engine in engines), default=None)
         model = {**server.get("model", {}), **({} if usage is None else {"kv_cache_usage": usage})}
         return {"queues": {**queues, **server.get("queues", {})}, "model": model}

@@ -116,7 +116,7 @@ def _decode_json(body: bytes) -> ActJson:
         return _json.decode(body)
     except msgspec.ValidationError as error:
         if not is_json(body):
-            raise InvalidJson("the body is not JSON: it breaks off") from None
+            raise InvalidJson("the body is not JSON to its end") from None
         raise invalid_field(error, ActJson) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
