@@ -188,7 +188,7 @@ def test_the_journal_has_a_line_of_every_request(ran: Ran, folder: Path) -> None
 
 def test_another_version_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "installed", lambda: "0.320.1")
-    with pytest.raises(ConfigError, match=r"^reflex_runtime.vllm fits vLLM 0\.32; installed is 0\.320\.1$"):
+    with pytest.raises(ConfigError, match=r"^reflex_runtime.vllm needs vLLM 0\.32; installed is 0\.320\.1$"):
         ours.check_version()
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "MODEL"])
     ours.plugin()

@@ -1,7 +1,7 @@
 """The application of functions: POST /predict, and the pages of every server.
 
-`Predict.run` handles a request: it reads the item, submits it, awaits its batch, and writes the result. Items and
-results are the schemas of the OpenAPI document, with an example to send.
+`Predict.run` handles a request: it reads the item, submits it, awaits its batch, and writes the result. The OpenAPI
+document has the schemas of items and results, with an example to send.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("reflex.server")
 def serving(
     config: FunctionsConfig, functions: Sequence[ServedFunction], parent: Parent | None
 ) -> tuple[App, FunctionServer]:
-    """The application of these functions and its host."""
+    """The application of these functions, and its host."""
     server = FunctionServer(config, functions, parent)
     return application(server), server
 
@@ -51,11 +51,11 @@ def serving(
 def application(server: FunctionServer) -> App:
     """The application around a server of functions: a route for each, and /predict for the only one."""
     config, most = server.config, server.config.max_body_bytes
-    of = {name: Predict(server, served) for name, served in server.functions.items()}
-    paths = {f"{PREDICT}/{name}": one for name, one in of.items()}
-    if len(of) == 1:
-        paths[PREDICT] = next(iter(of.values()))
-    questions = [Route(path, one.run, "POST", most=most, refused=one.refused) for path, one in paths.items()]
+    handlers = {name: Predict(server, served) for name, served in server.functions.items()}
+    paths = {f"{PREDICT}/{name}": one for name, one in handlers.items()}
+    if len(handlers) == 1:
+        paths[PREDICT] = next(iter(handlers.values()))
+    endpoints = [Route(path, one.run, "POST", most=most, refused=one.refused) for path, one in paths.items()]
 
     async def health(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200 if server.state == "ready" else 503, encode_json(server.health_body()))
@@ -63,9 +63,10 @@ def application(server: FunctionServer) -> App:
     async def metrics(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, server.metrics(), CONTENT_TYPE.encode())
 
-    models = oip.OipModels([FunctionAsModel(one) for one in of.values()], ("binary_tensor_data", "schedule_policy"))
+    found = [FunctionAsModel(one) for one in handlers.values()]
+    models = oip.OipModels(found, ("binary_tensor_data", "schedule_policy"))
     routes = [
-        *questions,
+        *endpoints,
         *oip.oip_routes(models, most),
         Route("/health", health, open=True),
         Route("/metrics", metrics, open=True),
@@ -75,8 +76,8 @@ def application(server: FunctionServer) -> App:
 
     def missing(path: str) -> str:
         name = path.removeprefix(f"{PREDICT}/") if path.startswith(f"{PREDICT}/") else ""
-        there = ", ".join(f"{PREDICT}/{one}" for one in of)
-        return f"{path[:200]}: not found{did_you_mean(name, of)}; served: {there}"
+        there = ", ".join(f"{PREDICT}/{one}" for one in handlers)
+        return f"{path[:200]}: not found{did_you_mean(name, handlers)}; served: {there}"
 
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PLAIN, named_in(routes), missing=missing)
@@ -127,7 +128,7 @@ def _operation(served: ServedFunction) -> Operation:
         request |= content({"type": "string", "format": "binary"}, kind.decode())
     answer = content(served.results.schema)
     for kind in served.results.raw:
-        if kind in (BYTES, PNG):  # what `values.encode` writes as it is
+        if kind in (BYTES, PNG):  # `values.encode` writes these as they are
             answer = content({"type": "string", "format": "binary"}, kind.decode())
     if served.streams:
         answer = content(served.results.schema, "text/event-stream")

@@ -1,7 +1,7 @@
-"""The fields within a value: unknown ones in a body are refused, and errors list what a field may hold.
+"""Unknown fields in a body are refused, and errors list the fields that are allowed.
 
-msgspec drops fields that a dataclass or TypedDict does not have; a misspelled one would silently be its default. Of a
-Struct and a model of pydantic, the class's own setting decides.
+msgspec drops fields that a dataclass or TypedDict does not have: a misspelled field would silently have its default.
+For a Struct or a model of pydantic, the class's own setting decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def closed_in(hint: Any) -> set[str]:
 
 
 def check_members(found: Any, value: Any, hint: Any, path: str = "") -> None:
-    """The 422 for a field that was found in a body and is not in the value that was made of it. hint: of the body."""
+    """Raise the 422 for a field of a body that is not in the value made of it. hint: the body's type. path: `found`'s
+    place."""
     if isinstance(found, list) and isinstance(value, list | tuple):
         for i, (one, kept) in enumerate(zip(found, value, strict=False)):
             check_members(one, kept, hint, f"{path or 'body'}[{i}]")

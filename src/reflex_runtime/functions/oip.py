@@ -1,7 +1,7 @@
 """Functions as models of the Open Inference Protocol: each row of the tensors is an item.
 
-An item or result whose fields are arrays, numbers, texts or pictures has a tensor for each field; one such value is the
-tensor `item` or `result`. Any other type is JSON in a tensor of BYTES.
+An item or result whose fields are arrays, numbers, texts or pictures has a tensor for each field; a single such value
+is the tensor `item` or `result`. Any other type is JSON in a tensor of BYTES.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reflex_runtime.web.oip import (
 )
 
 WIRE: Final = "oip"
-MOST_ROWS: Final = 256  # of a message
+MOST_ROWS: Final = 256  # in a message
 _PLAIN: Final = {bool: "BOOL", int: "INT64", float: "FP64", str: BYTES, bytes: BYTES}
 
 
@@ -43,7 +43,7 @@ class TensorField(NamedTuple):
 
 
 def ports_of(values: Values, alone: str) -> tuple[dict[str, TensorField], bool]:
-    """The tensors of a type, and whether they are its fields. alone: the tensor's name for a single value."""
+    """The tensors of a type, and whether each is one of its fields. alone: the tensor's name for a single value."""
     if (port := _port(values, values.hint)) is not None:
         return {alone: port}, False
     try:
@@ -67,13 +67,13 @@ def _port(values: Values, hint: Any) -> TensorField | None:
 
 
 class FunctionParameters(InferParameters, kw_only=True):
-    """The parameters of an inference by a function."""
+    """The parameters of a request to a function."""
 
     client: str | None = None
 
 
 class FunctionAsModel:
-    """One function."""
+    """One function as an OIP model."""
 
     def __init__(self, predict: Predict) -> None:
         self._predict, self.names = predict, [predict.served.name]
@@ -98,11 +98,11 @@ class FunctionAsModel:
     async def infer(self, call: OipCall, sent: InferRequest) -> OipAnswer:
         served = self._predict.served
         if served.streams:
-            raise NotFound(f"{served.name} streams its results: ask POST /predict/{served.name}")
+            raise NotFound(f"{served.name} streams its results: use POST /predict/{served.name}")
         rows = sent.rows(self._items, (), self._results, MOST_ROWS)
-        said, given = FunctionParameters.of(sent), {tensor.name: tensor for tensor in sent.inputs}
-        told = {"deadline_ms": said.deadline_ms(call.left_ms), "priority": said.level, "client": said.client}
-        options = options_of(told)
+        own, given = FunctionParameters.of(sent), {tensor.name: tensor for tensor in sent.inputs}
+        limit = own.deadline_ms(call.left_ms)
+        options = options_of({"deadline_ms": limit, "priority": own.level, "client": own.client})
         items = [self._item(given, row) for row in range(rows)]
         results = await together(self._row(call, row, rows, item, options) for row, item in enumerate(items))
         try:

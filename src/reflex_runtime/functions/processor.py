@@ -25,13 +25,13 @@ from reflex_runtime.run.processor import THREAD_WALL, BaseProcessor, checked_res
 
 log = logging.getLogger("reflex.server")
 
-MOST_BEHIND: Final = 1024  # unread parts of an item while the others of its generator go on
+MOST_BEHIND: Final = 1024  # unread parts of an item whose generator continues for other items
 
 
 class FunctionCalls(BaseProcessor):
     """Calls a function of a list on the device thread, and runs coroutines in a loop of that thread.
 
-    setup: called once before, with the device if it takes one.
+    setup: called once before, with the device if it takes an argument.
     """
 
     def __init__(self, function: Callable[..., Any], setup: Callable[..., Any] | None = None, device: str = "cpu"):
@@ -45,17 +45,17 @@ class FunctionCalls(BaseProcessor):
             takes = bool(inspect.signature(self._setup).parameters)
             self.finished(self._setup(self._device) if takes else self._setup())
 
-    def finished(self, made: Any) -> Any:
-        """The result of a call, awaited if it is a coroutine."""
-        if not inspect.isawaitable(made):
-            return made
+    def finished(self, result: Any) -> Any:
+        """The result of a call, awaited if it is awaitable."""
+        if not inspect.isawaitable(result):
+            return result
         runner = getattr(self._local, "runner", None)
         if runner is None:
             runner = self._local.runner = asyncio.Runner()
-        return runner.run(_awaited(made))
+        return runner.run(_awaited(result))
 
     def checked(self, results: Any, count: int) -> Sequence[Any]:
-        """One result for each item. ProcessorError for other results: the call is then repeated in parts."""
+        """The results, one for each item. Raises ProcessorError for others: the call is then repeated in parts."""
         return checked_results(self.function, results, ProcessorError, count)
 
     def stop(self) -> None:
@@ -65,8 +65,8 @@ class FunctionCalls(BaseProcessor):
             del self._local.runner
 
 
-async def _awaited(made: Any) -> Any:
-    return await made
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 class ItemCalls(FunctionCalls):
@@ -77,22 +77,22 @@ class ItemCalls(FunctionCalls):
         loop = asyncio._get_running_loop()
         if loop is None:
             return self._call(items)
-        asyncio._set_running_loop(None)  # a brief batch runs on the server's loop, which the function must not see
+        asyncio._set_running_loop(None)  # a brief batch runs on the server's loop, which the function must not use
         try:
             return self._call(items)
         finally:
             asyncio._set_running_loop(loop)
 
     def _call(self, items: list[Any]) -> Sequence[Any]:
-        count = len(items)  # now: the list is the function's, which may change it
+        count = len(items)  # before the call: the function may change the list
         with THREAD_WALL:
             return self.checked(self.finished(self.function(items)), count)
 
 
 class OnnxItems(BaseProcessor):
-    """An ONNX graph. Items without a batch axis run one by one.
+    """An ONNX graph. Without a batch axis its items run one by one.
 
-    axis: why there is no batch axis, else "". skipped: axes of a port that an item does not have.
+    axis: why there is no batch axis, else "". skipped: how many first axes of a port an item does not have.
     """
 
     def __init__(self, path: Path, provider: str, threads: int) -> None:
@@ -105,8 +105,8 @@ class OnnxItems(BaseProcessor):
             self.axis, self.skipped = error.message, 0
 
     def _check_rows(self) -> None:
-        """BatchAxisError for results that are no rows, such as the boxes of a detector that has the last word on them:
-        a symbolic size does not show it. Other errors come again from `load`."""
+        """Raise BatchAxisError if results are not one row for each item, such as the final boxes of a detector: the
+        graph's symbolic sizes do not show that. Other errors are raised later by `load`."""
         try:
             self.load()
         except BatchAxisError:
@@ -115,7 +115,7 @@ class OnnxItems(BaseProcessor):
             log.debug("%s: the first call failed: %s", self.session.path, error)
 
     def load(self) -> None:
-        """Make the first call, which takes longest, if all sizes are known."""
+        """Make the first call, which takes longest, if all sizes of an item are known."""
         shapes = {name: port.dims[self.skipped :] for name, port in self.session.inputs.items()}
         if not any(None in shape for shape in shapes.values()):
             self._outputs([{name: np.zeros(shape, np.float32) for name, shape in shapes.items()}], {})
@@ -132,8 +132,8 @@ class OnnxItems(BaseProcessor):
 
 
 class _Cohort:
-    """Items of one generator, which began together. parts: unread ones of each item that has not left.
-    behind: items with too many unread parts, which were dropped."""
+    """Items of one generator, which began together. parts: the unread parts of each item that has not left.
+    behind: items whose parts were dropped, because too many were unread."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self.tickets = tuple(tickets)
@@ -147,8 +147,8 @@ class _Cohort:
 class Streams(FunctionCalls):
     """Steps of generators: items join and leave between two steps. A part is the value of a `More`; None is no part.
 
-    A generator function is called with the items that come together, and yields a list with a part for each of them. Of
-    a function that returns an iterator for each item, each step takes a part of each.
+    A generator function is called with items that come together, and yields lists with a part for each of them. If a
+    function returns an iterator for each item, each step takes a part from each iterator.
     """
 
     repeatable = False
@@ -165,7 +165,7 @@ class Streams(FunctionCalls):
         return [self._step(ticket) for ticket in batch.grants]
 
     def _begin(self, tickets: Sequence[Ticket]) -> None:
-        """Call the function with new items, up to their first part. If that fails, each begins alone."""
+        """Call the function with new items, and take their first parts. If that fails, each item begins alone."""
         cohorts = [_Cohort(tickets)]
         try:
             with THREAD_WALL:
@@ -185,7 +185,7 @@ class Streams(FunctionCalls):
         self._cohorts |= {ticket: cohort for cohort in cohorts for ticket in cohort.tickets}
 
     def _advance(self, cohort: _Cohort) -> None:
-        """The next part of each of its items."""
+        """Take the next part of each of its items."""
         count = len(cohort.tickets)
         try:
             iterator = cohort.iterator
@@ -206,7 +206,7 @@ class Streams(FunctionCalls):
         cohort = self._cohorts[ticket]
         if ticket in cohort.behind:
             self.drop([ticket])
-            return ProcessorError(f"its reader is over {MOST_BEHIND} parts behind those of the items it began with")
+            return ProcessorError(f"its reader is more than {MOST_BEHIND} parts behind readers of the same generator")
         if not (cohort.parts[ticket] or cohort.ended or cohort.error):
             try:
                 with THREAD_WALL:
@@ -229,7 +229,7 @@ class Streams(FunctionCalls):
                     self._end(cohort.iterator)
 
     def _end(self, iterator: Any) -> None:
-        """Close an iterator whose items have left. Its errors are only logged."""
+        """Close an iterator all of whose items have left. Errors are only logged."""
         close = getattr(iterator, "aclose", None) or getattr(iterator, "close", None)
         if close is None:
             return

@@ -1,6 +1,6 @@
-"""The server of functions and its requests: one coroutine each, from the item to the result.
+"""The server of functions, and its requests: each is one coroutine, from the item to the result.
 
-The options of a request (deadline, priority, client, id) are in the query or in headers, so the body is the item alone.
+The options of a request (deadline, priority, client, id) are in the query or in headers, so that the body is the item.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FunctionServer(BatchServer):
         await self.batcher.start(self._load)
 
     def _load(self) -> None:
-        """Load on the device thread, on which functions run."""
+        """Load all functions; called on the device thread, on which they run."""
         for served in self.functions.values():
             made(served.processor.load, served.source, "setup")
 
@@ -85,12 +85,12 @@ class FunctionServer(BatchServer):
     def metrics(self) -> bytes:
         """Prometheus text."""
         for name, queue in self.queues().items():
-            self.series.look(name, queue["queued"], queue["unsettled"])
+            self.series.set_gauges(name, queue["queued"], queue["unsettled"])
         return generate_latest(self.series.registry)
 
 
 class FunctionSeries:
-    """A sink that keeps the series of /metrics, each with the label `function`."""
+    """A sink that updates the series of /metrics, each with the label `function`."""
 
     events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
 
@@ -98,10 +98,9 @@ class FunctionSeries:
         self.registry = CollectorRegistry()
         self._series = SeriesSet(FUNCTIONS, self.registry, ("function",))
         for name in names:
-            self.look(name, 0, 0)
+            self.set_gauges(name, 0, 0)
 
-    def look(self, name: str, queued: int, unsettled: int) -> None:
-        """Set the gauges."""
+    def set_gauges(self, name: str, queued: int, unsettled: int) -> None:
         self._series.gauge("reflex_function_waiting", name).set(queued)
         self._series.gauge("reflex_function_in_flight", name).set(unsettled)
 
@@ -138,14 +137,14 @@ _HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name 
 
 
 def options_in(request: HttpRequest) -> PredictOptions:
-    """The options in query and headers. 422 names the field."""
+    """The options in query and headers; the query's count. Raises the 422 that names the field."""
     texts = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
     texts |= request.query
     return options_of(texts) if texts else _DEFAULTS
 
 
 def options_of(texts: Mapping[str, Any]) -> PredictOptions:
-    """Options from their texts. 422 names the field."""
+    """Options from texts or values. Raises the 422 that names the field."""
     with client_errors(PredictOptions):
         options = msgspec.convert(texts, PredictOptions, strict=False)
     for name in ("client", "request_id"):
@@ -213,14 +212,14 @@ class Predict:
         )
 
     async def _read(self, request: HttpRequest) -> Any:
-        """The item. Large bodies and pictures are decoded beside the loop."""
+        """The item. Large bodies and pictures are decoded in a thread."""
         body, items = await request.body(), self.served.items
         kind = request.headers.get(b"content-type", b"")
         if len(body) <= LARGE and not items.slow:
             return items.decode(body, kind)
         request.preparing = True
         item = await request.app.bodies.beside(items.decode, body, kind)
-        request.preparing = False  # it is queued in this turn
+        request.preparing = False  # the item is queued in this turn of the loop
         return item
 
     def _submit(
@@ -248,7 +247,7 @@ class Predict:
     async def _stream(
         self, request: HttpRequest, prediction: Prediction, item: Any, options: PredictOptions
     ) -> HttpResponse | None:
-        """Answer with server-sent events, a part each; or with a list, if the caller accepts JSON or msgpack."""
+        """Answer with server-sent events, one for each part; or with a list, if the caller accepts JSON or msgpack."""
         server, parts = self.server, Parts(self.server)
         ticket = parts.ticket = self._submit(prediction, item, options, parts)
         head = [(b"content-type", EVENTS), (b"cache-control", b"no-store")]
@@ -259,7 +258,7 @@ class Predict:
                 return HttpResponse(200, body, kind, _batch_headers(ticket))
             count = 0
             async for part in parts:
-                if not count:  # what fails before the first part has a status of its own
+                if not count:  # so that an error before the first part has its own status
                     await request.begin(200, head, failed)
                 count += 1
                 await request.write(b"data: %b\n\n" % encode_text(part, name))
@@ -273,13 +272,13 @@ class Predict:
 
 
 class Parts:
-    """The parts of one stream, for its reader; the waiter of its ticket. A reader that falls behind has its item held
-    at the scheduler."""
+    """The parts of one stream, for its reader; the waiter of its ticket. If the reader falls behind, the scheduler
+    holds the item."""
 
     def __init__(self, server: FunctionServer) -> None:
         self._server = server
         self.ticket: Ticket | None = None
-        self._unread: asyncio.Queue[Any] = asyncio.Queue()  # parts; the ticket at their end
+        self._unread: asyncio.Queue[Any] = asyncio.Queue()  # parts, and at their end the ticket
         self._held = False
 
     def put(self, part: Any) -> None:
@@ -315,7 +314,7 @@ class Parts:
 
 
 class PartsSink:
-    """Hands each part to its stream."""
+    """A sink that puts each part into its stream."""
 
     events = frozenset({RequestProgressed})
 

@@ -1,6 +1,6 @@
-"""A source of `reflex serve`, `python:module:function` or an ONNX file, read as a `ServedFunction`.
+"""From a source of `reflex serve`, `python:module:function` or an ONNX file, to a `ServedFunction`.
 
-A module is imported and checked before the port opens, so that an error in it is one line and exit status 2.
+A module is imported and checked before the port opens, so that an error in it gives one line and exit status 2.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _STREAMS: Final = (Iterator, AsyncIterator, Generator, AsyncGenerator)
 class ServedFunction:
     """One function of a server.
 
-    name: in paths, metrics and journals. items, results: the types of one item and of one result; where it `streams`,
-    of one part. example: an item, JSON-safe. note: a line for the log.
-    shaped: whether only items of equal shapes may share a batch.
+    name: in paths, metrics and journals. items, results: the types of one item and of one result; if it `streams`, of
+    one part. example: an item, JSON-safe; None if there is none. note: a line for the log. shaped: whether only items
+    of equal shapes may share a batch.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ServedFunction:
 
 
 def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[ServedFunction]:
-    """The functions to serve. ConfigError names the source and its fault."""
+    """The functions to serve. Raises ConfigError with the source and its fault."""
     weights = dict(_weight(text) for text in config.weight)
     found: dict[str, ServedFunction] = {}
     for text in sources:
@@ -118,7 +118,7 @@ def read_python(source: str, name: str, config: FunctionsConfig) -> ServedFuncti
 
 
 def _plain(called: Any, owner: Any) -> Any:
-    """The function of a list behind `@batched`. A method is bound to its object again, which the handle lets go."""
+    """The function of a list that `@batched` wraps. A method is bound to its object again."""
     if not isinstance(called, Handle):
         return called
     method = getattr(type(owner), "predict", None)
@@ -127,7 +127,7 @@ def _plain(called: Any, owner: Any) -> Any:
 
 
 def _signature(source: str, function: Any) -> tuple[tuple[Any, Any], bool, bool]:
-    """((type of an item, of a result), whether it streams, whether it returns an iterator for each item)."""
+    """((type of an item, type of a result), whether it streams, whether it returns an iterator for each item)."""
     plain = function.func if isinstance(function, partial) else function
     plain = plain if inspect.isroutine(plain) else type(plain).__call__
     try:
@@ -164,12 +164,12 @@ def _inner(hint: Any) -> Any:
 
 
 def read_onnx(source: str, name: str, config: FunctionsConfig) -> ServedFunction:
-    """A graph: its inputs and outputs are the types, and its first axis is the batch."""
+    """An ONNX graph as a function: its inputs are an item, its outputs a result, and its first axis is the batch."""
     path = Path(source)
     if path.is_dir():
         files = sorted(path.glob("*.onnx"))
         if len(files) != 1:
-            raise ConfigError(f"{source}: holds {len(files)} files *.onnx; name the one that is to be served")
+            raise ConfigError(f"{source}: holds {len(files)} files *.onnx; name the one to serve")
         path = files[0]
     graph = OnnxItems(path, PROVIDERS.get(config.provider, config.provider), config.threads)
     session, skipped = graph.session, graph.skipped

@@ -30,12 +30,12 @@ PNG: Final = b"image/png"
 FORM: Final = b"multipart/form-data"
 MOST_PARTS: Final = 256  # of a form
 MOST_EXAMPLE: Final = 200  # numbers in an example
-_CURL: Final = b"application/x-www-form-urlencoded"  # its default
+_CURL: Final = b"application/x-www-form-urlencoded"  # the default of curl
 _NOT_RAW: Final = (JSON, b"application/msgpack", FORM)
 
 
 class ArrayType(msgspec.Struct):
-    """The type of numbers and the sizes of an array; None for any."""
+    """The type of an array's numbers, and its sizes; None for any."""
 
     dtype: Any
     dims: tuple[int | None, ...] | None = None
@@ -51,9 +51,9 @@ def unaliased(hint: Any) -> Any:
 class Values:
     """Values of one type.
 
-    hint: the annotation. where: begins its errors. arrays: types of arrays, by the class that stands for each in
+    hint: the annotation. where: the beginning of errors. arrays: types of arrays, by the class that stands for each in
     `hint`. schema: JSON Schema; parts: the schemas that it refers to, under names that begin with `prefix`. raw:
-    content types of bodies that are the value itself. slow: it has pictures, to be decoded beside the loop.
+    content types of bodies that are the value itself. slow: it has pictures, which must be decoded in a thread.
     """
 
     def __init__(self, hint: Any, where: str, arrays: Mapping[Any, ArrayType] | None = None, prefix: str = "") -> None:
@@ -61,7 +61,7 @@ class Values:
         self.arrays, self.where = arrays or {}, where
         self.raw = self._raw_types()
         self._refers = f"#/components/schemas/{prefix}"
-        self._own_parts: dict[str, Any] = {}  # of pydantic
+        self._own_parts: dict[str, Any] = {}  # schemas by pydantic
         self.slow = False
         try:
             self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
@@ -82,7 +82,7 @@ class Values:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def decode(self, body: bytes, content_type: bytes) -> Any:
-        """The value in a body; 400, 415 or 422 for a wrong one."""
+        """The value in a body. Raises a 400, 415 or 422 for a wrong one."""
         kind = content_type.partition(b";")[0].strip().lower()
         if kind.startswith(FORM):
             form = _form(body, content_type)
@@ -132,7 +132,8 @@ class Values:
         return (BYTES,) if self.hint is bytes else (b"text/plain",) if self.hint is str else ()
 
     def _is_raw(self, kind: bytes, body: bytes) -> bool:
-        """Whether a body of this type is the value itself. The default type of curl is JSON for texts and arrays."""
+        """Whether a body of this content type is the value itself. curl's default counts as JSON for texts, and for
+        arrays unless it is a file of numpy.save."""
         if self.hint is str:
             return kind.startswith(b"text/")
         if kind == _CURL and self.raw == (NPY,) and body and not body.startswith(b"\x93NUMPY"):
@@ -140,7 +141,7 @@ class Values:
         return bool(self.raw) and not (kind in _NOT_RAW or kind.endswith(b"+json"))
 
     def convert(self, value: Any) -> Any:
-        """The value of a form, a tensor or the body itself; 422 for a wrong one."""
+        """The value from a form, a tensor or a raw body. Raises a 422 for a wrong one."""
         try:
             if self.hint is bytes:
                 return value if isinstance(value, bytes) else msgspec.convert(value, bytes)
@@ -168,7 +169,7 @@ class Values:
         return ArrayType(dtype)
 
     def _read(self, hint: Any, value: Any) -> Any:
-        """A value of a type that msgspec does not have; ValueError for a wrong one."""
+        """A value of a type that msgspec does not know. Raises ValueError for a wrong one."""
         if (array := self.array(hint)) is not None:
             return _array(value, array)
         if is_picture(hint):
@@ -197,8 +198,8 @@ class Values:
 
 
 def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
-    """A result of `name` as (body, content type). packed: the caller reads msgpack. ProcessorError for a result that
-    cannot be written."""
+    """A result of the function `name` as (body, content type). packed: the caller reads msgpack. Raises ProcessorError
+    for a result that cannot be written."""
     if isinstance(value, bytes):
         return value, BYTES
     if is_picture(type(value)):
@@ -209,7 +210,7 @@ def encode(value: Any, packed: bool, name: str) -> tuple[bytes, bytes]:
 
 
 def encode_text(value: Any, name: str) -> bytes:
-    """A result of `name` in JSON, bytes and pictures in base64. ProcessorError for one that cannot be written."""
+    """A result of the function `name` in JSON, with bytes and pictures in base64. Raises ProcessorError."""
     return _written(msgspec.json.encode, value, _plain, name)
 
 
@@ -219,7 +220,7 @@ def _written(write: Callable[..., bytes], value: Any, hook: Callable[[Any], Any]
     except NotImplementedError as error:
         raise ProcessorError(f"{name} returned {in_one_line(error)}") from error
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise ProcessorError(f"{name} returned what cannot be written: {in_one_line(error)}") from error
+        raise ProcessorError(f"{name} returned a value that cannot be written: {in_one_line(error)}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -243,8 +244,8 @@ def _packed(value: Any) -> Any:
 
 
 def example_of(values: Values, given: Any = None) -> Any:
-    """An item that may be sent, JSON-safe: the function's own, else one made of the schema. None where that is too
-    large or does not fit, and for items of any type."""
+    """An item that may be sent, JSON-safe: the function's own, else one made from the schema. None if that is too large
+    or does not fit, and for items of any type. Raises ConfigError if the function's own does not fit."""
     if given is None and not values.schema:
         return None
     try:
@@ -263,7 +264,7 @@ def example_of(values: Values, given: Any = None) -> Any:
 
 
 def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
-    """An array of nested lists, of {dtype, shape, data}, or as it is."""
+    """An array from nested lists, {dtype, shape, data}, a file of numpy.save, or an array. Raises ValueError."""
     if isinstance(value, Mapping):  # data is base64 in JSON
         data = value.get("data")
         try:
@@ -277,7 +278,7 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
         try:
             value = np.load(io.BytesIO(value), allow_pickle=False)
         except Exception:
-            raise ValueError("is no array of numpy.save; JSON needs Content-Type: application/json") from None
+            raise ValueError("is no file of numpy.save; JSON needs Content-Type: application/json") from None
     if not isinstance(value, np.ndarray):
         try:
             value = np.asarray(value)
@@ -301,7 +302,7 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
 
 
 def _picture(value: Any) -> Any:
-    """A picture of Pillow's, in colours and upright."""
+    """A picture as Pillow's `Image`, in RGB and upright."""
     import PIL.Image
 
     try:
@@ -321,7 +322,7 @@ def _png(image: Any) -> bytes:
 
 
 def _form(body: bytes, content_type: bytes) -> Any:
-    """The fields of a form; the only file of a form without other fields is the value itself."""
+    """The fields of a form; if a file is its only field, the content of the file."""
     from python_multipart.multipart import FormParser, parse_options_header
 
     _, options = parse_options_header(content_type)
@@ -387,7 +388,7 @@ def _tensor_schema(tensor: ArrayType) -> dict[str, Any]:
 
 
 def _made(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """A value that a schema allows, small and plain."""
+    """A small value that a schema allows."""
     if "$ref" in schema:
         return _made(parts[schema["$ref"].rpartition("/")[2]], parts)
     for key in ("default", "const"):

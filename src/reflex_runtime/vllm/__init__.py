@@ -2,8 +2,8 @@
 
     vllm serve MODEL --scheduler-cls reflex_runtime.vllm.Scheduler --middleware reflex_runtime.vllm.Middleware
 
-vLLM is the user's, and keeps memory, preemption, speculation and everything of the model. Its scheduler interface is
-not public, so the version is checked before a class is imported that another version of vLLM may lack.
+The user installs vLLM, which still does memory, preemption, speculation and all work on the model. Its interface for
+schedulers is not public, so its version is checked before classes are imported that other versions may lack.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def __getattr__(name: str) -> Any:
 
 
 def check_version() -> None:
-    """Raises ConfigError where the installed vLLM is not one of `KNOWN`."""
+    """Raise ConfigError unless the installed vLLM is one of `KNOWN`."""
     found = installed()
     if not any(f"{found}.".startswith(f"{known}.") for known in KNOWN):
-        raise ConfigError(f"reflex_runtime.vllm fits vLLM {', '.join(KNOWN)}; installed is {found}")
+        raise ConfigError(f"reflex_runtime.vllm needs vLLM {', '.join(KNOWN)}; installed is {found}")
 
 
 def installed() -> str:
-    """The version of the installed vLLM, whatever its package is called; `none` without one."""
+    """The version of the installed vLLM, under any of its `PACKAGES`; "none" if there is none."""
     for package in PACKAGES:
         try:
             return version(package)
@@ -50,8 +50,8 @@ def installed() -> str:
 
 
 def plugin() -> None:
-    """Check the version in each process of vLLM before it reads its configuration (`vllm.general_plugins`): vLLM
-    imports a class given by name only after it has loaded the model."""
+    """Check the version in each process of vLLM before it reads its configuration (`vllm.general_plugins`): it imports
+    our classes only after it has loaded the model."""
     if any("reflex_runtime.vllm." in argument for argument in sys.argv):
         try:
             check_version()

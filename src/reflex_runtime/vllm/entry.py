@@ -1,4 +1,4 @@
-"""Settings of the slice, and a vLLM request as a ticket of the core."""
+"""The settings of our scheduling, and a vLLM request as a ticket of the core."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`reflex` in `--additional-config`.
 
-    trace: file of the journal. max_gap_ms: most between two tokens of every request. max_queue_s: device seconds that
-    may wait; beyond them a client with more than its share is refused. None: no journal, promise or bound.
+    trace: file of the journal. max_gap_ms: longest gap between two tokens of any request. max_queue_s: device seconds
+    of waiting work beyond which a client with more than its share is refused. None: no journal, promise or bound.
     """
 
     trace: str | None = None
@@ -64,9 +64,10 @@ class CallerArguments(msgspec.Struct):
 
 
 class Entry(core.Ticket):
-    """The ticket of one request. own: vLLM's request. client: its share. granted: tokens since it last entered.
+    """The ticket of one request. own: vLLM's request. client: the share of its client. granted: tokens since it was
+    added or preempted.
 
-    written: its output tokens in the journal. wrong: the fault in its `vllm_xargs`.
+    written: number of its output tokens in the journal. wrong: the fault in its `vllm_xargs`.
     """
 
     __slots__ = ("client", "own", "written", "wrong")
@@ -93,7 +94,7 @@ class Entry(core.Ticket):
         self.client: ClientShare
 
     def result(self) -> Done | Failed:
-        """Its outcome by the status that vLLM gave it."""
+        """Its outcome, from the status that vLLM gave it."""
         if self.own.status in DONE:
             return Done()
         aborted = self.own.status is RequestStatus.FINISHED_ABORTED

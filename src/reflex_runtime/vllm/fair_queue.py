@@ -1,7 +1,7 @@
 """vLLM's queue of waiting requests in the core's order: by priority, then the client that was served least.
 
-The core keeps a client's tickets in a dict and sorts it when an older ticket returns. vLLM takes requests out and puts
-them back at every step, so here a client's requests are a heap.
+The core keeps a client's tickets in a dict and sorts it when an older ticket returns. vLLM removes requests and puts
+them back in every step, so here a client's requests are a heap.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from vllm.v1.request import Request
 from reflex_runtime.core.order import Clients, ClientShare, LazyHeap
 from reflex_runtime.vllm.entry import Entry
 
-Order = tuple[float, int]  # when a request arrived at vLLM, of several front ends, and then here
-Place = tuple[float, float, int]  # priority, counter of the client, when its first request arrived here
+Order = tuple[float, int]  # when a request arrived at a front end of vLLM, and its number here
+Place = tuple[float, float, int]  # priority, counter of the client, number of its first request
 Requests = LazyHeap[Entry, Order]  # of one client and priority
 
 
 class FairQueue(RequestQueue):  # type: ignore[misc]
-    """entries: of every request in the system, by id; clients: theirs.
+    """entries: those of all requests in the system, by id. clients: their clients.
 
-    taken: tokens charged to clients for popped requests, until the step is known.
+    taken: tokens that clients were charged in advance for popped requests, until `settle`.
     """
 
     def __init__(self, entries: Mapping[str, Entry], clients: Clients) -> None:
         self._entries, self._clients = entries, clients
         self._queued: dict[str, Entry] = {}
         self._waiting: dict[ClientShare, dict[int, Requests]] = {}
-        self._places: LazyHeap[tuple[int, ClientShare], Place] = LazyHeap()  # may be too small, never too large
+        self._places: LazyHeap[tuple[int, ClientShare], Place] = LazyHeap()  # some may be too early, none too late
         self.taken: dict[ClientShare, float] = {}
 
     def add_request(self, request: Request) -> None:
-        """A preempted request, or one passed over, stands by its arrival among those of its client."""
+        """Add a new request, or one that was preempted or skipped: it takes its place by arrival among its client's."""
         entry = self._queued[request.request_id] = self._entries[request.request_id]
         tiers = self._waiting.setdefault(entry.client, {})
         waiting = tiers.get(request.priority)
@@ -59,7 +59,7 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         raise IndexError("the queue is empty")
 
     def pop_request(self) -> Request:
-        """Charges its client at once for all its tokens, so that one step is fair as well."""
+        """Remove the first request, and charge its client at once for all its tokens, so that one step is fair, too."""
         request = self.peek_request()
         client, tokens = self._queued[request.request_id].client, float(request.num_tokens)
         self.remove_request(request)
@@ -68,13 +68,13 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         return request
 
     def settle(self) -> None:
-        """The step is known, and its members are charged for what they got."""
+        """Return the charges in advance: the step is known, and its members are charged for what they got."""
         for client, tokens in self.taken.items():
             self.give_back(client, tokens)
         self.taken.clear()
 
     def give_back(self, client: ClientShare, tokens: float) -> None:
-        """Correct an earlier charge."""
+        """Return a charge of `tokens` to the client."""
         self._clients.shares.charge(client, -tokens)
         self._place(client)
 
@@ -91,7 +91,7 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         self._place(client)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Skips those that do not wait here."""
+        """Remove those of the requests that wait here."""
         for request in requests:
             if request.request_id in self._queued:
                 self.remove_request(request)
@@ -103,7 +103,7 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         return bool(self._queued)
 
     def __iter__(self) -> Iterator[Request]:
-        """Tier by tier, client by client."""
+        """By priority, then by client."""
         for _, (priority, client) in list(self._places.ascending()):
             yield from [entry.own for _, entry in self._waiting[client][priority].ascending()]
 
@@ -114,6 +114,6 @@ class FairQueue(RequestQueue):  # type: ignore[misc]
         return (priority, client.counter, entry.seq), entry
 
     def _place(self, client: ClientShare) -> None:
-        """Put the client where it belongs in each tier that it waits in."""
+        """Update the client's place in each priority in which it has waiting requests."""
         for priority in self._waiting.get(client, ()):
             self._places.put((priority, client), self._head(priority, client)[0])

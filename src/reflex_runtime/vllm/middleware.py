@@ -1,7 +1,7 @@
 """`--middleware reflex_runtime.vllm.Middleware`: headers, and `user`, become arguments that the scheduler reads.
 
-A request that the scheduler refused is answered with an error of vLLM's form with our status and code; vLLM itself
-answers an abort with 200.
+A request that the scheduler refused is answered with an error in vLLM's form, with our status and code; vLLM itself
+would answer an abort with 200.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REFUSALS: Final[dict[str, ReflexError]] = {
         ConfigError("vllm_xargs: client must be a text, deadline_ms a number >= 0, max_gap_ms one > 0"),
     )
 }
-DROPPED: Final = Dropped("the scheduler ended it before its first token: its deadline, or a full queue")
+DROPPED: Final = Dropped("the scheduler ended it before its first token: its deadline passed, or the queue is full")
 
 
 class Middleware:
-    """For POST requests under /v1/ with JSON. A field of the body wins over its header."""
+    """Rewrites POST requests with JSON under /v1/. If a field is in the body and in a header, the body's counts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,15 +56,15 @@ class Middleware:
 
 
 class _Answer:
-    """Sends an answer on, or the error of a refused request in its place: an answer in JSON is held back until its end.
+    """Sends an answer on, or in its place the error of a refused request: an answer in JSON is held back until its end.
 
-    A stream that ends without a token has no event with its code, and gets `DROPPED`.
+    The events of a stream that ends without a token do not tell why; `DROPPED` is added.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message = {}
-        self._whole = self._ended = False  # it is held back; an event of a stream had its end
+        self._whole = self._ended = False  # the answer is held back; an event of the stream told how it ended
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
@@ -96,7 +96,7 @@ class _Answer:
 
 
 def rewritten(body: bytes, headers: Mapping[str, str]) -> bytes:
-    """The body with the arguments of the headers; unchanged where it is no JSON object, which vLLM refuses."""
+    """The body with the arguments of the headers; unchanged if it is no JSON object: vLLM refuses that."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ def rewritten(body: bytes, headers: Mapping[str, str]) -> bytes:
 
 
 def refusal_in(body: bytes) -> ReflexError | None:
-    """Why the scheduler ended the request of this answer."""
+    """Why the scheduler ended the request with this answer; None if it did not."""
     if b'"abort"' not in body:
         return None
     try:

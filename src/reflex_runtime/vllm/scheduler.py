@@ -1,13 +1,14 @@
-"""vLLM's scheduler with the core's answers to who, how much and whether; vLLM keeps the rest.
+"""vLLM's scheduler, in which the core decides who is next, how much is computed, and whether a request may wait.
 
-Who: tiers by `priority`, within a tier the client with the fewest computed tokens. A request that is preempted or ends
-with tokens in flight returns their charge. Where memory is short, requests run in this order too, and vLLM preempts the
-last.
+Who: first by `priority`, then the client with the fewest computed tokens. The tokens of a preempted request, and those
+in flight when a request ends, are not charged. While memory is short, running requests have this order, too, and vLLM
+preempts the last.
 
-How much: while a gap is promised, running sequences go first, and prompts get what the tightest promise leaves.
+How much: while a gap is promised, running sequences go first, and prompts get the tokens that the tightest promise
+leaves.
 
-Whether: a request ends before it is computed where its deadline has passed or cannot be met, or where too many seconds
-wait and its client has more than its share of them. Its caller gets an abort with our code as the reason.
+Whether: a request is ended before it is computed if its deadline has passed or cannot be met, or if too many seconds of
+work wait and its client has more than its share of them. Its caller gets an abort with our code as the reason.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from reflex_runtime.vllm.entry import Entry
 from reflex_runtime.vllm.fair_queue import FairQueue
 from reflex_runtime.vllm.step_log import TracedScheduler
 
-OUTPUTS: Final = 0.05  # weight of the last request in the mean of output tokens
-NAMES: Final = 1000  # clients that have a series of their own
+OUTPUTS: Final = 0.05  # weight of a request that ends in the mean of output tokens
+NAMES: Final = 1000  # most clients with a series of their own
 
 TOKENS: Final = Counter("reflex_client_tokens", "Tokens computed for requests that have ended, by client", ["client"])
 REFUSED: Final = Counter("reflex_refused_requests", "Requests ended by the scheduler, by code", ["code"])
@@ -44,20 +45,20 @@ class FairScheduler(TracedScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tokens: int = self.max_num_scheduled_tokens  # without a promise
+        self._tokens: int = self.max_num_scheduled_tokens  # of a step without a promise
         self._places: int = self.max_num_active_reqs
         if self.settings.max_gap_ms is not None and not self.scheduler_config.enable_chunked_prefill:
             raise ConfigError("additional_config.reflex.max_gap_ms: without chunked prefill no gap can be promised")
         self.learns |= self.settings.max_gap_ms is not None or self.settings.max_queue_s is not None
         blocks = self._places + self._tokens // self.block_size + 1
-        self._enough = len(self.kv_cache_config.kv_cache_groups) * blocks  # free blocks for any step
+        self._enough = len(self.kv_cache_config.kv_cache_groups) * blocks  # free blocks that suffice for any step
         self.policy = SchedulingPolicy.FCFS  # vLLM then preempts the last of `running`, which we sort
         self._clients = Clients()
         self.waiting: FairQueue = FairQueue(self.entries, self._clients)
         self._deadlines: LazyHeap[Entry, float] = LazyHeap()  # of requests without a first token
         self._promised: set[Entry] = set()  # requests with a gap of their own
         self._evidence, self._backlog = Evidence(), Backlog()
-        self._units = self._scheduled = 0  # tokens of the sequences that run, and of all, in the last step
+        self._units = self._scheduled = 0  # tokens of the last step: of sequences that generate, and of all
         self._outputs = 0.0  # mean output tokens of requests that have ended
         self._refused: list[tuple[Request, ReflexError]] = []  # not yet reported to their callers
         self._named: set[str] = set()  # clients with a series
@@ -122,7 +123,7 @@ class FairScheduler(TracedScheduler):
         REFUSED.labels(refusal.code).inc()
 
     def _full(self, entry: Entry) -> ReflexError | None:
-        """Why it may not wait, by the rule of the core's `max_queued_seconds`; an empty queue takes any."""
+        """Why the request may not wait, by the rule of the core's `max_queued_seconds`; None if it may."""
         most, request = self.settings.max_queue_s, entry.request
         if most is None or request.priority is BACKGROUND or not self.model.measured:
             return None
@@ -140,7 +141,7 @@ class FairScheduler(TracedScheduler):
         return self.model.predict(0.0, tokens, tokens * (cached + 0.5 * tokens))
 
     def _expire(self, now: float) -> None:
-        """End requests that are too late for their first token, the earliest deadline first."""
+        """End requests whose first token is late or will be, beginning with the earliest deadline."""
         while (top := self._deadlines.first()) is not None:
             deadline, entry = top
             if entry.own.num_output_tokens:
@@ -153,7 +154,7 @@ class FairScheduler(TracedScheduler):
                 return
 
     def _too_late(self, entry: Entry, now: float) -> bool:
-        """Whether it waits, could not be in time even alone, and the estimate is renewed."""
+        """Whether it waits and could not be in time even alone. `Evidence` lets some through, to renew the estimate."""
         if entry.own.status is RequestStatus.RUNNING or not self.model.measured or self._evidence.probes(entry):
             return False
         if now + self._reading(entry, 0) <= entry.deadline:
@@ -169,7 +170,7 @@ class FairScheduler(TracedScheduler):
     # -- how much --------------------------------------------------------------------------------------------------
 
     def _limit(self) -> None:
-        """Give prompts the tokens that the tightest promise of the running sequences leaves."""
+        """Bound the step so that the tightest promise of the running sequences holds; prompts get what is left."""
         promise = None if self.settings.max_gap_ms is None else self.model.gap
         self.running.sort(key=attrgetter("is_prefill_chunk"))
         rows, units, pairs, past, own = 0, 0, 0.0, 0, inf
@@ -185,7 +186,7 @@ class FairScheduler(TracedScheduler):
         if promise is None and own == inf:
             return
         most = self.model.most(rows, 0.0, pairs, past, self.model.allowed(own, rows, pairs))
-        if rows and self._scheduled == self._units:  # the first prompt after steps without one is slow: new shapes
+        if rows and self._scheduled == self._units:  # a prompt after steps without one is slow: new shapes
             most = max(1.0, 0.5 * most)
         self._units = units
         if self.need_mamba_block_aligned_split:
@@ -199,7 +200,7 @@ class FairScheduler(TracedScheduler):
     def _rank(self, request: Request) -> tuple[int, float, float, int]:
         """Order of running requests while memory is short: vLLM preempts the last.
 
-        The counter of a client with one request does not count: it would preempt the oldest, which loses most.
+        The counter of a client with a single request is ignored: by it the oldest would be last, which loses most.
         """
         entry = self.entries[request.request_id]
         return (
@@ -236,7 +237,7 @@ class FairScheduler(TracedScheduler):
         self._clients.leave(entry.client, now)
 
     def _count(self, entry: Entry) -> None:
-        name = "" if entry.request.client == entry.id else str(entry.request.client)  # "": it named no client
+        name = "" if entry.request.client == entry.id else str(entry.request.client)  # "": the request named no client
         if len(self._named) < NAMES:
             self._named.add(name)
         TOKENS.labels(name if name in self._named else "others").inc(entry.granted)

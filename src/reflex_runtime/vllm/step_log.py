@@ -1,9 +1,9 @@
-"""Every step of vLLM in our journal: its members, their tokens, its time, and their outcomes.
+"""Every step of vLLM in our journal: its members, their tokens and outcomes, and its time.
 
 vLLM's requests and steps become the core's tickets, batches and events, so that one writer writes all journals, and the
-core's cost model learns the time of a step. Steps overlap where scheduling is asynchronous: one is decided while the
-one before it runs. A step counts from its decision, or from the return of the step before it; a request that ends while
-a later step computes it ends with that step.
+core's cost model learns the time of a step. With asynchronous scheduling, a step is decided while the one before it
+runs. The time of a step begins with its decision, or with the return of the step before it, whichever is later. If a
+request ends while a later step computes it, it ends with that step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from reflex_runtime.core.token_budget import TimedTokens
 from reflex_runtime.observe.journal_writer import JournalWriter, RequestRecord
 from reflex_runtime.vllm.entry import GROUP, Entry, VllmSettings
 
-# vLLM's /metrics shows them where its processes share `PROMETHEUS_MULTIPROC_DIR`: the scheduler has its own process.
+# vLLM's /metrics shows them if its processes share `PROMETHEUS_MULTIPROC_DIR`: the scheduler has its own process.
 STEPS: Final = Counter("reflex_step_seconds", "Seconds of steps whose time was predicted", ["kind"])
 
 
 class StepInFlight(NamedTuple):
-    """A step that has not returned. computed: tokens of its members before it."""
+    """A step that has not returned. computed: for each member, its computed tokens before the step."""
 
     output: SchedulerOutput
     batch: Batch
@@ -51,7 +51,7 @@ class StepInFlight(NamedTuple):
 
 
 class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's own scheduler and decisions, with our journal. learns: whether steps are recorded and timed."""
+    """vLLM's own scheduler, which decides, with our journal. learns: whether steps are recorded and timed."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.settings = VllmSettings.read(vllm_config.additional_config)
@@ -66,14 +66,14 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         self._residents: set[Ticket] = set()
         self._left: list[Ticket] = []  # residents that lost their place since the last step
         self._returned_at = 0.0
-        # On a CPU vLLM computes a step in the call that hands it over, and takes its tokens one step later: the time
-        # of such a step ends when vLLM next calls the scheduler.
+        # On a CPU vLLM computes a step inside of the call that submits it, and takes its tokens one step later: such a
+        # step ends when vLLM next calls the scheduler.
         self._inline = current_platform.is_cpu() and parallel.distributed_executor_backend == "uni"
-        self._handed = 0.0
-        self._ran: deque[float] = deque()  # seconds of steps in flight that ran inline
+        self._submitted_at = 0.0
+        self._ran: deque[float] = deque()  # seconds of steps in flight that were computed so
 
     def add_request(self, request: Request) -> None:
-        if request.request_id not in self.requests:  # else the next part of a session
+        if request.request_id not in self.requests:  # else it is the next part of a session
             self._enter(Entry(request, next(self._arrivals)))
         super().add_request(request)
 
@@ -82,7 +82,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         output: SchedulerOutput = super().schedule(throttle_prefills)
         if self.learns and output.total_num_scheduled_tokens:
             self._decided(self._batch(output))
-            self._handed = time.monotonic()
+            self._submitted_at = time.monotonic()
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -94,7 +94,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
             elapsed = self._ran.popleft() if self._ran else now - max(batch.scheduled_at, self._returned_at)
             self._returned_at = now
             for ticket, before in zip(batch.grants, computed, strict=True):
-                ticket.computed = before  # a later step may have been decided
+                ticket.computed = before  # `_batch` of a later step may have raised it
             self._returned(batch, elapsed, now)
         return outputs
 
@@ -118,7 +118,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         self.entries[entry.id] = entry
 
     def _ended(self, entry: Entry) -> None:
-        """A request has its outcome; one in a step is written with it."""
+        """A request has its outcome. If a step in flight has it, its end is written with that step."""
         entry.outcome = entry.outcome or entry.result()
         if not self._runs(entry):
             self._leave(entry)
@@ -130,7 +130,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
             self._writer(BatchScheduled(batch.scheduled_at, batch, self.get_request_counts()[1]))
 
     def _returned(self, batch: Batch, elapsed: float, now: float) -> None:
-        """vLLM has taken the tokens of a step that took so many seconds."""
+        """vLLM has taken the tokens of a step. elapsed: seconds of the step."""
         self.model.observe(batch, elapsed)
         STEPS.labels("predicted").inc(batch.expected)
         STEPS.labels("measured").inc(elapsed if batch.expected else 0.0)
@@ -151,7 +151,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def _called(self) -> None:
         if self._inline and len(self._ran) < len(self._steps):
-            self._ran.append(time.monotonic() - self._handed)
+            self._ran.append(time.monotonic() - self._submitted_at)
 
     def _runs(self, entry: Entry) -> bool:
         return any(entry in step.batch.grants for step in self._steps)
@@ -198,7 +198,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         return batch
 
     def _short_of(self, output: SchedulerOutput) -> str:
-        """What kept those out that still wait."""
+        """What the step was short of, so that some requests still wait; "" if none does."""
         if not self.get_request_counts()[1]:
             return ""
         if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:
@@ -206,7 +206,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         return "places" if len(self.running) >= self.max_num_active_reqs else "memory"
 
     def _settle(self, entry: Entry, now: float) -> None:
-        """Write the end of a request, for its last step and as a line of its own."""
+        """Write the end of a request: as a member of its last step, and as a line of its own."""
         if self._writer is None:
             return
         self._writer(RequestSettled(now, entry))
@@ -222,7 +222,7 @@ class TracedScheduler(AsyncScheduler):  # type: ignore[misc]
         path, parallel = self.settings.trace, self.vllm_config.parallel_config
         if path is None:
             return None
-        if parallel.data_parallel_size > 1:  # an engine each
+        if parallel.data_parallel_size > 1:  # there are several engines: a journal for each
             path = f"{path}.{parallel.data_parallel_index}"
         flush = FlushPolicy.every_step(self.max_num_scheduled_tokens, self.max_num_active_reqs)
         group = GroupConfig(name=GROUP, flush=flush, cost=TimedTokens)
