@@ -289,7 +289,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("serve more:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
         ("serve more.py:arr --no-supervise", "; for a function of yours: reflex serve python:more:arr"),
         ("serve python:more.py:arr --no-supervise", "there is no module 'more.py': leave .py out, more:arr"),
-        ("doctor python:more:arr", "python:more:arr: is a function, and doctor checks policies and language models"),
+        ("doctor python:more:arr", "python:more:arr: is a function, but doctor checks policies and language models"),
         (
             "serve {export} --no-supervise --port 0 --provider gpu",
             "--provider=gpu: not in this onnxruntime, which has ",
@@ -309,7 +309,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
         ("trace --prompts hi --model nope", "--model=nope: no such directory; scribe is the bundled model"),
         ("trace {serv}", "serv.toml, line 1: not a journal: "),
         ("trace {serv}", "; reflex serve --trace FILE or --record DIR writes one"),
-        ("replay {serv}", "give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two"),
+        ("replay {serv}", "give either --model DIR, to run its model, or --schedule, to run the scheduler"),
         ("feeds {serv}", "must be NAME=SOURCE, such as serv={serv}"),
         ("feeds a=shapes:seeed=3 --onnx shapes", "; did you mean seed?"),
         ("top http://nowhere.invalid", "no such host"),

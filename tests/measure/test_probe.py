@@ -176,7 +176,7 @@ def test_the_server_of_a_language_model_is_one_line(key: str, capsys: pytest.Cap
     with Toy(api_key=key) as toy:
         assert main(["probe", f"http://127.0.0.1:{toy.port}"]) == 2
         at = f"http://127.0.0.1:{toy.port}"
-        line = f"{at}: serves a language model; {at}/docs has a line to ask it\n"
+        line = f"{at}: serves a language model; {at}/docs has a command that calls it\n"
         assert capsys.readouterr().err == f"reflex probe: {line}"
 
 
@@ -215,7 +215,7 @@ def test_a_server_of_pages_is_told_apart(capsys: pytest.CaptureFixture[str]) -> 
     with pages() as address:
         status, found = probed(capsys, address)
         assert (status, found["server"], found["works"]) == (1, None, False)
-        assert by_wire(found)["openpi"]["advice"] == "no server of this protocol is there; is it another port?"
+        assert by_wire(found)["openpi"]["advice"] == "no server of this protocol listens there; check the port"
         assert main(["probe", address]) == 1
         told = capsys.readouterr().out
         assert "not a Reflex server" in told
@@ -349,7 +349,7 @@ def test_listeners_want_the_key_and_are_found_by_their_own_address(
         status, found = probed(capsys, f"grpc://{robots}", "--api-key", "s3cret")
         assert (status, by_wire(found)["oip-grpc"]["error"]) == (0, "not_found")
         assert main(["probe", url(server), "--wire", "oip-grpc", "--api-key", "s3cret"]) == 2
-        assert "/config names no --oip-grpc: start the server with it" in capsys.readouterr().err
+        assert "/config has no --oip-grpc: start the server with it" in capsys.readouterr().err
         assert "oip-grpc" not in by_wire(probed(capsys, url(server), "--api-key", "s3cret")[1])
     for address in (f"grpc://{robots}", f"tcp://{zmq}"):
         status, found = probed(capsys, address, "--timeout-s", "0.3")

@@ -267,7 +267,7 @@ def test_a_model_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> N
     ("argv", "says"),
     [
         ([], "FILE: is missing; give a trace, or --prompts TEXT …"),
-        (["x.jsonl", "--prompts", "a"], "FILE=x.jsonl: not with --prompts, which runs prompts; leave one of them out"),
+        (["x.jsonl", "--prompts", "a"], "FILE=x.jsonl: not with --prompts; leave one of them out"),
         (["x.jsonl", "--max-tokens", "4"], "--max-tokens=4: only with --prompts"),
         (["x.jsonl", "--sweep", "4..8"], "--sweep=4..8: only with --prompts"),
         (["--prompts", ""], "--prompts='': must have at least one character"),

@@ -141,4 +141,4 @@ def test_what_is_no_sweep_is_refused(text: str, capsys: pytest.CaptureFixture[st
 
 def test_a_part_of_many_runs_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *L3, "--sweep", "4..8", "--from", "2"]) == 2
-    assert "--from=2: shows a part of one trace; --sweep makes many runs" in capsys.readouterr().err
+    assert "--from=2: not with --sweep: it shows a part of one trace" in capsys.readouterr().err

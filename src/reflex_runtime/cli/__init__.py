@@ -1,4 +1,4 @@
-"""The command `reflex`: a verb's file is imported only when it was typed, so that `reflex --help` is quick."""
+"""The command `reflex`. A verb's module is imported only if that verb was given, so that `reflex --help` is quick."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MISSING = "the following arguments are required: "  # argparse's words
 VERBS = {
     "serve": "serve a robot policy (POST /act), a language model (the OpenAI API) or your own function over HTTP",
     "top": "watch a running server in the terminal: its batches, clients, queues and processes",
-    "probe": "ask a server once, and show its wires and what they expect",
+    "probe": "send a server one request on each wire, and show what the wires expect",
     "feeds": "run many cameras and videos on one processor",
     "demo-export": "write the bundled demo policy to a directory",
     "trace": "show a trace of batches as a table and a picture",
@@ -46,14 +46,14 @@ def _words() -> Any:
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose usage errors are one line with a hint, and exit status 2.
 
-    anywhere: a list of words that may also stand behind options. elsewhere: hints on unknown options, by option.
+    anywhere: name of the list of words that may also follow options. elsewhere: hints for options of other commands.
     """
 
     def __init__(
         self, *args: Any, anywhere: str = "", elsewhere: Mapping[str, str] = MappingProxyType({}), **more: Any
     ) -> None:
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        more["allow_abbrev"] = False  # the next option may make an abbreviation mean another
+        more["allow_abbrev"] = False  # with each new option an abbreviation could change its meaning
         super().__init__(*args, **more)
         self._anywhere, self._elsewhere = anywhere, elsewhere
 
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an unknown option here, where the known ones are: argparse would do so at the top, which has none."""
+        """Refuse an unknown option here, because argparse would do so in the top parser, which knows no options."""
         found, rest = super().parse_known_args(args, namespace)
         if self._anywhere:
             words = [word for word in rest if not word.startswith("-")]
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(None, [action for action in self._actions if not action.option_strings], [], "")
         return f"write {' '.join(formatter.format_help().split())}; {self.prog} --help shows all options"
 
-    # argparse's own errors on these values name neither the option alone nor the choices.
+    # for these values argparse's errors name all flags of an option, but not its choices
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -123,7 +123,7 @@ def _named(action: argparse.Action) -> str:
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The command line: all verbs, with the options of the one that `words` begin with."""
+    """The parser of all verbs, with the options of the verb that is the first of `words`."""
     parser = Parser(
         prog="reflex",
         description="Decide which requests share the next forward pass, serve them, and watch every batch.",
@@ -146,7 +146,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _adds(verb: str, words: Sequence[str]) -> Callable[[Any], None]:
-    """The function that registers a verb. The sources of `serve` decide which module that is, and so its options."""
+    """The function that registers a verb. For `serve` it depends on the kind of the sources: each has other options."""
     module, function = _TOGETHER.get(verb, verb), "add_parser"
     if verb in _TOGETHER:
         function = f"add_{verb.replace('-', '_')}"
@@ -162,7 +162,7 @@ def _prepare(verb: str) -> None:
     """Set up the process before a library is imported or starts a thread; forked processes inherit it."""
     from reflex_runtime.run.process import prepare_memory, telemetry_off
 
-    telemetry_off()  # also of libraries that the user's code imports
+    telemetry_off()  # before the user's code imports libraries that have some
     if verb in ("serve", "worker"):
         prepare_memory()
 

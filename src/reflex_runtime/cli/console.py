@@ -1,4 +1,4 @@
-"""What commands share: exit status, one line for an error, progress, the width of tables, the key of a server."""
+"""Common parts of commands: exit status, one line for an error, progress, the width of tables, the key of a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def status_of(run: Callable[[], int], prefix: Sequence[str]) -> int:
     """Run a command and return its exit status. An error is one line that begins with the words of `prefix`."""
     try:
         status = run()
-        sys.stdout.flush()  # here, where an error can still be reported
+        sys.stdout.flush()  # now, while an error can still be reported
         return status
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
@@ -34,11 +34,11 @@ def status_of(run: Callable[[], int], prefix: Sequence[str]) -> int:
         return 2
     except ReflexError as error:
         print(f"{' '.join(prefix)}: {error.message}", file=sys.stderr)
-        missing = isinstance(error.__cause__, FileNotFoundError | IsADirectoryError)  # a wrong argument
+        missing = isinstance(error.__cause__, FileNotFoundError | IsADirectoryError)  # then an argument is wrong
         return 1 if error.code == "journal_unreadable" and not missing else 2
     except BrokenPipeError:  # the reader closed the pipe, as in `reflex trace FILE | head`
         return 0
-    except SystemExit as error:  # how rich reports a closed pipe
+    except SystemExit as error:  # rich raises it if the reader closed the pipe
         if isinstance(error.__context__, BrokenPipeError):
             return 0
         raise
@@ -46,7 +46,7 @@ def status_of(run: Callable[[], int], prefix: Sequence[str]) -> int:
         full = error.errno in _FULL
         if not full and error.filename is None:
             raise
-        from reflex_runtime.settings.declare import one_line  # here: `reflex --help` is quick without it
+        from reflex_runtime.settings.declare import one_line  # imported late, so that `reflex --help` is quick
 
         where = f"{one_line(error.filename)}: " if error.filename is not None else ""
         print(f"{' '.join(prefix)}: {where}{error.strerror}", file=sys.stderr)
@@ -55,11 +55,11 @@ def status_of(run: Callable[[], int], prefix: Sequence[str]) -> int:
         print(f"{' '.join(prefix)}: interrupted", file=sys.stderr)
         return 130
     finally:
-        _let_go()
+        _drop_output()
 
 
-def _let_go() -> None:
-    """Drop output that could not be written: the interpreter would flush it again at its end, and fail."""
+def _drop_output() -> None:
+    """Drop output that cannot be written: the interpreter would flush it again when it ends, and fail."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -70,7 +70,7 @@ def _let_go() -> None:
 
 
 def console(width: int, columns: bool = True, **more: Any) -> Console:
-    """Console for tables. width: columns if the output is not a terminal and, with `columns`, COLUMNS is not set."""
+    """A console for tables. width: if the output is no terminal, and, with `columns`, COLUMNS is not set."""
     from rich.console import Console
 
     known = sys.stdout.isatty() or (columns and os.environ.get("COLUMNS", "").isdigit())
@@ -82,7 +82,7 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="key of the server, of operators if it has two; default: the environment variable REFLEX_API_KEY",
+        help="key of the server, if it has two that of operators; default: the environment variable REFLEX_API_KEY",
     )
 
 
@@ -91,13 +91,13 @@ def key_of(args: argparse.Namespace) -> str:
     return args.api_key or os.environ.get("REFLEX_API_KEY", "")
 
 
-_EVERY = 0.5  # seconds between two lines on a terminal; elsewhere ten times that
+_EVERY = 0.5  # seconds between two updates on a terminal; ten times as many between lines of a file
 
 
 class ProgressLine:
-    """Prints progress on standard error; call it with (done, total), however often. what: the things that are counted.
+    """Prints progress on standard error. Call it with (done, total) as often as you like. what: names what is counted.
 
-    total: None if unknown. At done = total the line is removed.
+    total: None if unknown. When done is total, the line is removed from a terminal.
     """
 
     def __init__(self, what: str) -> None:

@@ -30,8 +30,8 @@ _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
 
 _DOCTOR_DESCRIPTION = """\
 Check a policy as `reflex serve` would load it: first its files without loading them, then the model itself (inputs and
-batch axis, actions, determinism, a batch against its members alone, the needs of --rtc), last this machine's clocks.
-Below a failure or warning stands what was expected and what to do.
+batch axis, actions, determinism, a batch against single requests, requirements of --rtc), last this machine's clocks.
+A failure or warning is followed by what was expected and what to do.
 """
 
 _DOCTOR_EPILOG = """\
@@ -60,7 +60,7 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     add("--instruction", metavar="TEXT", help="an instruction that the policy must understand")
     add("--rtc-horizon", type=horizon, metavar="N", help="fail unless --rtc works with this horizon")
     more: Any = {"type": rows, "nargs": "?", "const": "8", "default": 0, "metavar": "ROWS"}
-    add("--deterministic", **more, help="fail unless answers are the same bits in any company (alone 8)")
+    add("--deterministic", **more, help="fail unless answers are the same bits in any batch (without ROWS 8)")
     parser.set_defaults(run=doctor)
 
 
@@ -74,16 +74,16 @@ def doctor(args: argparse.Namespace) -> int:
     args.source = policy_source(args.source)
     kind = kind_of([args.source])
     if kind == "model":
-        return _of_model(args)
+        return _check_model(args)
     if args.source.startswith(PYTHON) and kind == "functions":
-        imported(args.source.removeprefix(PYTHON), args.source, "python:package.module:make")  # or its own error
-        told = "is a function, and doctor checks policies and language models"
-        raise ConfigError(f"{args.source}: {told}; reflex serve {args.source} checks it before the port opens")
+        imported(args.source.removeprefix(PYTHON), args.source, "python:package.module:make")  # its errors come first
+        why = "is a function, but doctor checks policies and language models"
+        raise ConfigError(f"{args.source}: {why}; reflex serve {args.source} checks it before the port opens")
     if is_export(args.source):
         check_directory(Path(args.source))
     if args.instruction is not None and not args.instruction.strip():
         raise ConfigError("--instruction=: is empty; give words, such as 'open the drawer', or leave it out")
-    with redirect_stdout(sys.stderr):  # a model's prints would break the JSON
+    with redirect_stdout(sys.stderr):  # what a model prints would break the JSON
         diagnosis = examine(
             args.source, PROVIDERS.get(args.provider, args.provider), args.threads,
             instruction=args.instruction, rtc_horizon=args.rtc_horizon, rows=args.deterministic,
@@ -96,7 +96,7 @@ def doctor(args: argparse.Namespace) -> int:
     return diagnosis.exit_code
 
 
-def _of_model(args: argparse.Namespace) -> int:
+def _check_model(args: argparse.Namespace) -> int:
     """Check a language model without loading it, as the start of `reflex serve` does."""
     from reflex_runtime.llm.engine.load import check, describe
 
@@ -121,21 +121,21 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     table.add_column(no_wrap=True, justify="right")
     for check in diagnosis.checks:
         style = _STYLES[check.status]
-        table.add_row(Text(check.status, style), Text(check.id, style), _told(check), _ms(check.duration))
+        table.add_row(Text(check.status, style), Text(check.id, style), _result(check), _ms(check.duration))
     console.print(table)
     counts = diagnosis.as_dict()["counts"]
     total = sum(check.duration for check in diagnosis.checks)
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     verdict = {0: "fit to serve", 1: "not fit to serve", 3: "this machine cannot serve it"}[diagnosis.exit_code]
-    console.print(Text(f"{verdict}: {told}, in {total:.1f} s", style="bold"))
+    console.print(Text(f"{verdict}: {summary}, in {total:.1f} s", style="bold"))
     failed = [check for check in diagnosis.checks if check.status == "fail"]
-    if failed:  # once more, as the table may be off the screen
+    if failed:  # repeated, because the table may have scrolled away
         what = "; ".join(f"{check.id}: {check.actual} → {check.remediation}" for check in failed)
         console.print(Text(" ".join(what.split()), style=_STYLES["fail"]), soft_wrap=True)
 
 
-def _told(check: Check) -> Text:
-    """The result of a check; for a failure or warning also what was expected and what to do."""
+def _result(check: Check) -> Text:
+    """The result of a check, and after a failure or warning what was expected and what to do."""
     if check.status in ("pass", "skip"):
         return Text(check.actual, style="" if check.status == "pass" else "dim")
     arrow = ("\n→ ", _STYLES[check.status])
@@ -172,7 +172,7 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
     add("source", metavar="SOURCE", help="lerobot:DIR, or DIR alone: config.json, model.safetensors, processors")
     add("out", metavar="OUT", type=Path, help="the directory to write; must not exist or be empty")
     add("--opset", default="18", metavar="N", help="ONNX opset of the graph, 18 (default) to 23")
-    add("--force", action="store_true", help="replace the export at OUT, once the new one was compared")
+    add("--force", action="store_true", help="replace the export at OUT when the new one was compared")
     parser.set_defaults(run=export)
 
 

@@ -26,9 +26,9 @@ examples:
   reflex feeds door=rtsp://10.0.0.7/live door.roi=0,200,1280,520 yard=yard.mp4 --fps 5 --processor mypkg:Detector
   reflex feeds --config cameras.toml --port 9000                     http://127.0.0.1:9000/feeds shows them
 
-Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8); a table [[feed]]
-has name, source and options of one feed (docs/feeds.md). SIGHUP reads the file again. Ctrl-C stops in order, a second
-one does not wait.
+Every option can also be set in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8); a table
+[[feed]] has name, source and options of one feed (docs/feeds.md). SIGHUP reads the file again. Ctrl-C stops in order;
+a second one does not wait.
 Exit status: 0 when every feed ended or you stopped it, 1 when something is missing, 2 for a wrong option or a processor
 that does not start, 130 for a second Ctrl-C.
 """
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         check_otel(config.otel)
     guard(stdout=config.results != "-")
     output = sys.stdout
-    from reflex_runtime.feeds.session import FeedsSession  # late: a refusal does not need it
+    from reflex_runtime.feeds.session import FeedsSession  # late: errors above do not need it
 
-    with redirect_stdout(sys.stderr if config.results == "-" else output):  # prints of a processor are not results
+    with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
         again = None if args.config is None else read
         return FeedsSession(plan, processor_of_plan(plan), output, outputs, again).run()

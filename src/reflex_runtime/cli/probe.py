@@ -1,7 +1,7 @@
 """`reflex probe`: sends one observation to a server as its clients would, and shows what each wire expects.
 
-/act, openpi and LeRobot get an observation, which `Pick` chooses by what the server announces, and answer with actions.
-Other listeners get the greeting of their protocol. Errors are those of `reflex_runtime.client`.
+/act, openpi and LeRobot get an observation, which `Pick` makes from what the server announces, and answer with actions.
+Other listeners get the first message of their protocol. Errors are those of `reflex_runtime.client`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reflex_runtime.web.server_address import ServerAddress
 HTTP: Final = ("http", "https")
 GRPC: Final = ("grpc", "grpcs")
 Shape: TypeAlias = tuple[int, ...]
-Ask: TypeAlias = "Callable[[ServerAddress, str, float, Pick], Shape | None]"  # key: "" for none; seconds of a step
+Ask: TypeAlias = "Callable[[ServerAddress, str, float, Pick], Shape | None]"  # server, key or "", seconds of a step
 
 
 def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape:
@@ -47,7 +47,7 @@ def ask_act(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shap
         raise ConfigError(f"--observation: /act has no field {one_line(min(unknown))}; a picture is uint8 [h, w, 3]")
     url = f"{server.scheme}://{server.netloc}{server.path}"
     with Client(url, key or None, timeout=timeout, retries=0) as client:
-        pick.began = time.perf_counter()  # the client reads the system's certificates when it is made
+        pick.began = time.perf_counter()  # after the client was made, which reads the system's certificates
         return client.act(**fields).actions.shape
 
 
@@ -68,7 +68,7 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
     headers = {"Authorization": f"Api-Key {key}"} if key else {}
     try:
         more: Any = {"open_timeout": timeout, "close_timeout": 0.2, "compression": None, "max_size": None}
-        more["proxy"] = None if is_loopback(server.host) else True  # that of the environment
+        more["proxy"] = None if is_loopback(server.host) else True  # True: the proxy of the environment
         with connect(url, additional_headers=headers, **more) as socket:
             announced = receive(socket)
             socket.send(openpi.encode(dict(pick(announced, announced.get("reflex")))))
@@ -81,7 +81,7 @@ def ask_openpi(server: ServerAddress, key: str, timeout: float, pick: Pick) -> S
     except TimeoutError:
         raise TimedOut(f"no answer within {timeout:g} s: the policy may still be loading") from None
     except (ConnectionClosed, OSError) as error:
-        raise Unreachable(f"cannot ask {url}: {error}") from None
+        raise Unreachable(f"cannot reach {url}: {error}") from None
 
 
 def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> None:
@@ -103,7 +103,7 @@ def greet_groot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
 
 @contextmanager
 def grpc_calls(server: ServerAddress, key: str, timeout: float) -> Iterator[Callable[..., bytes]]:
-    """A function that calls the server: (method, one message or a stream of them) → answer. Uses a new robot id."""
+    """A function that calls the server, as a new robot: (method, one message or a stream of them) → answer."""
     with needed_by("this wire"):
         import grpc
     metadata = [("x-reflex-robot", f"probe-{token_hex(4)}"), *([("authorization", f"Bearer {key}")] if key else [])]
@@ -137,7 +137,7 @@ def greet_oip(server: ServerAddress, key: str, timeout: float, pick: Pick) -> No
 
 
 def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> Shape | None:
-    """Without an observation only greets the server."""
+    """Ask for actions; without an observation only call `Ready`."""
     with grpc_calls(server, key, timeout) as call:
         from reflex_runtime.robots.wires.lerobot import SERVICE, sent_by_robot, shape_of  # protobuf, as gRPC
 
@@ -158,7 +158,7 @@ def ask_lerobot(server: ServerAddress, key: str, timeout: float, pick: Pick) -> 
 
 
 class ProbeWire(NamedTuple):
-    """config: its name in /config. ask: None if /config alone is read. setting: option of its own listener."""
+    """A wire. config: its name in /config. ask: None if only /config is read. setting: the option of its listener."""
 
     config: str
     ask: Ask | None = None
@@ -235,8 +235,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class WireProbe:
-    """Result of one wire. sent: name → type and shape. known: where the names are from. actions: shape of the answer;
-    None if the wire was only greeted, or read in /config."""
+    """The result of one wire. sent: name → type and shape. known: where the names come from. actions: the answer's
+    shape; None if no observation was sent."""
 
     wire: str
     works: bool = False
@@ -251,7 +251,7 @@ class WireProbe:
 
 
 class ServerLook(NamedTuple):
-    """From /health and /config; empty if it is not a Reflex server. wires: what each expects. on: its listeners."""
+    """What /health and /config tell; empty if it is no Reflex server. wires: what each expects. on: listeners."""
 
     state: str = ""
     version: str = ""
@@ -261,7 +261,7 @@ class ServerLook(NamedTuple):
 
 
 def look(server: ServerAddress, key: str) -> ServerLook:
-    """Read /health and /config. ReflexError if nothing answers; ConfigError for a server without robot wires."""
+    """Read /health and /config. Raises ReflexError if nothing answers, ConfigError for a server without robot wires."""
     health = server.read("/health")
     if "feeds" in health and "coordinators" in health:
         raise ConfigError(f"{server.url}: runs feeds; {server.url}/feeds shows them, {server.url}/docs has all paths")
@@ -270,7 +270,7 @@ def look(server: ServerAddress, key: str) -> ServerLook:
     if not isinstance(health.get("state"), str):
         return ServerLook()
     if other := [kind for key, kind in (("model", "a language model"), ("functions", "functions")) if key in health]:
-        raise ConfigError(f"{server.url}: serves {other[0]}; {server.url}/docs has a line to ask it")
+        raise ConfigError(f"{server.url}: serves {other[0]}; {server.url}/docs has a command that calls it")
     config = server.read("/config", key)
     policy, on = config.get("policy") or {}, config.get("server") or {}
     model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")
@@ -295,7 +295,7 @@ def example(spec: Any) -> dict[str, Any] | None:
 
 
 def read_observation(path: str) -> dict[str, Any]:
-    """The user's observation, with the names of the wire. ConfigError if it cannot be read."""
+    """The user's observation, with the names of the wire. Raises ConfigError if it cannot be read."""
     import numpy as np
 
     try:
@@ -310,11 +310,11 @@ def read_observation(path: str) -> dict[str, Any]:
 def probe(
     server: ServerAddress, key: str, timeout: float, name: str, seen: ServerLook, own: Mapping[str, Any] | None = None
 ) -> WireProbe:
-    """Send one request on one wire. own: the observation; by default from /config, else from the wire itself."""
+    """Send one request on one wire. own: the observation; None: as /config or the wire itself describes it."""
     wire, found = WIRES[name], WireProbe(name)
     pick = Pick(found, seen.wires.get(wire.config), own)
     try:
-        if wire.ask is None:  # on the main port, beside /act
+        if wire.ask is None:  # a wire on the port of /act
             pick()
             found.works = seen.state == "ready" and wire.config in seen.wires
             return found
@@ -331,14 +331,15 @@ def probe(
 
 
 class Pick:
-    """Chooses the observation for one wire. said: the wire's part of /config. began: the time of the choice."""
+    """Chooses the observation for one wire. said: the wire's part of /config. began: the time from which the answer is
+    timed."""
 
     def __init__(self, found: WireProbe, said: Any, own: Mapping[str, Any] | None) -> None:
         self.said: Mapping[str, Any] = said if isinstance(said, dict) else {}
         self.began, self._found, self._own = time.perf_counter(), found, own
 
     def __call__(self, announced: Mapping[str, Any] = {}, said: Any = None) -> Mapping[str, Any]:
-        """announced: by the server on the wire itself. said: its part on observations."""
+        """The observation to send. announced: by the server on the wire itself. said: its part about observations."""
         found = self._found
         sources = {"--observation": self._own, "/config": example(self.said), "metadata": example(said)}
         found.known, sent = next(((k, v) for k, v in sources.items() if v is not None), ("", {}))
@@ -351,25 +352,25 @@ class Pick:
 
 
 def listener(server: ServerAddress, setting: str, seen: ServerLook) -> ServerAddress:
-    """The address of a wire: the URL, or its own listener from /config. A wildcard host becomes that of the URL."""
+    """The address of a wire: the URL, or the wire's own listener in /config, with the URL's host for a wildcard."""
     if not setting or server.scheme not in ("http", "https"):
         return server
     if setting not in seen.on:
         option = f"--{setting.replace('_', '-')}"
-        raise ConfigError(f"/config names no {option}: start the server with it, or give the listener's own URL")
+        raise ConfigError(f"/config has no {option}: start the server with it, or give the listener's own URL")
     found = ServerAddress.of(seen.on[setting], SCHEMES)
-    if server.secure and found.scheme == SCHEMES[0]:  # HOST:PORT of gRPC, with the certificate of HTTP
+    if server.secure and found.scheme == SCHEMES[0]:  # HOST:PORT of gRPC, which has the certificate of HTTP
         found = replace(found, scheme="grpcs")
     return replace(found, host=server.host) if found.host in ("*", "0.0.0.0", "::") else found
 
 
 def advice(error: ClientError) -> str:
-    """What to do about an error. A code http_… is from another server, which sent none."""
+    """What to do about an error. Codes http_… stand for errors without a code, as other servers send them."""
     code = "bad_answer" if error.code.startswith("http_") else error.code
     return {
         "unauthorized": "give the server's key: --api-key KEY, or REFLEX_API_KEY in the environment",
-        "not_ready": "wait until /health says ready; if it never does, the server's log says why",
-        "bad_answer": "no server of this protocol is there; is it another port?",
+        "not_ready": "wait until the state in /health is ready; if it never is, look into the server's log",
+        "bad_answer": "no server of this protocol listens there; check the port",
         "invalid_request": "send an observation of your own: --wire NAME --observation FILE.npz",
     }.get(code, "docs/errors.md has what to do")
 

@@ -1,4 +1,4 @@
-"""`reflex replay`: a journal run again, through a model or the scheduler. `reflex report`: A against B of journals."""
+"""`reflex replay` runs a journal again, through a model or the scheduler; `reflex report` sums journals up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_replay(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def replay(args: argparse.Namespace) -> int:
     """Replay; returns the exit code."""
     if args.schedule == (args.model is not None):
-        raise ConfigError("give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two")
+        raise ConfigError("give either --model DIR, to run its model, or --schedule, to run the scheduler")
     found = _schedule(args) if args.schedule else _model(args)
     if args.output is not None:
         with refused(f"--output={args.output}"), create(args.output) as file:
@@ -98,7 +98,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     if args.slot is not None and args.slot not in recording.slots:
         there = ", ".join(recording.slots) or "none"
         raise ConfigError(f"--slot={args.slot}: not in this recording, which has {there}")
-    _tell_other_model(recording, args.slot, spec.model_hash, args.model)
+    _note_other_model(recording, args.slot, spec.model_hash, args.model)
     guarded = any(line.guard is not None for line in recording.requests)
 
     def make(slot: str) -> tuple[Policy, Processor]:
@@ -119,7 +119,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     failed = [diff for diff in fail_on if replay.failed(diff, same)]
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}", *replay.lines(diffs), sep="\n")
     if "latency" in diffs and not same and replay.failed("latency"):
-        print("reflex replay: warning: recorded on other hardware; its latency is not judged", file=sys.stderr)
+        print("reflex replay: warning: recorded on other hardware, so latency is not judged", file=sys.stderr)
     if failed:
         print(f"reflex replay: different in {', '.join(failed)} (--fail-on {args.fail_on})", file=sys.stderr)
     return {
@@ -137,16 +137,16 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _tell_other_model(recording: Journal, slot: str | None, found: str, model: str) -> None:
-    asked = [slot] if slot is not None else recording.slots
-    hashes = {line.model_hash for line in recording.requests if line.slot in asked} - {""}
-    recorded = (hashes or {recording.header.hash_of(name) for name in asked}) - {""}
+def _note_other_model(recording: Journal, slot: str | None, found: str, model: str) -> None:
+    slots = [slot] if slot is not None else recording.slots
+    hashes = {line.model_hash for line in recording.requests if line.slot in slots} - {""}
+    recorded = (hashes or {recording.header.hash_of(name) for name in slots}) - {""}
     if recorded and found not in recorded:
         print(f"reflex replay: note: {model} is {found}, recorded was {', '.join(sorted(recorded))}", file=sys.stderr)
 
 
 def _same_hardware(recorded: Any) -> bool:
-    """Whether the machine is the recorded one, by the keys that both have."""
+    """Whether this machine equals the recorded one in the keys that both have."""
     if not isinstance(recorded, dict):
         return True
     return all(recorded.get(key, value) == value for key, value in hardware().items())
@@ -164,12 +164,12 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     if not recording.requests:
         recording.header.without_requests(recording.path)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
-    told = [] if cost is None else [f"{cost} ms"]
-    told += [] if hold is None else [f"{hold} ms hold"]
-    told += [] if size is None else [f"size {size}"]
-    if told:
+    changes = [] if cost is None else [f"{cost} ms"]
+    changes += [] if hold is None else [f"{hold} ms hold"]
+    changes += [] if size is None else [f"size {size}"]
+    if changes:
         cost, hold = (None if ms is None else ms / 1e3 for ms in (cost, hold))
-        reports[", ".join(told)] = replay_schedule(recording, Changes(cost, hold, size))
+        reports[", ".join(changes)] = replay_schedule(recording, Changes(cost, hold, size))
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
     seen, replayed = reports["recorded"], reports["replayed"]
     warning = doubt((replayed.p50, seen.p50), (replayed.throughput, seen.throughput))
@@ -213,7 +213,7 @@ def add_report(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("report", description=_REPORT_DESCRIPTION, epilog=_REPORT_EPILOG)
     add = parser.add_argument
     add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
-    add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
+    add("--policy", metavar="NAME", help="the policy to report, if several were served (docs/several-policies.md)")
     add("--format", default="text", choices=("text", "json"), help="text (default), or JSON")
     lower = "b is not worse if its success is lower by at most POINTS"
     add("--margin", type=float, default=5.0, metavar="POINTS", help=lower)

@@ -96,7 +96,7 @@ def _warnings(config: ServeConfig) -> Iterator[str]:
 
 
 def _row(policy: PolicyAsked) -> tuple[str, str]:
-    """A policy in the settings in force: its sources, its weight and its own settings."""
+    """A policy's row among the settings in force: its sources, its weight and its own settings."""
     parts = [f"{slot} {source}" for slot, source in policy.sources.items()]
     parts += [f"weight {policy.weight:g}"]
     parts += [f"{name} {getattr(policy.config, name)}" for name in policy.places if name in OWN_SETTINGS]
@@ -111,12 +111,12 @@ def _ready(runtime: Any) -> str:
 
 
 def policies_of(config: ServeConfig, source: str | None, file: Path | None = None) -> list[PolicyAsked]:
-    """Every policy, that of SOURCE first. ConfigError if options contradict each other."""
+    """Every policy, that of SOURCE first. Raises ConfigError if options contradict each other."""
     tables = tables_of(file, POLICIES)
     plain = source is not None or bool(config.policy_a or config.policy_b)
     named = _named(config.policy)
     if plain and DEFAULT_POLICY in named:
-        raise ConfigError(f"--policy={DEFAULT_POLICY}=…: SOURCE has this name already; leave one of the two out")
+        raise ConfigError(f"--policy={DEFAULT_POLICY}=…: SOURCE has this name already; leave one of them out")
     names = list(dict.fromkeys([*([DEFAULT_POLICY] if plain else []), *named, *tables])) or [DEFAULT_POLICY]
     if len(names) > MAX_POLICIES:
         raise ConfigError(f"--policy: {len(names)} policies are named, at most {MAX_POLICIES} are served")
@@ -156,22 +156,23 @@ def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str,
     if len(names) == 1:
         return tuple(texts)
     for text in texts:
-        of = text.partition(".")[0] if "." in text.partition(":")[0] else ""
-        if of not in names:
-            raise ConfigError(f"--inject-fault={one_line(text)}: must begin with NAME.SLOT, NAME of {', '.join(names)}")
+        policy = text.partition(".")[0] if "." in text.partition(":")[0] else ""
+        if policy not in names:
+            which = f"where NAME is one of {', '.join(names)}"
+            raise ConfigError(f"--inject-fault={one_line(text)}: must begin with NAME.SLOT, {which}")
     return tuple(text.partition(".")[2] for text in texts if text.startswith(f"{name}."))
 
 
 def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
-    """The source of every slot, served ones first. ConfigError if options contradict each other."""
+    """The source of every slot, served ones first. Raises ConfigError if options contradict each other."""
     from reflex_runtime.robots.sources.load import directory_of
 
     a, b, shadow = map(policy_source, (config.policy_a, config.policy_b, config.shadow_policy))
     if bool(a) != bool(b):
         missing, given = ("--policy-b", "--policy-a") if a else ("--policy-a", "--policy-b")
-        raise ConfigError(f"{given} needs {missing}: two policies are served side by side, or one as SOURCE")
+        raise ConfigError(f"{given} needs {missing}: serve two policies with both, or one policy as SOURCE")
     if b and shadow:
-        raise ConfigError("--shadow-policy does not go with --policy-b: serve a and b, or one policy and its shadow")
+        raise ConfigError("--shadow-policy: not with --policy-b; serve a and b, or one policy and its shadow")
     if not a and source is None:
         raise ConfigError(
             "SOURCE is missing: demo or scribe, which are bundled, DIR, FILE.onnx or python:MODULE:NAME; or --policy-a "
@@ -184,17 +185,17 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
             raise ConfigError(f"{flag}={one_line(given)}: no such directory, expected an export (docs/exports.md)")
     if b and config.rtc is None:
         raise ConfigError(
-            "two policies need --no-rtc, or --rtc with --rtc-per-episode: a chunk carried over from one policy to the "
+            "two policies need --no-rtc, or --rtc with --rtc-per-episode: to continue a chunk of one policy with the "
             "other would be a jump"
         )
     if b and config.rtc and not config.rtc_per_episode:
-        raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
+        raise ConfigError("--rtc with two policies needs --rtc-per-episode: no policy may continue the other's chunk")
     found = {"a": a, "b": b} if b else {"prod": policy_source(source or "")}
     return found | ({"shadow": shadow} if shadow else {})
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two sources are the same, however their directory is written."""
+    """Whether two sources are the same, even if their paths are written differently."""
     from reflex_runtime.robots.sources.load import directory_of
 
     return one == other or directory_of(one).resolve() == directory_of(other).resolve()

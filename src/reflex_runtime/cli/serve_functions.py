@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if not config.reload:
         return serving.supervised(config, plan, devices)
     if len(devices) > 1:
-        raise ConfigError("--reload: is for one process; leave --devices and --replicas out", field="reload")
-    return _again_and_again(config, plan, devices)
+        raise ConfigError("--reload: works with one process; leave --devices and --replicas out", field="reload")
+    return _serve_and_reload(config, plan, devices)
 
 
 def _plan(config: FunctionsConfig, sources: Sequence[str], changed: Mapping[str, Any]) -> serving.Served:
@@ -67,17 +67,17 @@ def _plan(config: FunctionsConfig, sources: Sequence[str], changed: Mapping[str,
     serving.check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc")
     functions = read_functions(sources, config)
     names = [served.name for served in functions]
-    told = ", ".join(names)
+    joined = ", ".join(names)
     paths = "/predict" if len(names) == 1 else ", ".join(f"/predict/{name}" for name in names)
     notes = [(logging.INFO, served.note) for served in functions if served.note]
     make = partial(app.serving, config, functions)
-    return serving.Served(config, make, told, told, lambda _: f": POST {paths}", notes=notes)
+    return serving.Served(config, make, joined, joined, lambda _: f": POST {paths}", notes=notes)
 
 
-def _again_and_again(config: FunctionsConfig, plan: serving.Plan, devices: Sequence[str]) -> int:
-    """Serve, and restart when a Python file changes. A file that cannot be served waits for its next change."""
+def _serve_and_reload(config: FunctionsConfig, plan: serving.Plan, devices: Sequence[str]) -> int:
+    """Serve, and restart when a Python file changes. If the server fails, wait for the next change."""
     waits = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored the kernel keeps no exit status
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel keeps no exit status
     signal.pthread_sigmask(signal.SIG_BLOCK, waits)
     with serving.bound(config, plan) as sock:
         while True:
@@ -95,7 +95,7 @@ def _again_and_again(config: FunctionsConfig, plan: serving.Plan, devices: Seque
                     if not lives:
                         return 0
                     os.kill(pid, signal.SIGTERM)
-                    return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))  # below 0: it had no handler yet
+                    return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))  # < 0: it had no handler yet
                 if number == signal.SIGCHLD and lives and os.waitpid(pid, os.WNOHANG)[0]:
                     lives = False
                     logging.error("--reload: the server has ended; callers wait until a file has changed")
@@ -106,7 +106,7 @@ def _again_and_again(config: FunctionsConfig, plan: serving.Plan, devices: Seque
 
 
 def _changes() -> dict[str, float]:
-    """The time of change of each Python file below the current directory, without hidden folders."""
+    """The time of the last change of each Python file below the current directory, except in hidden folders."""
     found: dict[str, float] = {}
     for folder, folders, names in os.walk("."):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]

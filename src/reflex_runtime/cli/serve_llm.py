@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if "served_model_name" in places and not config.served_model_name.strip():
         raise ConfigError(f"{places['served_model_name']} is empty: give a name, or leave it out")
     if config.log_format != "text":
-        os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for runtime processes, from their first line on
+        os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for all lines of runtime processes
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     if batcher != GenerateBatcherConfig() and not config.workers:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adapters(given: tuple[str, ...]) -> Iterator[str]:
-    """--lora with absolute directories, for runtime processes."""
+    """The values of --lora with absolute directories, as runtime processes need them. Raises ConfigError."""
     names = set[str]()
     for text in given:
         name, equals, directory = text.partition("=")
         where = f"--lora={one_line(text)}"
         if not (equals and directory):
-            raise ConfigError(f"{where}: must be NAME=DIR, DIR a directory of peft with adapter_config.json")
+            raise ConfigError(f"{where}: must be NAME=DIR, where DIR is of peft and has adapter_config.json")
         if not _NAME.fullmatch(name):
             what = "must be 1 to 64 letters, digits, and . _ / -, and begin with a letter or a digit"
             raise ConfigError(f"{where}: the name {one_line(name)!r} {what}")
@@ -98,7 +98,7 @@ def _adapters(given: tuple[str, ...]) -> Iterator[str]:
 def _plan(
     config: LLMServeConfig, batcher: GenerateBatcherConfig, directory: Path, changed: Mapping[str, Any]
 ) -> serving.Served:
-    """The server of the model. changed: settings of this process, none."""
+    """The server of the model. changed: settings of this process; always empty."""
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.llm import app
     from reflex_runtime.llm.engine.load import authors_said, describe, sampling_defaults
@@ -111,7 +111,7 @@ def _plan(
     for trace in traces or [config.trace]:  # each runtime process has its own
         serving.check_outputs(replace(config, trace=trace))
     check_model(config, describe(directory))
-    tokenizer = HFTokenizer.load(directory, quiet=True)  # also a check; it is loaded again with the model
+    tokenizer = HFTokenizer.load(directory, quiet=True)  # without --workers only a check: the model has its own
     open: Open = partial(open_model, load_model)
     rows = list[tuple[str, str]]()
     if config.workers:
@@ -125,8 +125,8 @@ def _plan(
         rows = [(f"{BATCHER}.{name}", one_line(value)) for name, value in sorted(own)]
     name, defaults = config.served_model_name or directory.resolve().name, sampling_defaults(directory)
     plan = ModelPlan(name, config, directory, tuple(adapters_of(config)), defaults)
-    said = authors_said(defaults)
-    notes = [(logging.INFO, f"requests without these fields get {said} (generation_config.json)")] if said else []
+    fields = authors_said(defaults)
+    notes = [(logging.INFO, f"requests without these fields get {fields} (generation_config.json)")] if fields else []
     make = partial(app.serving, plan, open)
     return serving.Served(config, make, name, told_apart(str(directory)), _ready, rows, notes)
 
@@ -141,8 +141,8 @@ def _ready(model: ServerState) -> str:
 # -- reflex worker -----------------------------------------------------------------------------------------------------
 
 _WORKER_EPILOG = """\
-`reflex serve MODEL_DIR --workers N` starts this command with one end of a socket pair as its standard input, and so may
-any program. docs/workers.md has the messages. The process ends when the connection ends.
+`reflex serve MODEL_DIR --workers N` starts this command with one end of a socket pair as its standard input. Any
+program can do so; docs/workers.md has the messages. The process ends when the connection ends.
 """
 
 
@@ -162,7 +162,7 @@ def worker(args: argparse.Namespace) -> int:
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logs.begin(form)
     logs.use(os.environ.get("REFLEX_LOG_FORMAT", "text"))
-    # The parent ends this process: in a drain after a signal to the whole group it still needs it.
+    # Signals are ignored: if the whole group gets one, the parent still needs this process to drain, and ends it later.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -177,5 +177,5 @@ def worker(args: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         status, clean = runner.run(main())
         if not clean:
-            logs.leave(status)  # a thread hangs in a model: a usual exit might crash
+            logs.leave(status)  # a thread hangs in a model: a normal exit might crash
     return status

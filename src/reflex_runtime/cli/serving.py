@@ -1,4 +1,4 @@
-"""Parts of `reflex serve` for all kinds of sources: which kind it is, sockets and supervisor, settings in force."""
+"""The common part of `reflex serve` for all kinds of sources: which kind it is, settings, sockets and supervisor."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ C = TypeVar("C", ServeConfig, FunctionsConfig, LLMServeConfig)
 PYTHON: Final = "python:"
 UNKNOWN: Final = "unknown"
 _CLOSING: Final = """
-Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
-Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
+Every option can also be set in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
+Ctrl-C or SIGTERM finishes what was received and ends the server; a second Ctrl-C does not wait.
 Exit status: 0 after a drain, 1 when the model could not be started or was lost again and again (with --no-supervise:
 when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
@@ -48,9 +48,9 @@ when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 
 
 def kind_of(words: Sequence[str]) -> str:
-    """What `reflex serve` serves with these words: a "policy", a "model" of language, or "functions"."""
+    """What `reflex serve` serves with these words: a "policy", a language "model", or "functions"."""
     kinds = {_kind_of(word) for word in words if not word.startswith("-")}
-    if UNKNOWN in kinds:  # its import reports the fault, whichever kind it is: one that has these options
+    if UNKNOWN in kinds:  # the import will report the fault, for either kind: choose one that has these options
         of_policies = options_of(ServeConfig, "").keys() - options_of(FunctionsConfig, "").keys()
         options = {"--" + word.partition("=")[0].removeprefix("--").removeprefix("no-") for word in words}
         kinds.add("policy" if options & of_policies else "functions")
@@ -58,7 +58,7 @@ def kind_of(words: Sequence[str]) -> str:
 
 
 def _kind_of(word: str) -> str:
-    """The kind that a word names, or resembles, so that the errors of that kind explain it; "" if it may be any, and
+    """The kind of source that a word names, or is most like, so that errors are that kind's; "" if it may be any, and
     UNKNOWN if it is a name in Python that the module's file does not define."""
     if os.path.isfile(os.path.join(word, "reflex_config.json")):
         return "policy"
@@ -116,12 +116,12 @@ def serve_parser(
 
 
 def options_of(kind: type[Any], served: str) -> dict[str, str]:
-    """A hint for each option, for commands without it. served: the kind of model that has these options."""
+    """A hint for each option of `kind`, for commands that do not have it. served: what is served with these options."""
     return {flag(field.name): f"; {flag(field.name)} is an option of {served}" for field in fields(kind)}
 
 
 def settings(kind: type[C], args: argparse.Namespace, beside: tuple[str, ...] = ()) -> tuple[C, Places]:
-    """The settings of the command line, its file and the environment; the log begins in their form."""
+    """The settings from the command line, its file and the environment. Starts the log in the form that they set."""
     logs.begin()
     given = vars(args)
     if given.get("uds") and given.get("port", "0") != "0":
@@ -132,7 +132,7 @@ def settings(kind: type[C], args: argparse.Namespace, beside: tuple[str, ...] = 
 
 
 def check_listener(name: str, address: str, key: str, module: str) -> None:
-    """ConfigError unless a further listener has a loopback address or a key, and its package is installed."""
+    """Raise ConfigError unless a further listener has a loopback address or a key, and its package is installed."""
     if not address:
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -143,7 +143,7 @@ def check_listener(name: str, address: str, key: str, module: str) -> None:
 
 
 def check_outputs(config: Any) -> None:
-    """ConfigError if a recording, a trace or spans cannot be written."""
+    """Raise ConfigError if a recording, a trace or spans cannot be written."""
     from reflex_runtime.observe.tracing import check_otel
 
     if record := getattr(config, "record", ""):
@@ -179,7 +179,7 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
 
 class Served(NamedTuple):
     """The server of one process, with its settings. names: of what it serves; loading: names in the log while it loads.
-    ready: what the log says of a ready host. rows: settings in force beside those of `config`. notes: of the log."""
+    ready: the end of the log's line when it is ready. rows: further settings in force. notes: for the log."""
 
     config: ServeConfig | FunctionsConfig | LLMServeConfig
     make: Make
@@ -190,15 +190,15 @@ class Served(NamedTuple):
     notes: Sequence[tuple[int, str]] = ()
 
 
-Plan = Callable[[Mapping[str, Any]], Served]  # with these settings changed. Raises ConfigError before anything loads
+Plan = Callable[[Mapping[str, Any]], Served]  # argument: changed settings. Raises ConfigError before anything loads
 
 
 def supervised(config: Any, plan: Plan, devices: Sequence[str] = ("",)) -> int:
-    """Serve below a supervisor, unless `supervise` is off. devices: of the workers."""
+    """Serve below a supervisor, unless `supervise` is off; returns the exit status. devices: one for each worker."""
     from reflex_runtime.web.supervisor import bind, supervise
 
     if not config.supervise:
-        served = _placed(config, plan, devices)  # its faults come before the port opens
+        served = _placed(config, plan, devices)  # before the port opens, so that its errors come first
         with bound(config, plan) as sock:
             return run_server(served, [sock])
     with bound(config, plan) as sock:
@@ -233,7 +233,7 @@ def bound(config: Any, plan: Plan) -> Iterator[socket.socket]:
     try:
         sock = bind(config.host, config.port, config.uds)
     except ConfigError:
-        plan({})  # its faults come first: another port would not help
+        plan({})  # its errors are more important: another port would not help
         raise
     with sock:
         yield sock
@@ -243,10 +243,10 @@ def bound(config: Any, plan: Plan) -> Iterator[socket.socket]:
 
 
 def run_server(served: Served, sockets: Sequence[socket.socket], parent: Parent | None = None) -> int:
-    """Serve until a signal, and return the exit status. If a thread still hangs in a model then, leave at once: the
-    interpreter could crash at its end.
+    """Serve until a signal, and return the exit status. If a thread then still hangs in a model, end the process at
+    once: the interpreter could crash when it ends.
 
-    sockets: the one that all workers share first, then, if there are several, a loopback port of each worker's own.
+    sockets: first the one that all workers share; then, if they are several, a loopback port for each worker.
     """
     from reflex_runtime.run.process import loop_factory
     from reflex_runtime.web.serve import serve

@@ -38,7 +38,7 @@ _TUNE_EPILOG = """\
 examples:
   reflex tune run.jsonl                        a file of reflex serve --trace FILE or --record DIR
   reflex tune run.jsonl --aim p99              what lowers the slowest answers
-  curl -s 'http://127.0.0.1:8000/diagnostics/journal?seconds=30' > run.jsonl     of a server that runs
+  curl -s 'http://127.0.0.1:8000/diagnostics/journal?seconds=30' > run.jsonl     record a running policy server
 
 exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 bad arguments
 """
@@ -60,8 +60,8 @@ def tune(args: argparse.Namespace) -> int:
     from reflex_runtime.sim.search import Tuner, text_of
 
     if args.journal.startswith(("http://", "https://")):
-        watch = f"curl -s '{args.journal.rstrip('/')}/diagnostics/journal?seconds=30' > run.jsonl"
-        raise ConfigError(f"JOURNAL={args.journal:.200}: must be a file, such as one of {watch}")
+        how = f"curl -s '{args.journal.rstrip('/')}/diagnostics/journal?seconds=30' > run.jsonl"
+        raise ConfigError(f"JOURNAL={args.journal:.200}: must be a file; write one: {how}")
     journal = read_journal(args.journal, images=False)
     if not journal.requests:
         journal.header.without_requests(journal.path)

@@ -19,8 +19,8 @@ WIDE = 120  # columns if the output is not a terminal and COLUMNS is not set
 _EPILOG = """\
 examples:
   reflex top                                    the server on this machine, port 8000
-  reflex top --once                             one snapshot, and out
-  reflex top | tee top.log                      into a pipe or a file: a line a snapshot, four a second
+  reflex top --once                             one snapshot
+  reflex top | tee top.log                      into a pipe or a file: a line for each snapshot, four a second
   reflex top --json | jq -c '.groups[]'         each snapshot as a line of JSON
 
 docs/dashboard.md explains every figure.
@@ -63,7 +63,7 @@ def watched(address: ServerAddress, key: str = "") -> Generator[bytes]:
     with address.answer(STREAM, key) as response:
         if response.status != 200:
             raise address.refusal(response, STREAM, key)
-        while line := response.readline(16 * 2**20):  # bytes: a snapshot has far fewer
+        while line := response.readline(16 * 2**20):  # bytes; a snapshot is much smaller
             yield line
 
 

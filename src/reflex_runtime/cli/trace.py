@@ -1,4 +1,4 @@
-"""`reflex trace`: shows the batches of a journal as a table in colour and as a picture."""
+"""`reflex trace` shows the batches of a journal as a table in colour and as a picture."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"
 WIDE = 160  # columns if the output is not a terminal and COLUMNS is not set
 
 _DESCRIPTION = """\
-Show the batches of a journal, the file of `reflex serve --trace FILE` or `--record DIR`, a row each: when and where it
-ran, why it left then, its requests (`▸` entered with it), predicted and measured time, waits. A trace of tokens has a
-row for each step. With --prompts, run prompts here and show their steps. docs/trace.md explains every column.
+Show the batches of a journal, a file of `reflex serve --trace FILE` or `--record DIR`, in a row each: when and where it
+ran, why it began then, its requests (`▸` entered with it), predicted and measured time, waits. A trace of tokens has
+a row for each step. With --prompts, run prompts and show their steps. docs/trace.md explains every column.
 """
 
 _EPILOG = """\
@@ -64,10 +64,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--from", type=lambda n: whole("--from", n, 0), dest="first", metavar="ID", help="only batches from this id on")
     add("--to", type=lambda n: whole("--to", n, 0), dest="final", metavar="ID", help="only batches up to this id")
     add("--group", metavar="SLOT", help="only batches of this group (a slot or a workload)")
-    add("--no-picture", action="store_true", help="the table only")
+    add("--no-picture", action="store_true", help="only the table")
     add("--no-color", action="store_true", help="no colours in the table")
-    prompts: Any = parser.add_argument_group("prompts, run here and now on the engine of reflex serve")
-    prompts.add_argument("--prompts", nargs="+", metavar="TEXT", help="run these; @FILE has one a line")
+    prompts: Any = parser.add_argument_group("prompts, run now on the engine of reflex serve")
+    prompts.add_argument("--prompts", nargs="+", metavar="TEXT", help="run these; @FILE: each line of the file")
     add_options(prompts, PromptsConfig)
     parser.set_defaults(run=run)
 
@@ -91,7 +91,7 @@ def _sweep(console: Console, args: argparse.Namespace) -> int:
     for name in ("last", "first", "final", "group"):
         if (value := getattr(args, name)) is not None:
             option = {"first": "from", "final": "to"}.get(name, name)
-            raise ConfigError(f"--{option}={value}: shows a part of one trace; --sweep makes many runs")
+            raise ConfigError(f"--{option}={value}: not with --sweep: it shows a part of one trace")
     budgets = budgets_of(args.sweep)
     picture = None if args.no_picture else args.out
     for line in sweep(*setup_of(args, model_directory), budgets, ProgressLine("budgets"), picture):
@@ -100,9 +100,9 @@ def _sweep(console: Console, args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Require a file or prompts, without options of the other, and the library that draws."""
+    """Raise ConfigError unless there is a file or prompts, without options of the other, and the library that draws."""
     if args.prompts and args.file is not None:
-        raise ConfigError(f"FILE={one_line(args.file)}: not with --prompts, which runs prompts; leave one of them out")
+        raise ConfigError(f"FILE={one_line(args.file)}: not with --prompts; leave one of them out")
     if not args.prompts:
         for name in ONLY_PROMPTS:
             if name in args:
@@ -110,13 +110,13 @@ def _check(args: argparse.Namespace) -> None:
         if args.file is None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
     if args.out is not None and not args.no_picture:
-        import reflex_runtime.observe.picture  # noqa: F401  # fails now, not after the runs
+        import reflex_runtime.observe.picture  # noqa: F401  # so that a missing library is found before the runs
 
 
 def _show(
     console: Console, args: argparse.Namespace, file: Path, outputs: Mapping[str, RequestOutput] | None = None
 ) -> int:
-    """Print and draw a trace. outputs: the results of its prompts, if they ran now."""
+    """Print and draw a trace. outputs: those of its prompts, if they were run now."""
     last, first, final = args.last, args.first, args.final
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")

@@ -96,7 +96,7 @@ def test_h10_lora_names_adapters_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("x",), "--lora=x: must be NAME=DIR, DIR a directory of peft with adapter_config.json"),
+        (("x",), "--lora=x: must be NAME=DIR, where DIR is of peft and has adapter_config.json"),
         (("x=y", "x=z"), "--lora=x=…: two adapters have this name"),
         (("x y=z",), "--lora=x y=z: the name 'x y' must be 1 to 64 letters"),
         (("b:x=y",), "--lora=b:x=y: the name 'b:x' must be 1 to 64 letters"),

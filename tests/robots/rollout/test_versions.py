@@ -67,7 +67,7 @@ def test_v1_two_policies_come_together_and_the_positional_agrees(refused: Refusa
         "--policy-a", tmp_path / "no", *b, "--no-rtc"
     )
     assert f"--policy-b={tmp_path / 'no'}: no such directory" in refused(*a, "--policy-b", tmp_path / "no", "--no-rtc")
-    assert "--shadow-policy does not go with --policy-b" in refused(*a, *b, "--no-rtc", "--shadow-policy", pair.v3)
+    assert "--shadow-policy: not with --policy-b" in refused(*a, *b, "--no-rtc", "--shadow-policy", pair.v3)
     assert "--shadow-policy" in refused(pair.v1, "--shadow-policy", tmp_path / "no")
 
 
