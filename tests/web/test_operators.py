@@ -253,7 +253,7 @@ def test_h5_the_operators_key_is_read_as_that_of_callers(kind: type, tmp_path: P
     assert (config.admin_key, config.api_key) == ("operators", "")
     wrong = {
         "--admin-key is empty: give a key": {"admin_key": " "},
-        "--admin-key and --api-key: must be two keys": {"admin_key": "k", "api_key": "k"},
+        "--admin-key and --api-key: must differ": {"admin_key": "k", "api_key": "k"},
         f"--admin-key=@{tmp_path}: cannot be read": {"admin_key": f"@{tmp_path}"},
     }
     for says, flags in wrong.items():

@@ -1,6 +1,6 @@
-"""Settings that are declared once: default, unit and range stand at the dataclass field.
+"""Settings that are declared once: a dataclass field has the default, unit and range.
 
-Validation, flags, help and the table at start-up are made from it.
+Validation, flags, help and the table at start-up are made from the fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reflex.config")
 
-LONGEST_WORD = 64  # characters; the search for a near word would take long beyond it
+LONGEST_WORD = 64  # characters; the search for a near word takes long for longer ones
 
 Places = Mapping[str, str]  # setting → where it was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
 
@@ -48,15 +48,15 @@ def option(
     unless: str = "",
     group: str = "",
 ) -> Any:
-    """A settings field: its default, what it does, and its range: least and most, both allowed, and the unit.
+    """A settings field. help: what it does. within: its range: least and most, both allowed, and the unit.
 
-    above: the least itself is not allowed. bare: value of the flag alone.
+    above: the least itself is not allowed. bare: the value if the flag is given without one. secret: never shown.
 
     needs, unless: the setting has an effect only with these, and only without those; `check_needs` enforces it.
     Alternatives are joined by `|`; each is a setting that must be on, a setting and its value (`arrivals=closed`), or a
     fact that the command checks, such as `a decomposed export`.
 
-    group: the heading in --help and on the pages of this option and of those after it, up to the next heading.
+    group: a heading in --help and in docs, for this option and those after it, up to the next heading.
     """
     low, high, unit = (*(within or (None, None)), "")[:3]
     meta = {"help": help, "low": low, "high": high, "above": above, "unit": unit, "choices": choices, "bare": bare}
@@ -70,7 +70,7 @@ def again(kind: type[Any], name: str, default: Any, **changed: str) -> Any:
 
 
 def headed(kind: type[Any]) -> dict[str, list[Field[Any]]]:
-    """The options under their headings, those in the order in which the class itself first names them."""
+    """The options by heading; headings have the order in which the class itself, not its bases, names them."""
     own = (kind.__dataclass_fields__[name].metadata["group"] for name in vars(kind)["__annotations__"])
     found: dict[str, list[Field[Any]]] = {heading: [] for heading in own if heading}
     heading = ""
@@ -86,9 +86,9 @@ def flag(name: str) -> str:
 
 
 def validate(config: Any, name: str = "") -> None:
-    """Check every field against its range and choices; the error names setting, value and range.
+    """Check every field against its range and choices. Raises ConfigError with setting, value and range.
 
-    name: of the class or section, where settings do not come from flags.
+    name: of the class or section, if settings do not come from flags.
     """
     for f in fields(config):
         value, meta = getattr(config, f.name), f.metadata
@@ -113,13 +113,13 @@ def _range(meta: Mapping[str, Any]) -> str:
 
 
 def one_line(value: Any) -> str:
-    """A value for an error: as typed if it is one short line, else its repr, cut."""
+    """A value for an error: the text if it is one short line, else the repr of its first 200 characters."""
     text = str(value)
     return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
 
 
 def whole(setting: str, text: str, low: int, high: float = inf) -> int:
-    """A whole number in that range from its text; the error names the setting."""
+    """A whole number in that range from its text. Raises ConfigError with the setting."""
     try:
         value = int(text)
     except ValueError:
@@ -140,7 +140,7 @@ def seconds(text: str, *units: str) -> float:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error on an unknown word: names a known one that is near. Case does not matter."""
+    """The end of an error about an unknown word: a known word that is near, if any. Case does not matter."""
     if len(word) > LONGEST_WORD:
         return ""
     names = {name.lower(): name for name in sorted(known)}
@@ -151,13 +151,14 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def one_of(word: str, choices: Iterable[str]) -> str:
-    """The end of an error on a value that is not one of the choices."""
+    """The end of an error about a value that is not one of the choices."""
     known = list(choices)
     return f"must be one of {', '.join(known)}{did_you_mean(word, known)}"
 
 
 def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = None) -> Any:
-    """A value of the field's type from TOML, a flag or an environment string. meta: of the field, for its range."""
+    """A value of the type `kind` from TOML, a flag or the environment. where: for errors. meta: of the field, for its
+    range. Raises ConfigError."""
     try:
         if kind in (bool, bool | None):
             if isinstance(value, bool):
@@ -192,7 +193,7 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """One flag per field. Unset flags stay out of the namespace, so that file and environment take effect."""
+    """Add a flag for each field. Flags that are not given stay out of the namespace: file and environment count."""
     hints = hints_of(kind)
     for heading, options in headed(kind).items():
         group = parser.add_argument_group(heading) if heading else parser
@@ -201,12 +202,12 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
 
 def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:
-    from argparse import SUPPRESS, BooleanOptionalAction  # imported here: most programs parse no command line
+    from argparse import SUPPRESS, BooleanOptionalAction  # imported late: most programs parse no command line
 
     meta = f.metadata
     text = described(f).replace("%", "%%") + _suffix(f)
     common: dict[str, Any] = {"dest": f.name, "default": SUPPRESS, "help": text}
-    if kind is bool and "_no_" in f.name:  # its opposite would be a double negative
+    if kind is bool and "_no_" in f.name:  # --no-… of it would be a double negative
         group.add_argument(flag(f.name), action="store_true", **common)
     elif kind in (bool, bool | None):
         group.add_argument(flag(f.name), action=BooleanOptionalAction, **common)
@@ -243,7 +244,7 @@ def _suffix(f: Field[Any]) -> str:
 
 
 def table(config: Any) -> list[tuple[str, str]]:
-    """(flag, value) of every setting in force, secrets hidden."""
+    """(flag, value) of every setting; secrets are hidden."""
     rows = []
     for f in (f for options in headed(type(config)).values() for f in options):
         value = getattr(config, f.name)
@@ -259,7 +260,7 @@ def table(config: Any) -> list[tuple[str, str]]:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Every setting in force by its name, JSON-safe, secrets hidden."""
+    """Every setting by name, JSON-safe; secrets are hidden."""
     found = {f.name: getattr(config, f.name) for f in fields(config)}
     return {f.name: "set" if f.metadata["secret"] and found[f.name] else found[f.name] for f in fields(config)}
 
@@ -268,14 +269,14 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None = None) -> None:
-    """Refuse a flag that has no effect, and warn of a setting from the file or the environment that has none.
+    """Raise ConfigError for a flag that has no effect, and warn of such a setting in the file or the environment.
 
-    missing: the facts that settings may need and that do not hold, each with the reason.
+    missing: facts that settings need, but that do not hold, each with the reason.
     """
     missing = {} if missing is None else missing
     for f in fields(config):
         place = places.get(f.name)
-        if place is None or getattr(config, f.name) is False:  # a setting that is off needs no effect
+        if place is None or getattr(config, f.name) is False:  # a setting that is off is harmless
             continue
         why = _without_effect(config, f.name, missing)
         if why and place == flag(f.name):
@@ -285,7 +286,7 @@ def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None =
 
 
 def _without_effect(config: Any, name: str, missing: Mapping[str, str]) -> str:
-    """Why a setting has no effect, "" if it has one."""
+    """Why a setting has no effect; "" if it has one."""
     meta = {f.name: f for f in fields(config)}[name].metadata
     needs, unless = str(meta.get("needs", "")), str(meta.get("unless", ""))
     there = [need for need in unless.split("|") if need and not _lacks(config, need, missing)]
@@ -300,7 +301,7 @@ def _without_effect(config: Any, name: str, missing: Mapping[str, str]) -> str:
 
 
 def _lacks(config: Any, need: str, missing: Mapping[str, str]) -> str:
-    """Why a need is not met, "" if it is."""
+    """Why a need is not met; "" if it is met."""
     name, equals, wanted = need.partition("=")
     found = {f.name: f for f in fields(config)}.get(name)
     if found is None:

@@ -33,7 +33,7 @@ class FeedsConfig:
     )
     iou: float | None = option(
         None,
-        "of boxes of a class that share more of their union the best stays; by default 0.7",
+        "of boxes of a class that overlap more (intersection over union) the best stays; by default 0.7",
         (0, 1),
         metavar="SHARE",
         needs="onnx",

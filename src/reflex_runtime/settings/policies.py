@@ -16,9 +16,9 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.settings.declare import Places, again, one_line, option, validate
 from reflex_runtime.settings.server import ServerConfig, check_address, sizes_of
 
-DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
+DEFAULT_POLICY = "default"  # the name of SOURCE; its policy answers requests that name none
 MAX_POLICIES = 32
-WATCHED = 4.0  # times what a batch is planned to take that a watchdog must give it
+WATCHED = 4.0  # how many times a batch's longest planned time a watchdog must allow
 _ZMQ_ADDRESS = r"tcp://(localhost|127(\.[0-9]{1,3}){3}|\[::1\]):(?P<port>[0-9]{1,5})"
 
 
@@ -94,7 +94,7 @@ class DeviceConfig(ServerConfig):
         )
 
     def _times_fixed(self, alone: bool) -> float:
-        """How many times its fixed part a batch may take. alone: no other policy waits for it."""
+        """How many times its fixed time a batch may take; 0: only the budget counts. alone: no other policy waits."""
         if 0.0 < self.watchdog_s < WATCHED * Planner.LONGEST:
             return 0.0
         return TIMES_FIXED if alone else Planner.SHARED
@@ -170,7 +170,7 @@ class ServeConfig(DeviceConfig):
         256.0, "memory for cached prefixes; 0 is off", (0, 1_000_000, "MB"), needs="a decomposed export"
     )
     prefix_max_age_chunks: int = option(
-        0, "chunks for which a cached prefix serves changed images", (0, 1000), needs="prefix_cache_mb"
+        0, "chunks for which a cached prefix is used though images changed", (0, 1000), needs="prefix_cache_mb"
     )
     max_consecutive_crashes: int = option(
         5, "crashed batches in a row until it is degraded; 0 is off", (0, 10_000), group="faults and the end"
@@ -231,12 +231,12 @@ OWN_SETTINGS = frozenset({
     "rtc", "rtc_per_episode", "rtc_schedule", "rtc_horizon", "adaptive_steps",
     "prefix_cache_mb", "prefix_max_age_chunks", "max_consecutive_crashes", "probe_cooldown_s",
 })  # fmt: skip
-"""The settings that each of several policies may have to itself, in its table [policies.NAME]."""
+"""The settings that each of several policies may have of its own, in its table [policies.NAME]."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """Options of a table [policies.NAME] beside `OWN_SETTINGS`."""
+    """Options of a table [policies.NAME] in addition to `OWN_SETTINGS`."""
 
     source: str = option("", "where the policy comes from, as SOURCE")
     weight: float = option(1.0, "share of the device's time against the others", (0.01, 100))
@@ -249,8 +249,8 @@ class OwnSettings:
 class PolicyAsked:
     """One policy of the command line and the file.
 
-    sources: by slot, served ones first. config: with its own settings; places: where those were given. where: prefix of
-    its errors, "" if only SOURCE is served.
+    sources: by slot, served ones first. config: with the policy's own settings. places: where these were given. where:
+    the prefix of its errors, "" if only SOURCE is served.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where settings come from: defaults, then the TOML file, then the environment (`REFLEX_` + name), then flags."""
+"""Where settings come from. Later ones win: defaults, the TOML file, the environment (`REFLEX_` + name), flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("reflex.config")
 
 C = TypeVar("C")
 
-POLICIES = "policies"  # the tables of a file with a table for each of several policies
+POLICIES = "policies"  # the section of a file that has a table for each of several policies
 
 
 def load(
@@ -31,7 +31,7 @@ def load(
     flags: Mapping[str, Any],
     beside: tuple[str, ...] = (),
 ) -> C:
-    """Build the settings from all sources; every error names the source of the value.
+    """The settings from all sources. Raises ConfigError with the source of the value.
 
     beside: further tables that the file may have, for other parts.
     """
@@ -48,7 +48,8 @@ def read(
     flags: Mapping[str, Any],
     beside: tuple[str, ...] = (),
 ) -> tuple[C, Places]:
-    """`load` without `check_needs`, which the command calls itself, with its own facts."""
+    """As `load`, but without `check_needs`, which the command then calls with its own facts. Also returns where each
+    setting was given."""
     hints = hints_of(kind)
     metas = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     names = metas.keys()
@@ -77,7 +78,7 @@ def read(
 
 
 def _elsewhere(name: str) -> str:
-    """The end of an error on a setting that other commands have."""
+    """The end of an error about an unknown setting: which other commands have it, if any."""
     kinds = {"policies": ServeConfig, "language models": LLMServeConfig, "functions": FunctionsConfig}
     own = [what for what, kind in kinds.items() if name in {f.name for f in fields(kind)}]
     return f"; it is a setting of {' and '.join(own)}" if own else ""
@@ -96,7 +97,7 @@ def own_settings(
         setting = key.replace("-", "_")
         if setting not in own | set(may):
             if setting in hints:
-                raise ConfigError(f"{where} {key}: is a setting of the whole server; it belongs into [serve]")
+                raise ConfigError(f"{where} {key}: is a setting of the whole server; write it into [serve]")
             raise ConfigError(f"{where} {key}: no such setting{did_you_mean(setting, own | set(may))}")
         if setting in places:
             raise ConfigError(f"{where} {key}: is given twice, with - and with _; keep one")
@@ -113,11 +114,11 @@ def tables_of(file: Path | None, section: str) -> dict[str, dict[str, Any]]:
     """The tables [SECTION.NAME] of a file, by name."""
     found = {} if file is None else read_toml(file).get(section, {})
     if not isinstance(found, dict) or not all(isinstance(table, dict) for table in found.values()):
-        raise ConfigError(f"{file}: [{section}]: must be tables [{section}.NAME], one for each of them")
+        raise ConfigError(f"{file}: [{section}]: must only have tables [{section}.NAME]")
     return found
 
 
-OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING"})  # not settings
+OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING"})  # variables that are no settings
 _SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
@@ -145,7 +146,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """The file's tables; ConfigError when it cannot be read."""
+    """The file's tables. Raises ConfigError if it cannot be read."""
     try:
         return tomllib.loads(_piped(file, file.stat().st_ino) if file.is_fifo() else file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -156,7 +157,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 @cache
 def _piped(file: Path, inode: int) -> str:
-    """The text of a pipe (`--config <(...)`), which can be read once."""
+    """The text of a pipe (`--config <(...)`), kept because it can be read only once."""
     return file.read_text(encoding="utf-8")
 
 
@@ -165,7 +166,7 @@ def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
     stray = next((name for name in tables if name != section and name not in beside), None)
     if stray is not None and not isinstance(tables[stray], dict | list):
         raise ConfigError(f"{file}: {one_line(stray)}: is in no table; write it below [{section}]")
-    if stray is not None:  # a misspelt table must not mean defaults
+    if stray is not None:  # settings of a misspelt table would silently have their defaults
         known = (section, *beside)
         near = did_you_mean(stray, known)
         raise ConfigError(f"{file}: {one_line(stray)}: no such table; there may be {' and '.join(known)}{near}")

@@ -1,6 +1,6 @@
 """The settings of every server, and those of `reflex serve` for language models.
 
-The functions check what a range cannot. Errors name flags."""
+The functions check what a range cannot express. Errors name flags."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from reflex_runtime.settings.declare import again, flag, one_line, option, valid
 
 
 def check_endpoint(endpoint: str) -> None:
-    """ConfigError for an invalid address of a collector, or one with a secret in it: settings are shown."""
+    """Raise ConfigError for an invalid address of a collector, or one with a secret in it: settings are shown."""
     if not endpoint:
         return
     if any(mark in endpoint for mark in "@?#"):
-        expected = "must have no user, query or fragment; headers of your own stand in OTEL_EXPORTER_OTLP_HEADERS"
+        expected = "must have no user, query or fragment; set headers of your own in OTEL_EXPORTER_OTLP_HEADERS"
         raise ConfigError(f"--otel: {expected}", field="otel")
     try:
         found = urlsplit(endpoint)
@@ -32,10 +32,10 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def check_address(name: str, address: str) -> None:
-    """ConfigError for an address that is not HOST:PORT."""
+    """Raise ConfigError for an address that is not HOST:PORT. name: of the setting."""
     found = re.fullmatch(r"(?:localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):([0-9]{1,5})", address)
     if address and (found is None or int(found[1]) > 65_535):
-        expected = "ADDRESS:PORT, and ADDRESS localhost or numeric"
+        expected = "ADDRESS:PORT, where ADDRESS is localhost or numeric"
         raise ConfigError(f"{flag(name)}={one_line(address)}: must be {expected}", field=name)
 
 
@@ -43,13 +43,13 @@ KEYS = ("api_key", "admin_key")  # of callers, and of operators
 
 
 def check_trust(config: Any) -> None:
-    """Read keys from their files. ConfigError for an invalid host name, and for two equal keys."""
+    """Read keys from their files. Raises ConfigError for an invalid host name, and for two equal keys."""
     for key in KEYS:
         given = getattr(config, key)
         if given.startswith("@"):
             object.__setattr__(config, key, _key_in(given[1:], key))
     if config.admin_key and config.admin_key == config.api_key:
-        raise ConfigError("--admin-key and --api-key: must be two keys", field="admin_key")
+        raise ConfigError("--admin-key and --api-key: must differ", field="admin_key")
     for name in config.allow_host:
         if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
             expected = "a host name or an address without a port, or *"
@@ -165,7 +165,7 @@ class LLMServeConfig(ServerConfig):
     max_gap_ms: float = option(
         0.0,
         "longest gap between two tokens: prompts are read in steps that keep it, requests wait while one more would "
-        "break it; 0: 100 ms or eight times a step's fixed part, and nobody waits",
+        "break it; 0: 100 ms or eight times a step's fixed part, and none waits",
         (0, 60_000, "ms"),
         group="batching",
     )
@@ -174,7 +174,7 @@ class LLMServeConfig(ServerConfig):
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt in a step; 0 is no limit", (0, 1 << 20))
     speculate: str = option(
         "off",
-        "ngram guesses tokens from the prompt and the answer, where that gives more tokens a second; answers stay the "
+        "ngram guesses tokens from the prompt and the answer, if that gives more tokens a second; answers stay the "
         "same",
         choices=("off", "ngram"),
     )

@@ -129,7 +129,7 @@ def test_p30_what_cannot_be_served_is_one_line_before_the_port_opens(robots: Rob
     assert refused(str(robots.arm), f"--policy=hand={tmp_path / 'broken'}").startswith("policy hand: ")
     assert "[policies.hand] budget: no such setting" in refused(f"--policy={hand}", toml="[policies.hand]\nbudget = 1")
     found = refused(f"--policy={hand}", toml="[policies.hand]\nport = 1")
-    assert found.endswith("[policies.hand] port: is a setting of the whole server; it belongs into [serve]")
+    assert found.endswith("[policies.hand] port: is a setting of the whole server; write it into [serve]")
     found = refused(f"--policy={hand}", toml="[policies.hand]\nmax_queue = 0")
     assert found.endswith("[policies.hand]: --max-queue=0: must be in [1, 100000]")
     found = refused(f"--policy={hand}", toml="[policies.hand]\nweight = 0")
