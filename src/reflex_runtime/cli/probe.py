@@ -331,8 +331,7 @@ def probe(
 
 
 class Pick:
-    """Chooses the observation for one wire. said: the wire's part of /config. began: the time from which the answer is
-    timed."""
+    """Chooses the observation for one wire. said: the wire's part of /config. began: when the answer's time begins."""
 
     def __init__(self, found: WireProbe, said: Any, own: Mapping[str, Any] | None) -> None:
         self.said: Mapping[str, Any] = said if isinstance(said, dict) else {}

@@ -158,8 +158,7 @@ def _faults(texts: Sequence[str], name: str, names: Sequence[str]) -> tuple[str,
     for text in texts:
         policy = text.partition(".")[0] if "." in text.partition(":")[0] else ""
         if policy not in names:
-            which = f"where NAME is one of {', '.join(names)}"
-            raise ConfigError(f"--inject-fault={one_line(text)}: must begin with NAME.SLOT, {which}")
+            raise ConfigError(f"--inject-fault={one_line(text)}: must begin with NAME.SLOT; names: {', '.join(names)}")
     return tuple(text.partition(".")[2] for text in texts if text.startswith(f"{name}."))
 
 

@@ -32,8 +32,7 @@ def closed_in(hint: Any) -> set[str]:
 
 
 def check_members(found: Any, value: Any, hint: Any, path: str = "") -> None:
-    """Raise the 422 for a field of a body that is not in the value made of it. hint: the body's type. path: `found`'s
-    place."""
+    """Raise the 422 for a field in a body that is not in the value made of it. hint: the type of the body."""
     if isinstance(found, list) and isinstance(value, list | tuple):
         for i, (one, kept) in enumerate(zip(found, value, strict=False)):
             check_members(one, kept, hint, f"{path or 'body'}[{i}]")

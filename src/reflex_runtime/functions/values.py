@@ -132,8 +132,7 @@ class Values:
         return (BYTES,) if self.hint is bytes else (b"text/plain",) if self.hint is str else ()
 
     def _is_raw(self, kind: bytes, body: bytes) -> bool:
-        """Whether a body of this content type is the value itself. curl's default counts as JSON for texts, and for
-        arrays unless it is a file of numpy.save."""
+        """Whether a body of this content type is the value itself. curl's default is JSON for texts and lists."""
         if self.hint is str:
             return kind.startswith(b"text/")
         if kind == _CURL and self.raw == (NPY,) and body and not body.startswith(b"\x93NUMPY"):

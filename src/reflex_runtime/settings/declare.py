@@ -157,8 +157,7 @@ def one_of(word: str, choices: Iterable[str]) -> str:
 
 
 def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = None) -> Any:
-    """A value of the type `kind` from TOML, a flag or the environment. where: for errors. meta: of the field, for its
-    range. Raises ConfigError."""
+    """A value of the type `kind` from TOML, a flag or the environment. meta: of the field, for its range."""
     try:
         if kind in (bool, bool | None):
             if isinstance(value, bool):

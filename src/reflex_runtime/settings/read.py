@@ -48,8 +48,7 @@ def read(
     flags: Mapping[str, Any],
     beside: tuple[str, ...] = (),
 ) -> tuple[C, Places]:
-    """As `load`, but without `check_needs`, which the command then calls with its own facts. Also returns where each
-    setting was given."""
+    """As `load`, and where each setting was given; `check_needs` is left to the command, which has facts of its own."""
     hints = hints_of(kind)
     metas = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     names = metas.keys()

@@ -64,10 +64,8 @@ class CallerArguments(msgspec.Struct):
 
 
 class Entry(core.Ticket):
-    """The ticket of one request. own: vLLM's request. client: the share of its client. granted: tokens since it was
-    added or preempted.
-
-    written: number of its output tokens in the journal. wrong: the fault in its `vllm_xargs`.
+    """The ticket of one request. own: vLLM's request. client: its client's share. granted: tokens since it last
+    entered. written: number of its output tokens in the journal. wrong: the fault in its `vllm_xargs`.
     """
 
     __slots__ = ("client", "own", "written", "wrong")
