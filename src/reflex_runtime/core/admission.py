@@ -1,8 +1,8 @@
 """Whether a request may enter, and stay.
 
-Tickets that leave without running do so at most `AT_ONCE` in one call of the scheduler. Thousands of deadlines may pass
-in one moment, and to settle all of them would keep the driver's lock for a tenth of a second. So a call settles some,
-and the next one is due at once (`Leaving.behind`). A batch is formed when no ticket is left that must not be in it;
+One call of the scheduler ends at most `AT_ONCE` tickets that leave without running. Thousands of deadlines may pass in
+one moment, and to settle all of them would keep the driver's lock for a tenth of a second. So a call settles some, and
+the next call is due at once (`Leaving.behind`). A batch is formed when no ticket is left that must not be in it;
 tickets that are shed do not delay a batch.
 """
 
@@ -37,9 +37,9 @@ RETRY_FLOOR = 1.0  # seconds: the documented Retry-After
 def admit(
     group: Group, ticket: Ticket, closed: bool, replaced: Sequence[Ticket], now: float, displaced: Ticket | None
 ) -> None:
-    """Return if the ticket may enter, else raise the `Rejected` that says why.
+    """Return if the ticket may enter, else raise the `Rejected` that fits.
 
-    replaced: waiting tickets of the same client that it would supersede. displaced: one that would make room.
+    replaced: waiting tickets of the same client that it would supersede. displaced: the ticket that would make room.
     """
     request, config, replaces = ticket.request, group.config, len(replaced)
     if closed:
@@ -62,7 +62,7 @@ def admit(
 
 
 def in_time(group: Group, ticket: Ticket, now: float) -> None:
-    """Raise if its deadline cannot be met, by the estimate."""
+    """Raise TooLate if by the estimate its deadline cannot be met."""
     needed = group.cost.remaining(ticket)
     if now + needed > ticket.deadline and group.evidence.refuses(ticket, now):
         left = ticket.deadline - now
@@ -107,7 +107,7 @@ def _full(group: Group, wait: float, **details: float) -> QueueFull:
 
 
 AT_ONCE: Final = 16  # tickets settled in one call: about a third of a millisecond
-LOOKED_AT: Final = 4 * AT_ONCE  # tickets looked at for late ones; some may not be shed
+LOOKED_AT: Final = 4 * AT_ONCE  # tickets that are searched for late ones; some of these may not be shed
 
 Leaves = tuple[Ticket, ReflexError]
 
@@ -115,19 +115,19 @@ Leaves = tuple[Ticket, ReflexError]
 class Leaving:
     """Tickets that must leave, by reason.
 
-    unready: tickets that are prepared, by deadline. behind: whether the last call may have left some. holds_up: whether
-    one of those must not be in a batch.
+    unready: tickets that are being prepared, by deadline. behind: whether the last call may have left some over.
+    holds_up: whether one of those must not be in a batch.
     """
 
     def __init__(self, groups: Mapping[str, Group]) -> None:
         self._groups = groups.values()
         self.unready: LazyHeap[Ticket, float] = LazyHeap()
         self._abandoned: deque[Ticket] = deque()
-        self._late: dict[Partition, tuple[Group, float]] = {}  # until when the device is taken
+        self._late: dict[Partition, tuple[Group, float]] = {}  # the time until which the device is busy
         self.behind = self.holds_up = False
 
     def expires_at(self) -> float:
-        """The earliest deadline of tickets that wait, are resident or are prepared; inf if none has one."""
+        """The earliest deadline of tickets that wait, are resident or are being prepared; inf if none has one."""
         found = top[0] if (top := self.unready.first()) is not None else inf
         for group in self._groups:
             expires = group.turns.expires_at()
@@ -136,18 +136,18 @@ class Leaving:
         return found
 
     def abandon(self, ticket: Ticket) -> None:
-        """Its caller left: it leaves when a batch is formed."""
+        """The ticket's caller left: the ticket leaves when the next batch is formed."""
         self._abandoned.append(ticket)
 
     def shed(self, group: Group, partition: Partition, after: float) -> None:
-        """The partition has more tickets that are too late if they run after that time."""
+        """The partition has more tickets that are too late, because they cannot run before `after`."""
         self._late[partition] = group, after
         self.behind = True
 
     def due(self, now: float, drained: bool, forming: bool) -> Iterator[Leaves]:
-        """Those that leave now, to be ended one by one.
+        """The tickets that leave now, for the caller to settle one by one.
 
-        drained: whether all leave that do not run. forming: whether a batch is to be formed.
+        drained: whether all tickets leave that do not run. forming: whether a batch will be formed.
         """
         if not (drained or self._abandoned or self._late) and self.expires_at() > now:
             self.behind = self.holds_up = False
@@ -172,7 +172,7 @@ class Leaving:
                 yield group.turns.first_to_expire(), Expired(error)
 
     def _drained(self) -> Iterator[Leaves]:
-        """All that do not run; running ones leave at their boundary."""
+        """Tickets that do not run; those that run leave when their step ends."""
         prepared = (t for g in self._groups for tickets in g.preparing.values() for t in tickets)
         queued = (t for g in self._groups for p in g.active.values() for t in p.unsettled if t.state is not RUNNING)
         for ticket in list(islice(chain(prepared, queued), AT_ONCE)):
@@ -207,9 +207,9 @@ def too_late(
     may: Callable[[Ticket], bool],
     most: int | None = None,
 ) -> tuple[list[Ticket], bool]:
-    """Waiting tickets that cannot be answered in time after that time, tightest first, and whether there may be more.
+    """Waiting tickets that are late if they run after `after`, tightest first, and whether there may be more.
 
-    spared: others. may: whether one may be shed. most: AT_ONCE, unless given.
+    spared: tickets that are left out. may: whether a ticket may be shed. most: at most so many; None for AT_ONCE.
     """
     most = AT_ONCE if most is None else most
     found: list[Ticket] = []

@@ -35,9 +35,9 @@ class Origin:
 
 
 class Part:
-    """Members of a failed call that run together again, with their granted units.
+    """Members of a failed call that run together again, with their granted units. other: the other half.
 
-    fails: whether it must fail, because the other half of the failed call succeeded.
+    fails: whether it must fail, because the other half succeeded.
     """
 
     __slots__ = ("fails", "grants", "origin", "other")
@@ -49,7 +49,7 @@ class Part:
 
 
 class Suspects:
-    """The parts of one partition that must run apart, in order."""
+    """The parts of one partition that must run on their own, in order."""
 
     __slots__ = ("_parts",)
 
@@ -133,7 +133,7 @@ class Offenders:
             self._failed.popitem(last=False)
 
     def answered(self, tickets: Sequence[Ticket]) -> None:
-        """These were answered; their clients share batches again."""
+        """Tickets were answered: their clients share batches again."""
         self._answered += len(tickets)
         if not self._failed and not self.share:
             return
@@ -156,7 +156,7 @@ class FlushReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a batch left, in the words that people see."""
+    """Why a batch was formed, as metrics, journals and tables name it."""
 
     FULL = "full"
     SIZE = "size_reached"
@@ -319,7 +319,7 @@ class RequestProgressed(NamedTuple):
 
 
 class RequestAbandoned(NamedTuple):
-    """A caller stopped waiting (WaitTimeout); the ticket keeps its place until it is answered or a batch is formed."""
+    """A caller stopped waiting (WaitTimeout). Its ticket is answered, or leaves when the next batch is formed."""
 
     at: float
     ticket: Ticket
@@ -346,7 +346,7 @@ class BatchScheduled(NamedTuple):
 
 
 class BatchFinished(NamedTuple):
-    """A batch came back.
+    """A batch has run.
 
     crashed: whether it counts as a crash of the processor: no item succeeded, neither here nor in the other parts of a
         failed call. A request that fails while others are answered is a bad request, not a crash.

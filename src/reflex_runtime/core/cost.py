@@ -62,8 +62,8 @@ class Tally:
         return 0.0
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
-        """These residents want one unit and are surely added: earlier grants leave room for them. Called once, before
-        `offer`, in groups with resources."""
+        """These residents want one unit each and will be added: keep room for them. Called once, before `offer`, in
+        groups with resources."""
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         """Units the ticket could be granted; 0.0 when it does not fit.
@@ -134,7 +134,7 @@ class CostModel:
         return 0.0
 
     def told_apart(self, ticket: Ticket) -> bool:
-        """Whether fixed and marginal seconds are known separately: batches of two or more sizes were measured."""
+        """Whether fixed and marginal seconds are known separately: batches of at least two sizes were measured."""
         return True
 
     def observe(self, batch: Batch, elapsed: float) -> None:
@@ -294,7 +294,7 @@ class Backlog:
             self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
 
     def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
-        """Waiting seconds of this priority and those before it, without the given leaving tickets."""
+        """Waiting seconds of this priority and more urgent ones, without the tickets that are leaving."""
         found = sum(self._by_priority[: priority + 1])
         for ticket in leaving:
             if ticket.request.priority <= priority:
@@ -302,7 +302,7 @@ class Backlog:
         return found
 
     def exceeds_share(self, client: Hashable, seconds: float, most: float, leaving: Iterable[Ticket] = ()) -> bool:
-        """Whether the client, with so many seconds more, would have more than its even share of `most` waiting."""
+        """Whether with so many more seconds the client would have more than its even share of `most` waiting."""
         own = self._by_client.get(client)
         clients = len(self._by_client) + (own is None)
         waiting = 0.0 if own is None else own[0]
@@ -324,7 +324,7 @@ class Evidence:
     def __init__(self) -> None:
         # By shape, and by key: when, and the seconds that its batch took.
         self._renewed: dict[Hashable, tuple[float, float]] = {}
-        self._flying: dict[Batch, set[Hashable]] = {}  # those that run, and what they are about to renew
+        self._flying: dict[Batch, set[Hashable]] = {}  # batches that run, and the estimates that they will renew
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
     def refuses(self, ticket: Ticket, now: float) -> bool:
@@ -364,13 +364,13 @@ class Evidence:
         if answered and now <= ticket.deadline:
             self._renew(ticket.request.shape, -inf, 0.0)
             self._renew(key, -inf, 0.0)
-        elif ticket.batches:  # also one that failed: the next is tried as late as after one that was late
+        elif ticket.batches:  # a probe that was late, or failed: both postpone the next one
             self._renew(key, now, ticket.shared)
             self._renew(ticket.request.shape, now, ticket.shared)
 
     def _since(self, key: Hashable, now: float) -> tuple[float, float]:
         found = self._renewed.get(key)
-        if found is None:  # learned before anything was served: that is tried no later than the rest
+        if found is None:  # the estimate was learned before anything was served: count it as renewed now
             self._renew(key, now, 0.0)
             return now, 0.0
         return found

@@ -155,13 +155,13 @@ class GpuLost(ProcessorError):
 
 
 class CutShort(ProcessorError):
-    """It was still running when the shutdown's time was over."""
+    """The request was still running when the time for the shutdown was over."""
 
     code, http_status, outcome = "shutting_down", 503, "drained"
 
 
 class WaitTimeout(ReflexError):
-    """The caller stopped waiting. Its request keeps its place until it is answered or formed."""
+    """The caller stopped waiting. Its request is still answered, or leaves when the next batch is formed."""
 
     code, http_status, retry_safe, outcome = "wait_timeout", 504, False, "expired"
 

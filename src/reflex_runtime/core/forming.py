@@ -110,7 +110,7 @@ class Filling:
         return self._add_in_order(self._beside(self.base) if self.base else self._entered)
 
     def fill_from(self, candidates: Iterable[Ticket], limit: float = inf) -> Filled:
-        """The same from these candidates in order, while the batch takes at most `limit` seconds. Without memory."""
+        """As `fill`, from these candidates in order, while the batch takes at most `limit` seconds. Without memory."""
         return self._add(self._beside(self.base), candidates, limit, set())
 
     def fit(self, candidates: Sequence[Ticket], limit: float) -> tuple[Sequence[Ticket], float]:
@@ -214,7 +214,7 @@ class Filling:
                 grants[ticket] = units
 
     def _make_room(self, ticket: Ticket, units: float) -> bool:
-        """A resident could not reserve: preempt those behind it if it then fits, otherwise preempt it."""
+        """A resident could not reserve: preempt residents after it if it then fits, otherwise preempt it."""
         resources = self._resources
         assert resources is not None
         runs = bool(self.base or self._entered.grants)
@@ -269,7 +269,7 @@ class Filling:
                 tally.cost += more
 
     def _come_up_to(self, priority: Priority) -> list[Ticket] | None:
-        """Grant to the residents up to this priority; returns the others that may give way to it."""
+        """Grant to the residents up to this priority; returns the others that may be preempted for it."""
         self._step_up_to(priority)
         if not any(self._present[priority + 1 :]):
             return None
@@ -322,8 +322,8 @@ class Filling:
         return self._size - held
 
     def _may_give_way(self, some: Iterable[Ticket], runs: bool) -> list[Ticket]:
-        """Those of them that may give way, the first to go first: none twice without progress between, unless nothing
-        runs otherwise."""
+        """Those of them that may be preempted, the first to go first: none twice without progress in between, unless
+        otherwise nothing would run."""
         found = [t for t in some if t.state is RESIDENT and t not in self.base and t not in self.preempted]
         found.sort(key=self._gives_way(), reverse=True)
         fresh = [t for t in found if t.progressed]
@@ -692,7 +692,7 @@ def _formula(affine: tuple[float, float, float], most: int) -> Fitter:
 
 
 class Ahead:
-    """The batch formed ahead, if any.
+    """The batch that was formed ahead, if there is one.
 
     expires: the earliest deadline of its members. last: the tier of its last member.
     """
@@ -751,7 +751,7 @@ def may_lead(group: Group, partition: Partition) -> bool:
 
 
 def put_back(group: Group, partition: Partition, batch: Batch) -> None:
-    """Let the members of a batch that was not started wait again, each in its old place."""
+    """Make the members of a batch that was not started wait again, each in its old place."""
     group.left[:0] = batch.left
     if group.room is not None:
         group.room += len(batch)

@@ -153,8 +153,8 @@ class Group(ShareHolder):
         self.active: dict[Hashable, Partition] = {}  # those with unsettled tickets
         self.preparing: dict[Hashable, dict[Ticket, None]] = {}  # admitted but not ready to run, by client
         self.queued = 0  # tickets that wait or are prepared
-        self.queued_units = 0.0  # that those want
-        self.backlog = Backlog()  # of those, where they are bounded in seconds
+        self.queued_units = 0.0  # units that those want
+        self.backlog = Backlog()  # seconds of those, if they are bounded
         self.unsettled = 0
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter; None when unlimited
@@ -321,14 +321,14 @@ class Group(ShareHolder):
         self.queued += 1
         self.queued_units += ticket.wants
         if self.config.max_queued_seconds < inf:
-            self.backlog.add(ticket, ticket.seconds or self.seconds_of(ticket))  # admission may have asked
+            self.backlog.add(ticket, ticket.seconds or self.seconds_of(ticket))  # admission may have computed them
 
     def seconds_of(self, ticket: Ticket) -> float:
         """Device seconds that a waiting ticket counts for in the backlog: its share of a full batch of its kind."""
         return self.cost.share(ticket, self.budget, self.config.flush.max_batch_size)
 
     def dequeue(self, tickets: Collection[Ticket], cached: float = 0.0) -> None:
-        """These stopped waiting. cached: units that they wanted, too, and that were found computed."""
+        """Tickets stopped waiting. cached: units that they wanted, but that were found computed."""
         self.queued -= len(tickets)
         units = sum([ticket.wants for ticket in tickets]) + cached
         self.queued_units = self.queued_units - units if self.queued else 0.0  # no rounding is carried on
@@ -411,7 +411,7 @@ class Group(ShareHolder):
         return origin.pending == 0 and not origin.served
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Its state, for diagnostics; the scheduler adds how many wait."""
+        """The group's state, for diagnostics; the scheduler adds how many tickets wait."""
         return {
             "preparing": sum(map(len, self.preparing.values())),
             "residents": sum(len(p.residents) for p in self.active.values()),

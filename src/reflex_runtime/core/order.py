@@ -76,7 +76,7 @@ class LazyHeap(Generic[T, K]):
             self._compact()
 
     def discard(self, *items: T) -> None:
-        """Forget these items if they are there."""
+        """Remove these items if they are in the heap."""
         entries = self._entries
         for item in items:
             entries.pop(item, None)
@@ -214,12 +214,12 @@ class Clients:
         self.shares = Shares()
 
     def __len__(self) -> int:
-        """Clients that have something in the system."""
+        """Clients that have unsettled tickets."""
         return len(self.shares)
 
     @property
     def left_at(self) -> float:
-        """When the last one left of those that have nothing in the system; -inf if there is none."""
+        """When the latest of the clients without tickets left; -inf if there is none."""
         return next(reversed(self._idle.values()), -inf)
 
     def get(self, key: Hashable) -> ClientShare | None:
@@ -264,7 +264,7 @@ class ByArrival(dict[Ticket, None]):
         return next(iter(self), None)
 
     def add(self, ticket: Ticket) -> None:
-        """One more: at the end, unless it was preempted or promoted."""
+        """Add a ticket: at the end, unless it was preempted or promoted."""
         if self and next(reversed(self)).seq > ticket.seq:
             before = sorted((*self, ticket), key=lambda t: t.seq)
             self.clear()
@@ -284,7 +284,7 @@ class ClientQueue:
 
     @property
     def place(self) -> Place:
-        """Where it stands in its tier: its client's counter, then when its first ticket came."""
+        """Its place in its tier: its client's counter, then the number of its first ticket."""
         return self.client.counter, next(iter(self.tickets)).seq
 
 
@@ -409,7 +409,7 @@ class Partition(ShareHolder):
         self.append(ticket, ticket.queue.client)
 
     def take(self, tickets: Iterable[Ticket]) -> None:
-        """Waiting tickets stop waiting."""
+        """Remove waiting tickets, because they run or leave."""
         emptied: list[ClientQueue] = []
         for ticket in tickets:
             queue: ClientQueue = ticket.queue
@@ -464,7 +464,7 @@ class Turns:
         self._deadlines: LazyHeap[Partition, float] = LazyHeap()  # the earliest of each
 
     def came(self, partition: Partition) -> None:
-        """A ticket has come. Many new partitions are sorted in as they come, not all by the next decision."""
+        """A ticket has come. Many new partitions are sorted in as they come, not all at once in the next decision."""
         self.touched[partition] = None
         if len(self.touched) > AT_ONCE:
             self._refresh()

@@ -76,14 +76,14 @@ class Request:
     id: for people and traces; need not be unique.
     group: its slot or workload.
     partition: requests of different partitions never share a batch.
-    client: what has a fair share and an in-flight cap: a robot, a feed, a key.
+    client: who has the fair share and the in-flight cap: a robot, a feed, a key.
     time_limit: seconds from arrival after which an answer is useless, or None.
     shape: the executable it runs on (input shapes); costs are learned per shape.
     cost_class: separates requests of one shape with different costs (cache hit or miss, steps).
     stage: its first stage ("" for one-shot work; "prefix", "denoise" …).
     weight: its client's share relative to others, > 0.
     wants: its units of work: steps to run, tokens to compute; 1 for one-shot work.
-    streams: True when answers flow while it is resident; its deadline is then for the first one.
+    streams: True if it has answers while it is resident; its deadline is then that of the first one.
     max_gap: most seconds between two answers of its stream; None: its group's. `TimedTokens` keeps it.
     """
 
@@ -121,9 +121,9 @@ class Request:
 
 
 class AdmittedBatch(NamedTuple):
-    """The batch that tickets entered with, in short; a ticket keeps it after its batch is gone.
+    """A summary of the batch with which a ticket entered; the ticket keeps it when the batch is gone.
 
-    size: number of tickets that entered. reason, cause: why it left. cost: predicted.
+    size: number of tickets that entered with it. reason, cause: why it was formed. cost: predicted.
     """
 
     id: int

@@ -96,7 +96,7 @@ _event = tuple.__new__  # for each token and request: a NamedTuple's own constru
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether the processor or a request failed; not overload, a deadline or a cancellation."""
+    """Whether an error is a failure of the processor or a request, not overload, a deadline or a cancellation."""
     return not isinstance(error, Dropped)
 
 
@@ -182,7 +182,7 @@ class Scheduler:
         return ticket
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
-        """A ticket is ready, or never will be. No effect on one that has settled meanwhile.
+        """A ticket is ready to run, or never will be. No effect if it has settled meanwhile.
 
         made: the prepared request (payload, shape, class, stage and wants; group, client and priority as admitted), or
         the error it ends with. The ticket now arrives and waits. Its deadline stays; if it cannot be met, it ends.
@@ -228,7 +228,7 @@ class Scheduler:
             self._events.append(RequestAbandoned(self._now, ticket))
 
     def hold(self, ticket: Ticket, now: float) -> None:
-        """Give a resident no grants until `resume`; it keeps its memory and is preempted first."""
+        """Grant a resident nothing until `resume`; it keeps its memory, but is preempted first."""
         self._input(now)
         ticket.held = True
 
@@ -243,7 +243,7 @@ class Scheduler:
         self._groups[group].room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
-        """Give the group, or one of its partitions, no turn before `until`. A time in the past ends a pause."""
+        """Let the group, or one of its partitions, take no turn before `until`. A time in the past ends a pause."""
         self._input(now)
         self._take_back()
         self._end_pauses()  # a partition whose pause is over may be forgotten
@@ -391,7 +391,7 @@ class Scheduler:
         return events
 
     def take_left(self, group: str) -> tuple[Ticket, ...]:
-        """Residents gone since the group's last batch, for a driver that will have no next batch to pass them on."""
+        """Residents gone since the group's last batch, for a driver that will form no further batch (`Batch.left`)."""
         of = self._groups[group]
         left, of.left = tuple(of.left), []
         return left

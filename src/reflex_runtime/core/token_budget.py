@@ -46,9 +46,9 @@ Chances = Sequence[float]
 class _Steps:
     """The times of steps of about one size.
 
-    plain, extended: steps measured without and with extra units. since: steps since the last extended one; until: so
-    many must pass before the price is tried again. together: extended ones in a row; most: of those, or the fit could
-    not tell units from rows.
+    plain, extended: number of measured steps without and with extra units. since: steps since the last extended one;
+    until: after so many the price is tried again. together: extended steps in a row; most: limit for these, because
+    with only extended steps the fit could not tell units from rows.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class ExtraUnits:
         self._steps: dict[int, _Steps] = {}  # by the power of two that is above the number of rows
 
     def seconds(self, rows: int, units: float) -> float:
-        """Learned seconds of so many extra units in such a step; 0.0 before that."""
+        """Learned seconds of so many extra units in such a step; 0.0 before they are learned."""
         steps = self._steps.get(rows.bit_length())
         return 0.0 if steps is None else (steps.price or 0.0) * units
 
@@ -94,13 +94,13 @@ class ExtraUnits:
             self._steps.setdefault(rows.bit_length(), _Steps()).observe(rows, units, elapsed)
 
     def choose(self, rows: int, asked: Sequence[Chances], most: float, seconds: float) -> list[int]:
-        """How many extra units each gets. asked: their chances, descending; rows: of the step, theirs and others'.
-        most, seconds: units and time that are left for all of them."""
+        """How many extra units each member gets. asked: for each member, the chances of its units, descending. rows: of
+        the whole step. most, seconds: units and time that are left for all of them."""
         steps = self._steps.get(rows.bit_length())
         if steps is None or steps.plain < WARM or steps.together >= steps.most or seconds <= 0.0:
             return [0] * len(asked)
         price, base = steps.price, steps.predict(rows)
-        if price is None:  # at most as dear as a row by itself
+        if price is None:  # assume that a unit costs at most as much as a row
             return _first(asked, HOPE, min(most, max(4, rows), seconds * rows / base))
         left = min(most, seconds / max(1e-12, price))
         n = _best(asked, rows / base, rows, MARGIN * price, left)
@@ -113,7 +113,7 @@ class ExtraUnits:
 
 
 def _best(asked: Sequence[Chances], rate: float, useful: float, price: float, most: float) -> int:
-    """The number of units, the likeliest ones, that makes the rate of useful ones largest. rate, useful: of none."""
+    """How many of the likeliest units give the largest rate of useful units. rate, useful: without any."""
     seconds, found = useful / rate, 0
     for chance in sorted([chance for chances in asked for chance in chances], reverse=True):
         useful, seconds = useful + chance, seconds + price
@@ -140,7 +140,7 @@ def _first(asked: Sequence[Chances], least: float, most: float) -> list[int]:
 SHARE = 0.25  # of the time of the rows of a step, that its first prompt gets in any case, so that none waits for ever
 SURE = 3.0  # times the spread of measured times that is left free: 99 of 100 steps then keep the gap
 COLD = 64.0  # prompt tokens of a step, while too little was measured
-COLD_ROWS = 8.0  # and sequences, where a gap is promised
+COLD_ROWS = 8.0  # and sequences, if a gap is promised
 TIMES_FIXED = 8.0  # times its fixed part that a step may take if no gap is given: 1/8 of the time goes to fixed parts
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
 EVEN = 2.0  # times the time of its rows, that a step may take whatever gap a request has
@@ -191,7 +191,7 @@ class TimedTokens(TokenCost):
 
     @property
     def gap(self) -> float:
-        """Seconds that a step may take now beside sequences that run."""
+        """Seconds that a step with running sequences may take now."""
         return max(BUDGET, min(TIMES_FIXED * self._fit.fixed, LONGEST)) if self._gap is None else self._gap
 
     def predict(self, rows: float, tokens: float, pairs: float) -> float:
@@ -229,7 +229,7 @@ class TimedTokens(TokenCost):
         return floor(2.0 * seconds / max(1e-12, linear + sqrt(linear * linear + 4.0 * quadratic * seconds)))
 
     def closed(self, rows: float, pairs: float) -> bool:
-        """Whether nobody may enter beside so many rows, because one more would break the promise."""
+        """Whether no further sequence may enter, because one more than so many rows would break the promise."""
         if self._gap is None or self._gap == inf:
             return False
         if not self.measured:
@@ -308,8 +308,8 @@ class _TimedTokenTally(TokenTally):
         self._urgent = 0  # of the rows, and of the members whose prompts are read
         self._read = 0  # members whose prompts are read: rows soon
         self._expected: set[Ticket] = set()
-        self._own = inf  # shortest gap of the rows, and what is `allowed`
-        self._gap = model.gap
+        self._own = inf  # shortest gap of the rows
+        self._gap = model.gap  # the seconds that `TimedTokens.allowed` gives for it
 
     @property
     def seconds(self) -> float:
@@ -337,7 +337,7 @@ class _TimedTokenTally(TokenTally):
         return min(units, model.most(*totals, ticket.computed, self._gap))
 
     def _closed(self, ticket: Ticket) -> bool:
-        """Whether it would break the promise. An urgent ticket may, but not for urgent rows."""
+        """Whether the ticket would break the promise. An urgent one may break it, but not for urgent rows."""
         rows, pairs = self._rows + self._read, self._pairs
         if ticket.tier is URGENT and rows:
             rows, pairs = self._urgent, pairs * self._urgent / rows
@@ -364,5 +364,5 @@ class _TimedTokenTally(TokenTally):
             self._read += 1
 
     def _keep(self, own: float | None) -> None:
-        """A row has that gap of its own; None: it has the group's."""
+        """Count the gap of a row; None: the group's."""
         self._own = min(self._own, self._model.gap if own is None else own)
