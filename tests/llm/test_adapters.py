@@ -288,7 +288,7 @@ def test_l9_ranks_and_their_number_are_bounded(
         AdapterStack([one] * (MOST_ADAPTERS + 1))
     monkeypatch.setattr(adapters, "free_bytes", lambda: 50_000)
     assert len(AdapterStack([one] * 6).names) == 6  # 7,424 bytes for each rank
-    with pytest.raises(ConfigError, match=r"lora: 7 adapters take 0\.0 GB together, and 0\.0 GB are free; load fewer"):
+    with pytest.raises(ConfigError, match=r"lora: 7 adapters take 0\.0 GB, but only 0\.0 GB are free; load fewer"):
         AdapterStack([one] * 7)
     with pytest.raises(ConfigError, match=r"lora: 1 adapters take .* load fewer"):  # of 7 processes each
         check(model, adapters={"b": tmp_path / "b"}, copies=7, kv_cache_bytes=1 << 20)

@@ -60,7 +60,7 @@ def test_l8_a_step_gives_the_rows_that_are_asked_for(runner: Runner) -> None:
 def test_l8_rows_outside_a_step_are_refused(tmp_path: Path) -> None:
     model = OpenVinoRunner(random_model("llama", tmp_path), num_blocks=4, threads=1)
     wrong = replace(step([Lane([5, 6])], [2], model.block_size, shuffled(4)), rows=np.array([0, 2]))
-    with pytest.raises(ProcessorError, match="wants logits of a token that it does not hold"):
+    with pytest.raises(ProcessorError, match="asks for logits of a token that it does not have"):
         model.forward(wrong)
 
 

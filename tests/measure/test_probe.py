@@ -155,7 +155,7 @@ def test_a_server_without_a_model_says_how_far_it_is(tmp_path: Path, capsys: pyt
         wires = by_wire(found)
         assert (status, found["server"]["state"]) == (1, "warmup_failed")
         assert wires["act"]["error"] == "not_ready"
-        assert "until /health says ready" in wires["act"]["advice"]
+        assert "until the state in /health is ready" in wires["act"]["advice"]
         assert "could not be started" in wires["openpi"]["message"]
         assert main(["probe", url(server)]) == 1
         assert "warmup_failed" in capsys.readouterr().out

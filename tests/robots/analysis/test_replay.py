@@ -403,8 +403,8 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
     path = record(tmp_path / "r", tiny, images="none")
     model = ["--model", str(tiny)]
     calls: list[tuple[list[str], str]] = [
-        ([], "give --model DIR, to run its model, or --schedule"),
-        ([*model, "--schedule"], "give --model DIR, to run its model, or --schedule"),
+        ([], "give either --model DIR, to run its model, or --schedule"),
+        ([*model, "--schedule"], "give either --model DIR, to run its model, or --schedule"),
         ([*model, "--diff", "taste"], "--diff=taste: must be one of actions, latency, cache, all"),
         ([*model, "--fail-on", "x"], "--fail-on=x: must be one of"),
         ([*model, "--n", "0"], "--n=0: must be a whole number >= 1"),

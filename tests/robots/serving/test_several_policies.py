@@ -135,7 +135,7 @@ def test_p30_what_cannot_be_served_is_one_line_before_the_port_opens(robots: Rob
     found = refused(f"--policy={hand}", toml="[policies.hand]\nweight = 0")
     assert found.endswith("[policies.hand]: policy.weight=0.0: must be in [0.01, 100]")
     assert refused(f"--policy={hand}", toml="[policies.arm]\nweight = 2").startswith("policy arm: SOURCE is missing")
-    assert "must be tables [policies.NAME]" in refused(f"--policy={hand}", toml="policies = 1")
+    assert "must only have tables [policies.NAME]" in refused(f"--policy={hand}", toml="policies = 1")
     found = refused(str(robots.arm), "--policy", hand, "--inject-fault", "prod:raise:1")
     assert found == "--inject-fault=prod:raise:1: must begin with NAME.SLOT; names: default, hand"
 
