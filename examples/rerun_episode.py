@@ -7,18 +7,27 @@
 
 import sys
 
-from reflex_runtime.observe.journal import JournalReader, RequestLine
+from reflex_runtime.observe.journal import JournalError, JournalReader, RequestLine
 
 
 def write(recording: str, episode: str, file: str) -> None:
+    there, lines = set(), []
+    try:
+        reader = JournalReader(recording)
+        for line in reader:
+            if isinstance(line, RequestLine):
+                there.add(line.request.episode_id or "")
+                lines += [line] if line.request.episode_id == episode else []
+    except JournalError as error:
+        raise SystemExit(error.message) from None
+    if not lines:
+        raise SystemExit(f"{recording}: no request of episode {episode}, only of {', '.join(sorted(there)) or 'none'}")
     import rerun
 
-    reader = JournalReader(recording)
     rerun.set_strict_mode(True)  # errors are raised, not logged
     stream = rerun.RecordingStream("reflex", recording_id=episode)
     stream.save(file)
     step = 1.0 / (reader.header.control_rate_hz or 20.0)
-    lines = (line for line in reader if isinstance(line, RequestLine) and line.request.episode_id == episode)
     for line in sorted(lines, key=lambda line: line.arrival):
         stream.set_time("time", duration=line.arrival)
         for name, data in line.request.images().items():

@@ -35,5 +35,17 @@ def test_an_example_without_its_extra_ends_in_one_line(name: str, library: str, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("recording", "told"),
+    [("nowhere", "nowhere: No such file"), ("recording.jsonl.gz", "episode ep-9, only of ep-0, ep-1, ep-2, ep-3")],
+)
+def test_an_episode_that_was_not_recorded_is_one_line(recording: str, told: str) -> None:
+    (path,) = (path for path in EXAMPLES if path.stem == "rerun_episode")
+    words, there = [sys.executable, path, recording, "ep-9", "out.rrd"], Path(__file__).parent / "observe" / "schema_1"
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, cwd=there)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert told in done.stderr
+
+
 def test_examples_are_short() -> None:
     assert [path.name for path in EXAMPLES if len(path.read_text(encoding="utf-8").splitlines()) >= 60] == []

@@ -119,6 +119,9 @@ def test_an_id_that_two_robots_use_is_two_episodes_without_an_outcome(tmp_path: 
 def test_recordings_without_pictures_say_how_to_record(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--record-images full"):
         written(two_robots(tmp_path / "recordings", images="hash_only"), tmp_path / "fleet")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=f"^{tmp_path}/empty: no recordings .* there"):
+        written(tmp_path / "empty", tmp_path / "fleet")
     (tmp_path / "no.jsonl").write_text('{"kind": "header", "schema_version": 3}\n')
     with pytest.raises(SystemExit, match="no journal of version 1 or 2"):
         written(tmp_path / "no.jsonl", tmp_path / "fleet")

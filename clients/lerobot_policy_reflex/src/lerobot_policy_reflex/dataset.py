@@ -19,7 +19,7 @@ import json
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -63,7 +63,7 @@ class Recordings:
     """
 
     def __init__(
-        self, paths: Iterable[Path], scratch: IO[bytes], episode: str | None = None, policy: str | None = None
+        self, paths: Sequence[Path], scratch: IO[bytes], episode: str | None = None, policy: str | None = None
     ) -> None:
         self.left_out: Counter[str] = Counter()
         self.about: Line = {}
@@ -73,6 +73,8 @@ class Recordings:
         found: defaultdict[Key, Episode] = defaultdict(lambda: Episode(("", "", "")))
         ends: dict[tuple[str, str], bool] = {}
         files = [file for path in paths for file in (sorted(path.glob("*.jsonl*")) if path.is_dir() else [path])]
+        if not files:
+            raise SystemExit(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
         for path in files:
             lines = lines_of(path)
             header = next(lines, {})
