@@ -66,7 +66,7 @@ async def routes_of(tmp_path: Path) -> tuple[Iterable[Route], ...]:
     model, feeds = ModelServer(toy_model(Model())), page_of_feeds()
     return (
         policies.routes.values(),
-        [*model.app.routes.values(), model._one],
+        [*model.app.routes.values(), model._model_route],
         [*feeds.routes.values(), *feeds._pictures.every],
     )
 
