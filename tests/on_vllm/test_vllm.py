@@ -249,6 +249,7 @@ def test_a_refusal_is_an_error_to_callers(code: str, status: int) -> None:
     assert json.loads(body)["error"]["type"] == code
     assert headers[b"content-length"] == b"%d" % len(body)
     assert (b"retry-after" in headers) == (status == 503)
+    assert (b"x-reflex-max-gap-ms" in body) == (status == 400)  # what the caller may have sent
 
 
 def test_other_answers_are_sent_on() -> None:

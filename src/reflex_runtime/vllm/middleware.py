@@ -23,7 +23,7 @@ REFUSALS: Final[dict[str, ReflexError]] = {
         QueueFull("too many seconds of work wait, and this client has more than its share of them"),
         Shed("its deadline can no longer be met"),
         Expired("its deadline passed before its first token"),
-        ConfigError("vllm_xargs: client must be a text, deadline_ms a number >= 0, max_gap_ms one > 0"),
+        ConfigError(f"{', '.join(HEADERS.values())} (or vllm_xargs): must be a text, a number >= 0, and one > 0"),
     )
 }
 DROPPED: Final = Dropped("the scheduler ended it before its first token: its deadline passed, or the queue is full")
