@@ -180,6 +180,7 @@ def test_t7_files_of_another_user(open_to_all: Path) -> None:
     finally:
         os.seteuid(before)
     assert "Permission denied" in finding.actual
+    assert finding.remediation.startswith("correct the key (docs/exports.md has all keys")
     assert "chmod a+r" in finding.remediation
 
 

@@ -189,8 +189,8 @@ def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.fl
 
 @check(
     "config", "", "a configuration without faults, and whole, readable files (docs/exports.md)",
-    "copy the named file into the directory again, so that it can be read here and by the server (chmod a+r), or "
-    "correct the key; docs/exports.md explains each, docs/policies.md a policy of your own",
+    "correct the key (docs/exports.md has all keys, docs/policies.md those of your own policy); copy a file again that "
+    "is missing or damaged, and let the server read it (chmod a+r)",
 )  # fmt: skip
 def check_config(context: CheckContext) -> str:
     """Of any source; the errors are those of its reader."""
