@@ -112,7 +112,7 @@ def test_the_client_sends_and_gets_arrays_and_names_errors(tmp_path: Path) -> No
 def test_probe_says_where_functions_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with example("stream", "count") as server:
         assert main(["probe", url_of(server)]) == 2
-        assert f"serves functions; {url_of(server)}/docs has a line" in capsys.readouterr().err
+        assert f"serves functions; {url_of(server)}/docs has a command" in capsys.readouterr().err
 
 
 def test_what_curl_calls_a_body_by_itself_is_json_for_a_text(tmp_path: Path) -> None:
