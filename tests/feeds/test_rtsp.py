@@ -17,7 +17,7 @@ from av.container import core
 from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
 from feeds.tls import behind_tls
-from feeds.videos import clip, number_of, picture
+from feeds.videos import clip, number_of, picture, write_video
 from reflex_runtime.feeds.runtime.feed import Feed
 from reflex_runtime.feeds.runtime.pipeline import SourceError
 from reflex_runtime.feeds.sources import video
@@ -204,13 +204,14 @@ def test_the_clock_of_pyav_is_replaced_where_it_is_kept(camera: RtspCamera) -> N
 @contextmanager
 def web(data: bytes, size: int | None = None, closes: bool = False) -> Iterator[str]:
     """A server that answers with `data` and, if `size` says there is more, keeps the connection open until the end,
-    unless it `closes` it."""
+    unless it `closes` it. size: -1 if it does not tell how much there is."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("Content-Length", str(size or len(data)))
+            if size != -1:
+                self.send_header("Content-Length", str(size or len(data)))
             self.end_headers()
             self.wfile.write(data)
             if size and not closes:
@@ -254,6 +255,19 @@ def test_f14_a_video_over_http_plays_at_its_own_pace() -> None:
     assert feed.state == "ended"
     assert len(pauses) == 30
     assert pauses == sorted(pauses)
+
+
+def test_f14_fragments_of_unknown_length_are_those_of_a_camera(tmp_path: Path) -> None:
+    """FFmpeg takes those that came for the whole: a camera would stay as late as what it sends at first."""
+    fragments = {"movflags": "empty_moov+default_base_moof", "frag_duration": "200000"}
+    cut = write_video(tmp_path / "a.mp4", map(picture, range(60)), options={"g": "5"}, parts=fragments).read_bytes()
+    whole = write_video(tmp_path / "b.mp4", map(picture, range(60)), parts={"movflags": "faststart"}).read_bytes()
+    for data, size, paced in ((cut, -1, False), (cut, None, True), (whole, -1, True)):
+        with web(data, size, closes=True) as url:
+            source = VideoSource(url, open_timeout=PATIENCE)
+            source.open()
+            assert source.paced is paced
+            source.close()
 
 
 def test_f14_a_page_in_place_of_a_video_is_said() -> None:

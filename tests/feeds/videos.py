@@ -41,9 +41,10 @@ def write_video(
     fps: int = 25,
     codec: str = "libx264",
     options: dict[str, str] | None = None,
+    parts: dict[str, str] | None = None,
 ) -> Path:
-    """Encode the pictures into a file; the name's ending chooses the container."""
-    with av.open(str(path), "w") as container:
+    """Encode the pictures into a file; the name's ending chooses the container, `parts` are its options."""
+    with av.open(str(path), "w", options=parts or {}) as container:
         stream = container.add_stream(codec, rate=fps, options=options or {})
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for number, image in enumerate(pictures):

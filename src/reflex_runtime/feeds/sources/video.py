@@ -126,8 +126,7 @@ class VideoSource:
         self.live, self.paced = self._remote or realtime, realtime  # paced, over HTTP: set by `open`
         self.total: int | None = None
         self.corrupt, self.step = 0, 0.04
-        self._aspect = 1.0  # of a pixel: width over height
-        self._timed = True  # False: the times are made up by FFmpeg
+        self._aspect, self._timed = 1.0, True  # of a pixel: width over height; False: the times are made up by FFmpeg
 
     # -- Source ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +149,8 @@ class VideoSource:
         rate = float(stream.average_rate or stream.guessed_rate or 0.0)
         self.step = 1.0 / rate if rate > 0.0 else 0.04
         self._timed = not self._container.format.flags & NO_TIMES
-        self.paced = self.paced or (self._scheme.startswith("http") and bool(self._container.duration))
+        live = "mp4" in self._container.format.name and not (stream.frames or self._container.size > 0)  # in fragments
+        self.paced = self.paced or (self._scheme.startswith("http") and bool(self._container.duration) and not live)
         self.total = None if self._remote or self._loop else self._expected(stream, rate)
         if self._hwaccel and not stream.codec_context.is_hwaccel:
             self._log_cpu()
