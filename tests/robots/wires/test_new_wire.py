@@ -134,7 +134,7 @@ def test_every_message_has_its_answer_and_every_error_keeps_the_session(export: 
         hello = client.request(stock.MessageType.HELLO, {}).payload
         assert (hello["ok"], hello["reflex"]["model_id"]) == (True, "tiny")
         for bad, field in [
-            ({"reflex/nonsense": 1}, "nonsense"),
+            ({"reflex/nonsense": 1}, "reflex/nonsense"),
             ({"state": {"arm_joint_state": np.zeros(3)}}, "state"),
             ({"state": {"arm_joint_state": "x"}}, "state/arm_joint_state"),
             ({"env_idx": -1}, "env_idx"),
