@@ -82,6 +82,21 @@ def test_e3_hold_remembers_a_bounded_number_of_episodes() -> None:
         guard.check(chunk([NAN, 0.0]), "b")
 
 
+def test_e3_hold_forgets_an_episode_that_ended_and_no_other() -> None:
+    guard = ActionGuard(ARM, on_bad_action="hold")
+    for episode in "abc":
+        guard.check(chunk([0.25, 0.5]), episode)
+    guard.forget("a")
+    guard.forget("unknown")
+    with pytest.raises(NonFiniteResult, match="no good action to hold"):
+        guard.check(chunk([NAN, 0.0]), "a")
+    assert guard.check(chunk([NAN, 0.0]), "b").guard is not None
+    guard.forget()
+    for episode in "bc":
+        with pytest.raises(NonFiniteResult):
+            guard.check(chunk([NAN, 0.0]), episode)
+
+
 def test_e3_guards_of_two_slots_know_nothing_of_each_other() -> None:
     a, b = (ActionGuard(ARM, "hold") for _ in "ab")
     a.check(chunk([0.25, 0.5]), "e")

@@ -15,6 +15,7 @@ from reflex_runtime.observe.journal import read_journal
 from robots.tiny import write_export
 from serving.exports import expected
 from serving.harness import STATE, Server
+from serving.pair import outcome
 from serving.requests import busy, grey, marked, numbered, observe, queued, right, strike
 
 # -- B19 ---------------------------------------------------------------------------------------------------------------
@@ -131,6 +132,11 @@ def test_e3_on_bad_action_hold_repeats_the_episodes_last_good_action(tiny: Path)
         assert held["guard"]["held"] is True
         assert all(np.allclose(action, last) for action in held["actions"])
         assert server.act(request_id=bad, episode_id="another").status == 500
+        for repeated in (False, True):  # the same id in one run after another
+            assert outcome(server, "e").json["repeated"] is repeated
+            assert server.act(request_id=bad, episode_id="e").status == 500
+            assert server.act(request_id=good, episode_id="e").status == 200
+            assert server.act(request_id=bad, episode_id="e").status == 200
     with Server(tiny, "--inject-fault", "prod:nan:0.2") as server:
         assert server.act(request_id=good, episode_id="e").status == 200
         assert server.act(request_id=bad, episode_id="e").status == 500  # the default is an error

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.batch import Batch
-from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError, NonFiniteResult, ProcessorError
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.robots import Export, Policy, load_policy
+from reflex_runtime.robots import ActionChunk, Export, Policy, load_policy
 from reflex_runtime.robots.policy.processors import parse_fault
 from reflex_runtime.robots.policy.spec import Embodiment
 from reflex_runtime.robots.versions.slots import Slot, Version, check_alike, faults_of, group_of, load
@@ -174,11 +174,14 @@ def test_v13_a_version_that_was_never_put_in_is_forgotten_and_drills_reach_the_o
 
 
 def test_v12_the_version_before_comes_back_without_what_it_had_carried_over(tmp_path: Path) -> None:
-    config = ServeConfig(rtc=True)
+    config = ServeConfig(rtc=True, on_bad_action="hold")
     policy = load(config, "prod", Export.load(write_export(tmp_path / "one", "decomposed")))
     slot = Slot("prod", config, policy, [])
     policy.tails.remember("e", np.zeros((4, 2), np.float32), 0.1)  # type: ignore[attr-defined]
     first = slot.version
+    guard = first.processor.guard
+    assert guard is not None
+    guard.keep(np.zeros((4, 2), np.float32), "e")
     second = slot.made(decomposed(tmp_path / "other"))
     slot.exchange(second, keep=True)
     assert (slot.version, slot.loaded) == (second, 2)
@@ -186,6 +189,8 @@ def test_v12_the_version_before_comes_back_without_what_it_had_carried_over(tmp_
     assert slot.go_back() is first
     assert slot.go_back() is None
     assert policy.tails.anchor("e", 1) is None  # type: ignore[attr-defined]
+    with pytest.raises(NonFiniteResult, match="no good action to hold"):
+        guard.check(ActionChunk(np.full((4, 2), np.nan, np.float32), 5), "e")
     assert slot.let_go([]) == [second]
 
 

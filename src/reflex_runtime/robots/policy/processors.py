@@ -46,7 +46,7 @@ _CLEAN: Final[dict[str, Any]] = {"clamped": 0, "joints": [], "held": False}
 
 
 class ActionGuard:
-    """Checks the chunks of one slot, on the device thread.
+    """Checks the chunks of one version of a policy, on the device thread. `forget` may be called on any thread.
 
     embodiment: actions are clamped to its ranges; without ranges they are only checked for non-finite values.
     on_bad_action: "error" fails the request. "hold" answers with the episode's last good action in every step of the
@@ -58,13 +58,13 @@ class ActionGuard:
     def __init__(self, embodiment: Embodiment, on_bad_action: OnBadAction = "error", max_episodes: int = 4096) -> None:
         self.on_bad_action = on_bad_action
         self._ranges, self._names = embodiment.action_ranges, embodiment.action_names
+        self._lock = threading.Lock()
         self._last: Lru[str, NDArray[np.float32]] = Lru(max_episodes)
 
     def check(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         """The checked chunk with its report; NonFiniteResult if it must not be sent."""
         actions, report = chunk.actions, _CLEAN
-        bad = ~np.isfinite(actions)
-        if bad.any():
+        if (bad := ~np.isfinite(actions)).any():
             return self._hold(chunk, episode_id, bad)
         if self._ranges is not None:
             inside = np.clip(actions, self._ranges[:, 0], self._ranges[:, 1])
@@ -85,14 +85,23 @@ class ActionGuard:
     def keep(self, actions: NDArray[np.float32], episode_id: str) -> None:
         """Keep the episode's last good action, if it may be needed."""
         if self.on_bad_action == "hold" and episode_id:
-            self._last[episode_id] = actions[-1].copy()
+            with self._lock:
+                self._last[episode_id] = actions[-1].copy()
+
+    def forget(self, episode_id: str | None = None) -> None:
+        """Forget the last action of an episode, or of all: in another run the arm is elsewhere."""
+        with self._lock:
+            for one in list(self._last) if episode_id is None else (episode_id,):
+                self._last.pop(one, None)
 
     def _hold(self, chunk: ActionChunk, episode_id: str, bad: NDArray[np.bool_]) -> ActionChunk:
-        report, last = self._report(bad, held=True), self._last.get(episode_id)
+        report = self._report(bad, held=True)
+        with self._lock:
+            if (last := self._last.get(episode_id)) is not None:
+                self._last.move_to_end(episode_id)
         if last is None:
             held = "" if self.on_bad_action == "error" else "; the episode has no good action to hold"
             raise NonFiniteResult(f"the policy's actions are not finite (joints {', '.join(report['joints'])}){held}")
-        self._last.move_to_end(episode_id)
         return replace(chunk, actions=np.broadcast_to(last, chunk.actions.shape).copy(), guard=report)
 
     def _report(self, bad: NDArray[np.bool_], held: bool = False) -> dict[str, Any]:
@@ -160,6 +169,7 @@ class GuardedProcessor:
         seed: int = 0, sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         self._inner, self.repeatable, self.guard, self.faults = inner, inner.repeatable, guard, faults
+        self.start, self.drop, self.stop = inner.start, inner.drop, inner.stop
         self._latency, self._seed, self._sleep = latency, seed, sleep
         self.release = threading.Event()
 
@@ -167,15 +177,6 @@ class GuardedProcessor:
     def any_thread(self) -> bool:
         """Whether any thread may run it: not with faults, which may hang or end the thread."""
         return not self.faults and may_run_anywhere(self._inner)
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        self._inner.drop(tickets)
-
-    def stop(self) -> None:
-        self._inner.stop()
 
     def run(self, batch: Batch) -> Sequence[Any]:
         if self._latency:
@@ -238,9 +239,8 @@ def served_by(
 
 
 def _checked(guard: ActionGuard, ticket: Ticket, chunk: ActionChunk, notes: dict[str, Any]) -> Done | NonFiniteResult:
-    checked: Done | NonFiniteResult
     try:
-        checked = Done(chunk := guard.check(chunk, _episode(ticket)))
+        checked: Done | NonFiniteResult = Done(chunk := guard.check(chunk, _episode(ticket)))
         report = chunk.guard or _CLEAN
         note = "held" if report["held"] else "clamped" if report["clamped"] else ""
     except NonFiniteResult as error:

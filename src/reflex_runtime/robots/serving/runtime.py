@@ -91,7 +91,7 @@ class ServedPolicy:
         ramp = partial(Ramp.parse, self.config.ramp, self.config.ramp_every, guard) if self.config.ramp else None
         breaker = Breaker(self.served, self.config.max_consecutive_crashes, self.config.probe_cooldown_s)
         split, prefix = self.config.split, self.prefix
-        self.rollout = Rollout(self.served, breaker, split, ramp, guard, self._changed, self._moved, prefix)
+        self.rollout = Rollout(self.served, breaker, split, ramp, guard, self._changed, self._forget, prefix)
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
         self.loading = False  # whether a load is in progress, perhaps one that was cancelled
@@ -128,13 +128,13 @@ class ServedPolicy:
 
     def shown(self) -> dict[str, Any]:
         """Fields for the live view: health, versions and their comparison."""
-        told = self.rollout.snapshot(time.monotonic()) | self.objective
-        told["state"] = self.health
-        told["groups"] = {slot.name: slot.group for slot in self.slots.values()}
-        told["versions"] = {name: slot.version.name for name, slot in self.slots.items()}
+        found = self.rollout.snapshot(time.monotonic()) | self.objective
+        found["state"] = self.health
+        found["groups"] = {slot.name: slot.group for slot in self.slots.values()}
+        found["versions"] = {name: slot.version.name for name, slot in self.slots.items()}
         if self.shadow is not None:
-            told["shadow"] = dict(self.shadow.snapshot())
-        return told
+            found["shadow"] = dict(self.shadow.snapshot())
+        return found
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -200,14 +200,13 @@ class ServedPolicy:
     def ended(self, episode_id: str, success: bool, robot_id: str | None = None, **fields: object) -> dict[str, Any]:
         """End an episode: count it, drop what policies keep of it, and note it in every journal. Returns the note; 404
         for an unknown episode, 409 where several robots have one of that name."""
-        told = self.rollout.outcome(episode_id, success, robot_id)
-        if told["counted"]:
-            self._server.metrics.slots[self.groups[told["slot"]]].episodes[success].inc()
-        if not told["repeated"]:
-            for slot in self.slots.values():
-                slot.policy.forget(episode_key(told.get("robot_id"), episode_id))
-            self.note("outcome", **told, **fields)
-        return told
+        outcome = self.rollout.outcome(episode_id, success, robot_id)
+        if outcome["counted"]:
+            self._server.metrics.slots[self.groups[outcome["slot"]]].episodes[success].inc()
+        self._forget([episode_key(outcome.get("robot_id"), episode_id)])  # also if repeated: an id may be used again
+        if not outcome["repeated"]:
+            self.note("outcome", **outcome, **fields)
+        return outcome
 
     def note(self, kind: str, **fields: object) -> None:
         """Write a note into every journal."""
@@ -301,11 +300,11 @@ class ServedPolicy:
     def _changed(self, change: Change) -> None:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
 
-    def _moved(self, episodes: Sequence[str]) -> None:
-        """Forget these episodes: in the new slot the rest of a chunk of the old one would be a jump."""
+    def _forget(self, episodes: Sequence[str]) -> None:
+        """Forget episodes that ended, or moved: in the new slot the rest of a chunk of the old one would be a jump."""
         for slot in self.slots.values():
             for episode in episodes:
-                slot.policy.forget(episode)
+                slot.forget(episode)
 
 
 class PolicyRuntime(BatchServer):
@@ -459,7 +458,7 @@ def header_of(policies: Sequence[ServedPolicy]) -> dict[str, Any]:
     first = _head_of(policies[0]) | {"hardware": hardware()}
     if len(policies) == 1:
         return first
-    slots = [dict(told, slot=f"{one.name}.{told['slot']}") for one in policies for told in _slots_of(one)]
+    slots = [dict(slot, slot=f"{one.name}.{slot['slot']}") for one in policies for slot in _slots_of(one)]
     served = {one.name: PolicyHead(**_head_of(one)) for one in policies}
     return first | {"policies": slots, "split": None, "served": served}
 

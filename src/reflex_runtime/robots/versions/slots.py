@@ -23,17 +23,12 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.robots.policy.base import Policy, PolicySource, WarmUp
 from reflex_runtime.robots.policy.episodes import Rtc
-from reflex_runtime.robots.policy.processors import (
-    ActionGuard,
-    Fault,
-    GuardedProcessor,
-    parse_fault,
-)
+from reflex_runtime.robots.policy.processors import ActionGuard, Fault, GuardedProcessor, parse_fault
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.robots.sources.load import load_policy
 from reflex_runtime.run.modules import told
 from reflex_runtime.run.onnx_session import PROVIDERS
-from reflex_runtime.run.processor import Processor, may_run_anywhere
+from reflex_runtime.run.processor import may_run_anywhere
 from reflex_runtime.settings import ServeConfig
 
 log = logging.getLogger("reflex.server")
@@ -52,7 +47,7 @@ class Version:
     `model_id@hash`. told: fields of every answer: inference mode, model hash and config hash.
     """
 
-    def __init__(self, policy: Policy, processor: Processor, number: int = 1) -> None:
+    def __init__(self, policy: Policy, processor: GuardedProcessor, number: int = 1) -> None:
         if number > 1:
             policy.shape = f"{policy.shape} #{number}"
         self.policy, self.processor = policy, processor
@@ -118,8 +113,15 @@ class Slot:
         if self.previous is None:
             return None
         self.version, self.previous = self.previous, None
-        self.policy.forget()  # chunks from before the exchange
+        self.forget()  # chunks and actions from before the exchange
         return self.version
+
+    def forget(self, episode: str | None = None) -> None:
+        """Forget what policies and guards keep of an episode, or of every one."""
+        for version in list(self._versions.values()):
+            version.policy.forget(episode)
+            if version.processor.guard is not None:
+                version.processor.guard.forget(episode)
 
     def let_go(self, active: Sequence[Any]) -> list[Version]:
         """Unload unused versions, and return them. active: the group's partitions that hold tickets."""
@@ -149,16 +151,14 @@ class Slot:
         if key not in self._started:
             version.processor.start()
             self._started.add(key)
-        others = [ticket for ticket in batch.left if ticket.request.partition != key]
-        if others:
+        if others := [ticket for ticket in batch.left if ticket.request.partition != key]:
             self.drop(others)
             batch = replace(batch, left=tuple(t for t in batch.left if t.request.partition == key))
         return version.processor.run(batch)
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
         for key, version in list(self._versions.items()):
-            mine = [ticket for ticket in tickets if ticket.request.partition == key]
-            if mine:
+            if mine := [ticket for ticket in tickets if ticket.request.partition == key]:
                 version.processor.drop(mine)
 
     def stop(self) -> None:
