@@ -10,8 +10,12 @@ from collections.abc import Iterable
 from importlib.metadata import distribution, packages_distributions
 from itertools import chain
 
+import pytest
 from packaging.requirements import Requirement
 from tests.sources import PACKAGE, ROOT, modules
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.robots.sources.lerobot_checkpoint import check_lerobot
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOR_US = {"bench", "dev"}  # extras of the repository: the package imports none of them
@@ -96,6 +100,25 @@ def test_what_is_private_to_a_library_is_known_and_its_version_has_an_upper_boun
     bounds = {(told.name, str(told.specifier)) for told in map(Requirement, lines) if told.name in BOUNDED}
     assert {name for name, _ in bounds} == BOUNDED
     assert [told for told in bounds if not re.search("<|~=|==", told[1])] == []
+
+
+def test_the_robots_extra_installs_a_lerobot_that_serves_every_type_where_one_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [told for told in map(Requirement, PROJECT["optional-dependencies"]["robots"]) if told.name == "lerobot"]
+    (newest,) = [told for told in lines if told.marker and told.marker.evaluate({"python_version": "3.12"})]
+    wrong = []
+    for found in ("0.4.4", "0.5.0", "0.5.10", "0.6.0", "0.6", "0.6.1", "0.6.2rc1", "0.6.10"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, found=found: found)
+        try:
+            check_lerobot("lerobot:x", "pi0")
+            error = ""
+        except ConfigError as refused:
+            error = str(refused)
+        if (error == "") != newest.specifier.contains(found, prereleases=True) or (error and "0.6.1" not in error):
+            wrong.append((found, error))
+        check_lerobot("lerobot:x", "act")
+    assert wrong == []
 
 
 def test_something_private_is_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -244,7 +245,7 @@ def check_lerobot(source: str, kind: str) -> None:
             f"{source}: needs LeRobot: in a clone, pip install '.[robots]' (0.6.1 for Python 3.12 and newer; 0.4.4 "
             "for Python 3.11, without VLAs)"
         ) from None
-    if kind in NEEDS_06 and tuple(map(int, found.split(".")[:2])) < (0, 5):
+    if kind in NEEDS_06 and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 6, 1):
         raise ConfigError(f"{source}: {kind} needs LeRobot 0.6.1 or newer, and so Python 3.12; found LeRobot {found}")
 
 

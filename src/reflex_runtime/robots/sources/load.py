@@ -231,8 +231,7 @@ def check_two_policies(
         size = in_gb(larger.model_bytes)
         log.warning("%s=1: no check that %d policies of %s (%s) fit the memory", SKIP, policies, size, larger.source)
         return
-    why = refusal(larger.model_bytes, (total or total_memory)(provider), policies, beside, provider)
-    if why:
+    if why := refusal(larger.model_bytes, (total or total_memory)(provider), policies, beside, provider):
         raise ConfigError(f"{larger.source}: {why}")
 
 
