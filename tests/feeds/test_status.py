@@ -15,6 +15,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.feeds.pages import health_of
 from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics
+from reflex_runtime.web.serve import ReflexServer
 
 
 @pytest.fixture
@@ -94,6 +95,15 @@ def test_an_address_that_cannot_be_had_is_a_config_error(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot be bound") as caught:
         Page(host=host).server.start()
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_ends_before_it_listens_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(self: ReflexServer, sockets: Any) -> None:
+        assert sockets
+
+    monkeypatch.setattr(ReflexServer, "serve", serve)
+    with pytest.raises(RuntimeError, match="ended before it listened on port 0"):
+        Page().server.start()
 
 
 def test_pages_that_cannot_be_made_fail_the_start_and_leave_no_thread() -> None:

@@ -223,6 +223,8 @@ def status_server(settings: FeedsConfig, pages: Callable[[], FeedPages]) -> Iter
         try:
             with listening, asyncio.Runner(loop_factory=loop_factory) as runner:
                 runner.run(_serve(settings, pages, listening, ready))
+            if not ready.done():
+                raise RuntimeError(f"the server of the status pages ended before it listened on port {settings.port}")
         except BaseException as error:
             if ready.done():
                 log.exception("the server of the status pages failed")
@@ -247,15 +249,9 @@ async def _serve(
 ) -> None:
     pages = make()
     limits = ServerConfig(  # for few callers
-        host=settings.host,
-        api_key=settings.api_key,
-        admin_key=settings.admin_key,
-        allow_host=settings.allow_host,
-        max_connections=256,
-        body_timeout_s=10.0,
-        max_bodies_mb=1.0,
-        max_body_bytes=1 << 16,
-    )
+        host=settings.host, api_key=settings.api_key, admin_key=settings.admin_key, allow_host=settings.allow_host,
+        max_connections=256, body_timeout_s=10.0, max_bodies_mb=1.0, max_body_bytes=1 << 16,
+    )  # fmt: skip
     app = App(limits, pages.routes, PLAIN, pages.find, missing=partial(_missing, pages.routes))
     host = Host("ready")
     host.on_drain.append(pages.close)
