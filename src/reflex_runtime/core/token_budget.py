@@ -103,8 +103,7 @@ class ExtraUnits:
         if price is None:  # assume that a unit costs at most as much as a row
             return _first(asked, HOPE, min(most, max(4, rows), seconds * rows / base))
         left = min(most, seconds / max(1e-12, price))
-        n = _best(asked, rows / base, rows, MARGIN * price, left)
-        if n:
+        if n := _best(asked, rows / base, rows, MARGIN * price, left):
             steps.until = PROBE
         elif steps.since >= steps.until:
             steps.until = min(2 * steps.until, RAREST)
@@ -144,6 +143,7 @@ COLD_ROWS = 8.0  # and sequences, if a gap is promised
 TIMES_FIXED = 8.0  # times its fixed part that a step may take if no gap is given: 1/8 of the time goes to fixed parts
 ALONE = 4.0  # times the gap, or the fixed part, that a step of prompts may take while no sequence waits for a token
 EVEN = 2.0  # times the time of its rows, that a step may take whatever gap a request has
+FIRST_SHARED = 2.0  # times the other rows, that a step may have because one client has more, until learned
 SHARED = 2.5  # times the time of the other rows, that a step may take because one client has more rows
 LONGEST = 2.0  # seconds of a step because of its fixed part, or because its rows allow a long gap
 
@@ -242,7 +242,7 @@ class TimedTokens(TokenCost):
             return inf
         size = rows.bit_length()
         self._sharing = size, SHARED * (self._plain.get(size) or self.predict(rows, 0.0, 0.0))
-        return self._shared.setdefault(size, EVEN * rows)
+        return self._shared.setdefault(size, FIRST_SHARED * rows)
 
     def tally(self) -> Tally:
         return _TimedTokenTally(self)
