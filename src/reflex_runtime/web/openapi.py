@@ -187,10 +187,8 @@ _PAGE: Final = Path(__file__).parent / "dashboard" / "docs.html"
 
 
 def document_routes(write: Callable[[HttpRequest], bytes]) -> list[Route]:
-    """/openapi.json; /docs, the page; and /, which is the page for browsers and lists the paths for programs.
-
-    write: makes the document for a request.
-    """
+    """/openapi.json; /docs, the page; and /, which is the page for browsers and lists the paths for programs. write:
+    makes the document for a request."""
 
     async def openapi(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, write(request))

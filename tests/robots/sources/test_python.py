@@ -108,6 +108,18 @@ class AtTimes(WholeModel):
 def at_times(device):
     return AtTimes(SPEC)
 
+class Reader(WholeModel):
+    """Like a graph that masks padding, which is the id of unknown words too."""
+    def chunk(self, rows, noise):
+        read = np.array([(row.tokens != 0).any() for row in rows])
+        return np.where(read[:, None, None], noise, np.nan)
+
+def reader(device):
+    import dataclasses
+    from reflex_runtime.robots.policy.tokenizer import WordTokenizer
+    words = WordTokenizer({"[PAD]": 0, "[UNK]": 1, "open": 7})
+    return Reader(dataclasses.replace(SPEC, takes_text=True, max_tokens=2, tokenizer=words))
+
 class NoChunk(WholeModel): pass
 
 def no_chunk(device):
@@ -198,6 +210,11 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
     assert WRONG[source] in told[0]
+
+
+def test_p5_a_policy_is_warmed_up_with_a_word_that_it_knows(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warmed_up(load_policy("python:my_policy:reader"))
+    assert not caplog.messages
 
 
 def test_p5_a_policy_none_of_whose_actions_are_numbers_is_refused(

@@ -60,9 +60,10 @@ class PromptTemplate:
 
 
 class InstructionTokenizer:
-    """Turns an instruction into ids. padding: the id that fills the rest of a row."""
+    """Turns an instruction into ids. padding: the id that fills the rest of a row. example: a text for a warm-up."""
 
     padding: int = 0
+    example: str = "warm up"
 
     def ids(self, text: str) -> Sequence[int]:
         """The ids of the text."""
@@ -90,6 +91,7 @@ class WordTokenizer(InstructionTokenizer):
 
     def __init__(self, words: Mapping[str, int], unknown: int = 0, padding: int = 0, lower: bool = True) -> None:
         self._words, self._unknown, self.padding, self._lower = dict(words), unknown, padding, lower
+        self.example = next((word for word in words if word.isalnum() and not self.unknown(word)), self.example)
 
     def ids(self, text: str) -> Sequence[int]:
         return [self._words.get(word, self._unknown) for word in self._split(text)]
