@@ -138,3 +138,18 @@ def test_a_report_that_fails_is_logged_and_hides_nothing(make: Make, caplog: pyt
         make("http://127.0.0.1:1").report_outcome("ep-1", True, float("nan"))
     with pytest.raises(ValueError, match="success='no': must be True or False"):
         make("http://127.0.0.1:1").report_outcome("ep-1", "no")
+
+
+def test_a_wrong_outcome_does_not_replace_the_error_of_its_block(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(episode: Any, act: Any, fails: bool = True) -> None:
+        episode.success = "no"
+        if fails:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.WARNING, "reflex.client"):
+        make("http://127.0.0.1:1").episode(body)
+    assert "success='no': must be True or False" in caplog.text
+    with pytest.raises(ValueError, match="success='no'"):
+        make("http://127.0.0.1:1").episode(lambda *given: body(*given, fails=False))

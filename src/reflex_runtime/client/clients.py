@@ -331,10 +331,8 @@ class Client(BaseClient):
 
 
 class AsyncClient(BaseClient):
-    """`Client` for asyncio; may be used by several tasks at once. Arguments: see `BaseClient`.
-
-    Cancelling a task that waits closes its connection, and the server drops the request.
-    """
+    """`Client` for asyncio; may be used by several tasks at once. Arguments: see `BaseClient`. Cancelling a task that
+    waits closes its connection, and the server drops the request."""
 
     _kind = httpx.AsyncClient, httpx.AsyncHTTPTransport
 
@@ -408,7 +406,9 @@ class Episode(Generic[C]):
         try:
             await self.client._report_outcome(self.episode_id, self.success, self.reward, self.robot_id)
             self.reported = True
-        except ClientError as lost:
+        except (ClientError, ValueError) as lost:
+            if error is None and isinstance(lost, ValueError):
+                raise
             log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)
 
     act = Method(_act)
