@@ -11,12 +11,13 @@ from reflex_runtime.observe.journal import JournalError, JournalReader, RequestL
 
 
 def write(recording: str, episode: str, file: str) -> None:
-    there, lines = set(), []
+    there: set[str] = set()
+    lines: list[RequestLine] = []
     try:
         reader = JournalReader(recording)
         for line in reader:
             if isinstance(line, RequestLine):
-                there.add(line.request.episode_id or "")
+                there.update([line.request.episode_id] if line.request.episode_id else [])
                 lines += [line] if line.request.episode_id == episode else []
     except JournalError as error:
         raise SystemExit(error.message) from None

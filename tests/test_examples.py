@@ -1,5 +1,6 @@
 """Every example runs as it stands, in a process of its own."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def test_an_episode_that_was_not_recorded_is_one_line(recording: str, told: str)
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, cwd=there)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert told in done.stderr
+
+
+def test_a_recording_without_episodes_names_none(tmp_path: Path) -> None:
+    recorded = gzip.decompress((Path(__file__).parent / "observe" / "schema_1" / "recording.jsonl.gz").read_bytes())
+    (tmp_path / "some.jsonl").write_bytes(recorded.replace(b'"episode_id":"ep-0"', b'"episode_id":null'))
+    (path,) = (path for path in EXAMPLES if path.stem == "rerun_episode")
+    words = [sys.executable, path, tmp_path / "some.jsonl", "ep-9", "out.rrd"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.endswith("no request of episode ep-9, only of ep-1, ep-2, ep-3\n")
 
 
 def test_examples_are_short() -> None:

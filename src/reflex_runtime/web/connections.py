@@ -530,7 +530,7 @@ class SocketConnection(_Connection, WebSocketsSansIOProtocol):
 
 @cache
 def most_connections(asked: int) -> int:
-    """As many connections as asked, or as the process may open files. Raises the soft limit of open files."""
+    """As many connections as asked, or fewer if the process may not open as many files. Raises their soft limit."""
     try:
         import resource
 

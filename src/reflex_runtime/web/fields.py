@@ -64,10 +64,10 @@ def invalid_input(name: str, why: str) -> InvalidRequest:
 def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
     """The 422 for an error of msgspec. kind: the struct of the body, for a suggestion."""
     path, unknown, why = parts_of_error(error)
-    whole = re.sub(r"^(?=\[|$)", "body", ".".join(part for part in (path, unknown) if part))
-    field = re.split(r"[.\[]", whole, maxsplit=1)[0]
+    place = re.sub(r"^(?=\[|$)", "body", ".".join(part for part in (path, unknown) if part))
+    field = re.split(r"[.\[]", place, maxsplit=1)[0]
     meant = suggestion(str(error), kind) if kind is not None else ""
-    return invalid(printable(field), printable(f"{whole}: {why}") + meant)
+    return invalid(printable(field), printable(f"{place}: {why}") + meant)
 
 
 def parts_of_error(error: msgspec.ValidationError) -> tuple[str, str, str]:

@@ -149,7 +149,7 @@ def pixels_of(sent: Any, field: str = "image") -> int:
             raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
         return pixels // 32 * scans if scans else pixels
     if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
-        is_now = f"{getattr(sent, 'dtype', type(sent).__name__)} {list(np.shape(sent))}"
+        is_now = f"{sent.dtype} {list(sent.shape)}" if isinstance(sent, np.ndarray) else type(sent).__name__
         raise InvalidRequest(f"{field}: must be uint8 [height, width, 3], is {is_now}", field)
     return prod(_checked_size(sent.shape[0], sent.shape[1], field)) // 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -371,6 +372,15 @@ PARTS = {
     "chunks at the end": PNG[:-12] + CHUNKS + PNG[-12:],
     "chunks in grey": encoded(SEEN[..., 0])[:33] + CHUNKS + encoded(SEEN[..., 0])[33:],
 }
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [(np.zeros((2, 2)), "float64 [2, 2]"), ([[1], [1, 2]], "list"), ("a.png", "str")],
+)  # fmt: skip
+def test_what_is_no_picture_is_named(sent: Any, found: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"must be uint8 [height, width, 3], is {found}") + "$"):
+        pixels_of(sent)
 
 
 @pytest.mark.parametrize("read", [pixels_of, decode_image])

@@ -173,9 +173,7 @@ def some(problems: Sequence[str], most: int = 6) -> str:
 
 def typical_action(spec: PolicySpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(the middle of the training's actions, their usual distance from it), each [action_dim], in the robot's units.
-
-    If actions are added to the state, that is the middle of the training's states.
-    """
+    If actions are added to the state: from the middle of the training's states."""
     norm, dim = spec.action_norm, spec.action_dim
     offset = np.zeros(dim, np.float32) if norm is None else norm.middle
     scale = np.ones(dim, np.float32) if norm is None else norm.scale
