@@ -168,7 +168,7 @@ def test_i18_there_are_only_so_many_streams(cameras: Cameras, monkeypatch: pytes
     monkeypatch.setattr(pictures, "STREAMS", 1)
     with cameras.page.asked("/feeds/door.mjpeg"):
         code, _, body = cameras.page.ask("/feeds/a%20b.mjpeg")
-        assert (code, json.loads(body)["message"]) == (429, "1 callers watch feeds already, which is the most")
+        assert (code, json.loads(body)["message"]) == (429, "1 streams of pictures are open, which is the most")
 
 
 def test_i18_one_that_does_not_read_is_cut_off_and_others_go_on(

@@ -145,7 +145,7 @@ class FeedPictures:
         """Answer with the pictures of these feeds until the caller leaves, or all of the feeds are removed."""
         self._check(request, names)
         if self._streams >= STREAMS:
-            raise TooManyRequests(f"{STREAMS} callers watch feeds already, which is the most", retry_after=10.0)
+            raise TooManyRequests(f"{STREAMS} streams of pictures are open, which is the most", retry_after=10.0)
         self._streams += 1
         try:
             with self._viewing(names):

@@ -129,7 +129,7 @@ class HFTokenizer(CoreDetokenizer, Tokenizer):
     @classmethod
     def load(cls, directory: Path | str, quiet: bool = False) -> HFTokenizer:
         """Read tokenizer.json and the files beside it, and try them out. Raises ConfigError that names a missing or
-        wrong file. quiet: do not log why tools are refused."""
+        wrong file. quiet: do not log why messages or tools are refused."""
         root = Path(directory)
         settings = _optional(root / SETTINGS_FILE)
         flag = settings.get("add_bos_token")

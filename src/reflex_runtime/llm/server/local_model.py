@@ -59,14 +59,14 @@ class GenerationStream(OutputStream):
     """The tokens of a request in this process. scores: its prompt is scored. held: its reader is slow, or it follows a
     stream that still computes the same prompt."""
 
-    __slots__ = ("_patience", "_runtime", "_ticket", "followers", "scores")
+    __slots__ = ("_held_until", "_runtime", "_ticket", "followers", "scores")
 
     def __init__(self, runtime: LocalModel, bell: asyncio.Event | None, sequence: Sequence) -> None:
         super().__init__(bell, sequence.num_prompt_tokens)
         self._runtime = runtime
         self._ticket: Ticket | None = None  # None before it is submitted, and after it was closed or has ended
         self.followers: list[GenerationStream] = []  # held until this one has its first token, or has ended
-        self._patience: asyncio.TimerHandle | None = None  # closes it when it was held too long
+        self._held_until: asyncio.TimerHandle | None = None  # closes it when it was held too long
         self.prompt_scores, self.scores = sequence.prompt_choices, sequence.scores_from is not None
 
     def add(self, output: TokenOutput) -> None:
@@ -82,8 +82,8 @@ class GenerationStream(OutputStream):
         if isinstance(outcome, Done) and wanted:
             self.completion_tokens += 1
             self.push([outcome.value])
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._held_until is not None:
+            self._held_until.cancel()
         self._resume_followers()
         self.end(None if isinstance(outcome, Done) else outcome.error)
 
@@ -237,7 +237,7 @@ class LocalModel:
     def hold(self, stream: GenerationStream) -> None:
         """Let the scheduler grant a stream with a slow reader no tokens until `resume`."""
         self._holds.inc()
-        stream._patience = asyncio.get_running_loop().call_later(self._patience, stream.close)
+        stream._held_until = asyncio.get_running_loop().call_later(self._patience, stream.close)
         stream.held = True
         ticket = stream._ticket
         if ticket is not None:
@@ -245,9 +245,9 @@ class LocalModel:
 
     def resume(self, stream: GenerationStream) -> None:
         stream.held = False
-        if stream._patience is not None:
-            stream._patience.cancel()
-            stream._patience = None
+        if stream._held_until is not None:
+            stream._held_until.cancel()
+            stream._held_until = None
         ticket = stream._ticket
         if ticket is not None and not stream.ended:
             self.batcher.device.input(lambda scheduler, now: scheduler.resume(ticket, now))
