@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from tests.sources import PACKAGE, ROOT, modules
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.extras import EXTRAS
 from reflex_runtime.robots.sources.lerobot_checkpoint import check_lerobot
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,24 +50,28 @@ def names(dependencies: list[str]) -> set[str]:
     return found - {PROJECT["name"]}
 
 
-def imported() -> dict[str, str]:
-    """The distribution of each import that is neither ours nor Python's, and one module that has it."""
-    known, found = packages_distributions(), {}
-    for module in modules().values():
-        for _, name in module.imports:
-            root = name.split(".")[0]
-            if root not in {PACKAGE, "typing_extensions"} | sys.stdlib_module_names:  # that one is for mypy
-                distribution = BROUGHT.get(root) or known.get(root, [root])[0]
-                found[distribution.lower().replace("_", "-")] = module.name
-    return found
+def roots() -> dict[str, str]:
+    """Each import that is neither ours nor Python's, and one module that has it."""
+    ours = {PACKAGE, "typing_extensions"} | sys.stdlib_module_names  # that one is for mypy
+    found = {name.split(".")[0]: module.name for module in modules().values() for _, name in module.imports}
+    return {root: where for root, where in found.items() if root not in ours}
+
+
+def imported() -> dict[str, tuple[str, str]]:
+    """The distribution of each of them, with the import and the module."""
+    known = packages_distributions()
+    called = {root: BROUGHT.get(root) or known.get(root, [root])[0] for root in roots()}
+    return {called[root].lower().replace("_", "-"): (root, where) for root, where in roots().items()}
 
 
 def test_what_the_package_imports_is_named_once_and_nothing_else_is_plain() -> None:
     plain, extras = names(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
     more = set().union(*(names(told) for extra, told in extras.items() if extra not in FOR_US))
     found = imported()
-    wrong = [f"{name} is imported by {where}, and nowhere named" for name, where in found.items()
+    wrong = [f"{name} is imported by {where}, and nowhere named" for name, (_, where) in found.items()
              if name not in plain | more | USERS]  # fmt: skip
+    wrong += [f"{root}, imported by {where}, is not in EXTRAS" for name, (root, where) in found.items()
+              if name not in plain | USERS and root not in EXTRAS]  # fmt: skip
     wrong += [f"{name} is a plain dependency that nothing imports" for name in plain - found.keys()]
     wrong += [f"{name} is plain, and part of an extra" for name in plain & more]
     assert wrong == []

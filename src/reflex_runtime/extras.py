@@ -11,7 +11,7 @@ from reflex_runtime.core.errors import ConfigError
 EXTRAS: Final[Mapping[str, str]] = {
     "av": "cameras", "cv2": "cameras", "google": "grpc", "grpc": "grpc", "jinja2": "llm", "lerobot": "robots",
     "llguidance": "llm", "matplotlib": "plots", "metaworld": "demo", "onnx": "export", "onnxscript": "export",
-    "openvino": "llm", "opentelemetry": "otel", "paho": "mqtt", "ray": "ray", "safetensors": "llm",
+    "openvino": "llm", "opentelemetry": "otel", "paho": "mqtt", "ray": "ray", "requests": "otel", "safetensors": "llm",
     "sentencepiece": "robots", "supervision": "vision", "tokenizers": "llm", "torch": "torch", "trackers": "vision",
     "transformers": "convert", "zmq": "gr00t",
 }  # fmt: skip

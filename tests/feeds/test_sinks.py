@@ -8,7 +8,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +20,12 @@ import pytest
 
 from feeds.fakes import Clock, frame
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.feeds.outputs import check_files
+from reflex_runtime.feeds.outputs import check_files, written
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo, annotated
 from reflex_runtime.feeds.outputs.json_lines import JsonLines, SinkError, line_of
 from reflex_runtime.feeds.runtime.pipeline import Frame, Result
 from reflex_runtime.settings import FeedsConfig
+from reflex_runtime.settings.declare import flag
 
 
 def result(sequence: int = 0, value: Any = None, feed: str = "cam") -> Result:
@@ -490,3 +491,10 @@ def test_a_file_that_cannot_be_names_its_option() -> None:
     for name in ("results", "trace"):
         with pytest.raises(ConfigError, match=f"--{name}=.*: cannot be written: File name too long"):
             check_files(FeedsConfig(**{name: "x" * 300}))  # type: ignore[arg-type]
+
+
+def test_every_file_that_a_setting_names_is_read_or_checked_before_the_run() -> None:
+    """`--annotate` has a directory, whose files are checked by feed."""
+    named = [f.name for f in fields(FeedsConfig) if f.metadata["metavar"] in ("FILE", "DIR")]
+    outputs = {name for name, _ in written(FeedsConfig(**dict.fromkeys(named, "x")))}  # type: ignore[arg-type]
+    assert {flag(name) for name in named} - outputs == {"--onnx", "--names", "--annotate"}
