@@ -215,6 +215,8 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
 def test_p5_a_policy_is_warmed_up_with_a_word_that_it_knows(here: Path, caplog: pytest.LogCaptureFixture) -> None:
     warmed_up(load_policy("python:my_policy:reader"))
     assert not caplog.messages
+    (actions,) = (check for check in examine("python:my_policy:reader").checks if check.id == "actions")
+    assert actions.status == "pass", actions
 
 
 def test_p5_a_policy_none_of_whose_actions_are_numbers_is_refused(

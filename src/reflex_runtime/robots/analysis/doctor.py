@@ -117,7 +117,7 @@ class CheckContext:
             return [""]
         if self.instruction:
             return [self.instruction]
-        words = spec.config.get("tokenizer") if spec.tokenizer is not None else None
+        words = getattr(spec.tokenizer, "words", spec.tokenizer and spec.config.get("tokenizer"))
         if isinstance(words, str):
             words = read_json(directory_of(self.source) / words).get("model", {}).get("vocab")
         if not isinstance(words, dict) or not words:

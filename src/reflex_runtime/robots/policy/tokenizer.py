@@ -90,14 +90,14 @@ class WordTokenizer(InstructionTokenizer):
     """
 
     def __init__(self, words: Mapping[str, int], unknown: int = 0, padding: int = 0, lower: bool = True) -> None:
-        self._words, self._unknown, self.padding, self._lower = dict(words), unknown, padding, lower
+        self.words, self._unknown, self.padding, self._lower = dict(words), unknown, padding, lower
         self.example = next((word for word in words if word.isalnum() and not self.unknown(word)), self.example)
 
     def ids(self, text: str) -> Sequence[int]:
-        return [self._words.get(word, self._unknown) for word in self._split(text)]
+        return [self.words.get(word, self._unknown) for word in self._split(text)]
 
     def unknown(self, text: str) -> list[str]:
-        return _words(word for word in self._split(text) if self._words.get(word, self._unknown) == self._unknown)
+        return _words(word for word in self._split(text) if self.words.get(word, self._unknown) == self._unknown)
 
     def _split(self, text: str) -> list[str]:
         return text.lower().split() if self._lower else text.split()
