@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
 from feeds.tls import behind_tls
 from feeds.videos import clip, number_of, picture, write_video
-from reflex_runtime.feeds.runtime.feed import Feed
+from reflex_runtime.feeds.runtime.feed import Feed, FeedConfig
 from reflex_runtime.feeds.runtime.pipeline import SourceError
 from reflex_runtime.feeds.sources import video
 from reflex_runtime.feeds.sources.video import VideoSource
@@ -255,6 +256,23 @@ def test_f14_a_video_over_http_plays_at_its_own_pace() -> None:
     assert feed.state == "ended"
     assert len(pauses) == 30
     assert pauses == sorted(pauses)
+
+
+def test_f14_a_slow_video_over_http_plays_at_its_own_pace_too(tmp_path: Path) -> None:
+    """Pictures of a camera that are as far apart as these have the times of their arrival."""
+    times, taken, now = [0.0, 8.0, 16.0, 24.0, 32.0], list[float | None](), [100.0]
+
+    def pause(stop: threading.Event, seconds: float) -> bool:
+        now[0] += seconds
+        return stop.is_set()
+
+    slow = write_video(tmp_path / "slow.mkv", map(picture, range(5)), fps=Fraction(1, 8))
+    with web(slow.read_bytes()) as url:
+        sinks = [lambda result: taken.append(result.frame.pts)]
+        feed = Feed("door", VideoSource(url), None, sinks, FeedConfig(queue=9), clock=lambda: now[0], pause=pause)
+        feed.start()
+        assert feed.join(PATIENCE)
+    assert (taken, now) == (times, [132.0])
 
 
 def test_f14_fragments_of_unknown_length_are_those_of_a_camera(tmp_path: Path) -> None:

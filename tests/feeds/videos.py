@@ -38,7 +38,7 @@ def number_of(image: NDArray[np.uint8]) -> int:
 def write_video(
     path: Path,
     pictures: Iterable[NDArray[np.uint8]],
-    fps: int = 25,
+    fps: int | Fraction = 25,
     codec: str = "libx264",
     options: dict[str, str] | None = None,
     parts: dict[str, str] | None = None,
@@ -51,7 +51,7 @@ def write_video(
             if number == 0:
                 stream.height, stream.width = image.shape[:2]
             frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, fps)
+            frame.pts, frame.time_base = number, 1 / Fraction(fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path

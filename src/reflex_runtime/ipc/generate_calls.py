@@ -66,7 +66,6 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
         self.out = self.refused = False
 
-
     def answered(self, result: dict[str, Any] | ReflexError) -> None:
         """Give its caller the answer, once."""
         answer, self.answer = self.answer, None

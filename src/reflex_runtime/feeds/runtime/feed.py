@@ -284,7 +284,7 @@ class Feed:
         self._threads: tuple[threading.Thread, ...] = ()
         # the capture's
         self._taking = Taking(config.every, config.fps)
-        self._times = SourceClock(live and not getattr(source, "paced", False))
+        self._times = SourceClock(live)
         self._chance, self._losses = random.Random(name if seed is None else seed), 0  # losses since the last picture
         self._connection = "connecting"  # then running, reconnecting
         self._restarts = 0
@@ -401,8 +401,7 @@ class Feed:
 
     def _capture(self) -> Exception | None:
         """Open, read and close the source, and again when it was lost, which any exception means. Returns None at its
-        end or at a stop, else the error after which it is not opened again.
-        """
+        end or at a stop, else the error after which it is not opened again."""
         most = self.config.restarts if self.config.restarts is not None else (inf if self._live else 0)
         while True:
             try:
@@ -442,9 +441,10 @@ class Feed:
     def _take(self, picture: Picture) -> None:
         """Put a picture into the queue, turned, with its time and number; leave out those beyond `every` and `fps`."""
         (image, pts), config, ledger = picture, self.config, self.ledger
-        now = self.clock()
+        now, paced = self.clock(), getattr(self._source, "paced", False)  # a video over HTTP knows it once it is open
+        self._times.live = self._live and not paced
         pts = self._times.time(pts, now, getattr(self._source, "step", None))
-        if getattr(self._source, "paced", False):  # a video over HTTP knows it once it is open
+        if paced:
             if self._pause(self._stop, self._times.ahead(now)):
                 return
             now = self.clock()

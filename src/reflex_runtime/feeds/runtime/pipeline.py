@@ -117,7 +117,7 @@ class SourceClock:
     LATE_S, FAR_S = 1.0, 10.0  # a picture of a played file that is later, or farther ahead, is due at once
 
     def __init__(self, live: bool) -> None:
-        self._live, self._offset = live, 0.0
+        self.live, self._offset = live, 0.0
         self._begun = -inf  # when the time 0 of a played file was
         self._before: tuple[float | None, float] | None = None  # pts and arrival of the picture before
         self._time: float | None = None
@@ -130,14 +130,14 @@ class SourceClock:
         pts = pts if pts is not None and isfinite(pts) else None
         before, self._before = self._before, (pts, arrived)
         if before is None or self._time is None:
-            self._time = 0.0 if pts is None and (self._live or step) else pts
+            self._time = 0.0 if pts is None and (self.live or step) else pts
             return self._time
         last, arrived_last = before
         gap = None if pts is None or last is None else pts - last
-        if pts is not None and gap is not None and 0.0 < gap <= self.LEAP_S[self._live]:
+        if pts is not None and gap is not None and 0.0 < gap <= self.LEAP_S[self.live]:
             self._time = pts + self._offset
         else:
-            gap = arrived - arrived_last if self._live else step or self.LEAST_S
+            gap = arrived - arrived_last if self.live else step or self.LEAST_S
             self._time += max(self.LEAST_S, gap)
             self._offset = self._time - (pts or 0.0)
         return self._time
