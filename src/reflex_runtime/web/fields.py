@@ -72,10 +72,15 @@ def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | N
 
 def parts_of_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
     """(path of the value, unknown or missing field in it, what is wrong) of an error; "" where there is none."""
-    text = str(error)
+    text = _ends(str(error))
     unknown, path, plain = _UNKNOWN.search(text), _PATH.search(text), _PATH.sub("", text)
     why = "is missing" if "missing required" in plain else plain[:1].lower() + plain[1:]
     return path[1] if path else "", unknown[1] if unknown else "", why
+
+
+def _ends(text: str) -> str:
+    """The ends of an error with a caller's long name or value: the patterns' time grows with the square of a text."""
+    return text if len(text) <= 1000 else text[:500] + text[-500:]
 
 
 @contextmanager
@@ -91,6 +96,7 @@ def client_errors(kind: type[msgspec.Struct] | None = None, form: str = "JSON") 
 
 def suggestion(text: str, kind: Any) -> str:
     """The end of the text of an error: the nearest field of the type, or the allowed values of the field."""
+    text = _ends(text)
     unknown, value = _STRAY.search(text), _STRAY_VALUE.search(text)
     if not (unknown or value):
         return ""

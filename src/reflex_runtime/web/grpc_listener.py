@@ -70,8 +70,7 @@ _BY_STATUS: Final = {
 class GrpcCall:
     """One call. method: its name. request_id: made by the server, unique. client: its connection. metadata: with names
     in lower case; headers: the same by name. started: when it began; received: when all of it was read, 0.0 until then
-    (`time.monotonic`). left_ms: milliseconds from its start to its deadline, or None. held: its bytes that `Bodies`
-    counts."""
+    (`time.monotonic`). left_ms: milliseconds from its start to its deadline, or None. held: its bytes in `Bodies`."""
 
     __slots__ = ("client", "headers", "held", "left_ms", "metadata", "method", "received", "request_id", "started")
 

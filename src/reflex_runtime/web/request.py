@@ -4,8 +4,7 @@ A handler is one coroutine: it reads the body, awaits the computation, and retur
 the caller leaves, the coroutine is cancelled where it waits.
 
 The bytes of a body count until its request is answered, so that half bodies and queued pictures cannot fill the memory.
-Large bodies are decoded on one thread: a decoder holds the interpreter's lock, and two would block the loop for twice
-as long.
+Large bodies are decoded on one thread: a decoder holds the interpreter's lock, and two would block the loop longer.
 """
 
 from __future__ import annotations

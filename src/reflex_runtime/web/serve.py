@@ -278,8 +278,7 @@ async def serve(
     """Serve until a signal, or until `stop` is set. Returns the exit status, and whether every thread ended. One that
     did not hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it may crash.
 
-    sockets: bound. on_listening: called once the port answers; on_ready: called with the host once it is ready or has
-    failed.
+    sockets: bound. on_listening: called once the port answers; on_ready: with the host, once it is ready or has failed.
     """
     app, host = make(parent)
     host.attach(app, settings.drain_timeout_s)

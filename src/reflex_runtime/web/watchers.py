@@ -142,8 +142,7 @@ class JournalStreams:
     """Sends journals, as `--trace` writes them. begin: adds a journal to the server's; end: removes it.
 
     A journal ends with its footer after its seconds or in a drain; a failed one has none. A slow caller blocks its
-    writer, whose full queue drops lines and counts them in the footer. In a drain, a caller that does not read is cut
-    off.
+    writer, whose full queue drops lines and counts them in the footer. A drain cuts off a caller that does not read.
     """
 
     def __init__(self, begin: Callable[[LineTarget], JournalWriter], end: Callable[[JournalWriter], None]) -> None:

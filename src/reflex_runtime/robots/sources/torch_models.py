@@ -280,8 +280,7 @@ class CapturedStep:
         """(x after one more step, whether a graph made it). x is valid until the next call.
 
         packed: tensors [rows, …] by name; the same mapping while the same rows step, so that it is copied once.
-        moving: tensors [rows, …] that change at every step. warming: capture a missing graph; ConfigError if that
-        fails.
+        moving: tensors [rows, …] that change at every step. warming: capture a missing graph, or raise ConfigError.
         """
         rows = len(next(iter(moving.values())))
         graph = self._graph(packed, moving, rows, n, warming)

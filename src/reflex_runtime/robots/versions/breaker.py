@@ -166,8 +166,7 @@ class Breaker:
     def place(self, slot: str, key: str, now: float) -> str | None:
         """The slot that serves a request with this routing key: `slot`, the other one, or None (degraded).
 
-        The probe's key keeps its slot until the probe ends or is replaced. With both open each is probed by its own
-        keys.
+        The probe's key keeps its slot until the probe ends or is replaced. With both open each has its own probes.
         """
         state = self._slots[slot]
         if state.opened is None:
