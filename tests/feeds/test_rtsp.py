@@ -268,8 +268,8 @@ def test_f14_a_slow_video_over_http_plays_at_its_own_pace_too(tmp_path: Path) ->
 
     slow = write_video(tmp_path / "slow.mkv", map(picture, range(5)), fps=Fraction(1, 8))
     with web(slow.read_bytes()) as url:
-        sinks = [lambda result: taken.append(result.frame.pts)]
-        feed = Feed("door", VideoSource(url), None, sinks, FeedConfig(queue=9), clock=lambda: now[0], pause=pause)
+        sinks, config = [lambda result: taken.append(result.frame.pts)], FeedConfig(max_age=None, queue=9)
+        feed = Feed("door", VideoSource(url), None, sinks, config, clock=lambda: now[0], pause=pause)
         feed.start()
         assert feed.join(PATIENCE)
     assert (taken, now) == (times, [132.0])
