@@ -271,7 +271,7 @@ def test_tables_of_episodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(NotFound):
         versions.rollout.outcome("e0", True)
     assert versions.rollout.outcome("e29", True)["repeated"] is True
-    assert len(versions.rollout._episodes) == len(versions.rollout._told) == 10
+    assert len(versions.rollout._episodes) == len(versions.rollout._reported) == 10
 
 
 def test_everything_it_tells_is_json(versions: Versions) -> None:

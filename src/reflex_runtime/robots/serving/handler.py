@@ -331,7 +331,7 @@ class RequestHandler:
         times = (total, 1e-3 / total if total > 0.0 else 0.0, started - ticket.arrived, now - started)
         # Milliseconds to three places, at a quarter of what `round` costs.
         spent, hz, queued, ran, age = [int(t * 1e6 + 0.5) / 1e3 for t in (*times, now - pending.started)]
-        mode, model_hash, config_hash = version.told
+        mode, model_hash, config_hash = version.origin
         return ActAnswer(
             actions=chunk.actions,
             num_actions=chunk.actions.shape[0],

@@ -81,7 +81,7 @@ class Rollout:
         self._counted: BatchFinished | None = None  # the last one
         self._on_change, self._on_moved = on_change, on_moved
         self._episodes: Lru[str, set[tuple[str, int]]] = Lru(EPISODES)  # episode → policies that answered it
-        self._told: Lru[str, None] = Lru(EPISODES)  # episodes whose outcome is known
+        self._reported: Lru[str, None] = Lru(EPISODES)  # episodes whose outcome is known
         self._warned = False
 
     def begin(self, now: float) -> None:
@@ -174,18 +174,18 @@ class Rollout:
         slot, policy = next(iter(by))
         record, mixed = self.records[slot], len({slot for slot, _ in by}) > 1
         counted = len(by) == 1 and policy == record.number
-        told: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
+        report: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
         if robot := episode.rpartition("\n")[0]:
-            told["robot_id"] = robot
-        if episode in self._told:  # a caller that got no answer repeats its report
-            return told | {"counted": False, "repeated": True}
-        self._told[episode] = None
+            report["robot_id"] = robot
+        if episode in self._reported:  # a caller that got no answer repeats its report
+            return report | {"counted": False, "repeated": True}
+        self._reported[episode] = None
         if counted:
             record.successes += success
             record.episodes += 1
             if self.comparison is not None:
                 self.comparison.add(slot, success)
-        return told | {"counted": counted, "repeated": False}
+        return report | {"counted": counted, "repeated": False}
 
     def __call__(self, event: Event) -> None:
         """Count answers, and crashed and clean calls, of the slots.
@@ -287,14 +287,14 @@ class Rollout:
             why = f"{slot} was drained" if record.drained else watch.tripped()
             if why is not None or (now >= record.until and watch.enough):
                 record.watch = None
-                told = f"{slot} has kept its guard" if why is None else f"{slot}: {why}"
-                self.changed(now, "guard", told, dict(watch.numbers()))
+                text = f"{slot} has kept its guard" if why is None else f"{slot}: {why}"
+                self.changed(now, "guard", text, dict(watch.numbers()))
                 ended[slot] = why is not None
         return ended
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """The whole state, JSON-safe. Takes a millisecond with many episodes."""
-        told: dict[str, Any] = {
+        state: dict[str, Any] = {
             "verdict": self.breaker.verdict,
             "slots": {slot: {"verdict": verdict} for slot, verdict in self.breaker.verdicts.items()},
             "breaker": self.breaker.snapshot(now),
@@ -302,11 +302,11 @@ class Rollout:
             "changes": [asdict(change) | {"ago_s": round(now - change.at, 3)} for change in self.changes],
         }
         if self.router is not None and self.comparison is not None:
-            told |= {"split": self.router.split, "router": self.router.snapshot()}
-            told["comparison"] = self.comparison.snapshot()
+            state |= {"split": self.router.split, "router": self.router.snapshot()}
+            state["comparison"] = self.comparison.snapshot()
         if self.ramp is not None:
-            told["ramp"] = self.ramp.snapshot(now)
-        return told
+            state["ramp"] = self.ramp.snapshot(now)
+        return state
 
     def _set_split(self, split: int) -> None:
         self._two().set_split(split)

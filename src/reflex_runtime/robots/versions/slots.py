@@ -44,7 +44,7 @@ class Version:
 
     number: counts the slot's versions from 1; from the second on it is part of the policy's shape, so that versions
     share neither batches nor learned costs. users: requests that need it, counted by the server. name:
-    `model_id@hash`. told: fields of every answer: inference mode, model hash and config hash.
+    `model_id@hash`. origin: fields of every answer: inference mode, model hash and config hash.
     """
 
     def __init__(self, policy: Policy, processor: GuardedProcessor, number: int = 1) -> None:
@@ -54,7 +54,7 @@ class Version:
         self.users = 0
         spec = policy.spec
         self.name = f"{spec.model_id}@{spec.model_hash}"
-        self.told = (spec.inference_mode, spec.model_hash, spec.config_hash)
+        self.origin = (spec.inference_mode, spec.model_hash, spec.config_hash)
 
 
 class Slot:
