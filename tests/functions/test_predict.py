@@ -11,7 +11,10 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from dataclasses import field as a_field
+from decimal import Decimal
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
@@ -214,15 +217,51 @@ def test_long_doubles_are_written_as_floats() -> None:
         encode(np.clongdouble(1), False, "f")
 
 
+T = TypeVar("T")
+
+
 class Pair(NamedTuple):
     person: Person
     count: int = 1
 
 
+@dataclass(frozen=True)
+class Tag:
+    name: str
+    size: int = 0
+
+
+@dataclass
+class Boxed(Generic[T]):
+    value: T
+    size: int = 0
+
+
+@dataclass
+class Merged:
+    """Its own code changes what was sent."""
+
+    price: Decimal
+    more: dict[str, int] = a_field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.more = {"depth": 1} | {name: value for name, value in self.more.items() if value}
+
+
+def test_a_class_may_change_its_fields_and_decimals_are_exact() -> None:
+    values = Values(Merged, "f")
+    for sent, more in ((b"{}", {"depth": 1}), (b'{"a":2}', {"depth": 1, "a": 2}), (b'{"a":0,"b":0}', {"depth": 1})):
+        made = values.decode(b'{"price":12345678901234567.89,"more":%b}' % sent, b"application/json")
+        assert (made.price, made.more) == (Decimal("12345678901234567.89"), more)
+
+
 @pytest.mark.parametrize(
     ("hint", "item", "field", "says"),
     [
-        (Pair, [{"name": "a", "agee": 1}], "body", "unknown field body[0].agee"),
+        (Pair, [{"name": "a", "agee": 1}], "body",
+         "unknown field body[0].agee; did you mean age?"),
+        (set[Tag], [{"name": "a"}, {"name": "a", "sice": 1}], "body", "unknown field body[1].sice; did you mean size?"),
+        (Boxed[int], {"value": 1, "sice": 1}, "sice", "unknown field sice; did you mean size?"),
         (list[Person], [{"name": "a"}, {"name": "a", "agee": 1}], "body",
          "unknown field body[1].agee; did you mean age?"),
         (dict[str, Person], {"b": {"name": "a", "agee": 1}}, "b", "unknown field b.agee; did you mean age?"),

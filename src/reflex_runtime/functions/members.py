@@ -7,57 +7,73 @@ For a Struct or a model of pydantic, the class's own setting decides.
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass
-from functools import cache
-from typing import Any, get_type_hints, is_typeddict
+from collections.abc import Iterable
+from itertools import chain, repeat
+from typing import Any, Final
 
 import msgspec
-from msgspec.inspect import type_info
+from msgspec.inspect import DataclassType, Metadata, NamedTupleType, TypedDictType, UnionType, type_info
 
-from reflex_runtime.web.fields import arms_of, fields_of, invalid, printable, suggestion, types_at
+from reflex_runtime.settings.declare import did_you_mean
+from reflex_runtime.web.fields import fields_of, invalid, printable, suggestion, types_at
 
-_info: Any = cache(type_info)
+_CLOSED: Final = (DataclassType, TypedDictType)
+_OBJECT: Final = "Expected `object`"
+_PARTS: Final = ("type", "types", "item_type", "item_types", "value_type", "fields")
 
 
-def closed_in(hint: Any) -> set[str]:
-    """The names of the dataclasses and TypedDicts within a type, itself included."""
-    seen: dict[int, Any] = {}  # types may hold themselves
-    rest = [hint]
+class Members:
+    """The fields within a type. closed: names of its dataclasses and TypedDicts."""
+
+    def __init__(self, hint: Any) -> None:
+        self._kind = type_info(hint)
+        kinds = _within(self._kind)
+        self.closed = {one.cls.__name__ for one in kinds if isinstance(one, _CLOSED)}
+        self._holders = {id(one) for one in kinds if any(isinstance(part, _CLOSED) for part in _within(one))}
+
+    def check(self, found: Any, kind: Any = None, path: str = "") -> None:
+        """Raise the 422 for a field in a valid body that is not in the type. kind, path: of a part."""
+        kind = kind or self._kind
+        if isinstance(kind, _CLOSED) and isinstance(found, dict):
+            names = [field.encode_name for field in kind.fields]
+            if (stray := next((name for name in found if name not in names), None)) is not None:
+                whole = f"{path}.{stray}" if path else stray
+                field = re.split(r"[.\[]", whole, maxsplit=1)[0]
+                raise invalid(printable(field), printable(f"unknown field {whole}") + did_you_mean(stray, names))
+        for where, one, of in _parts(found, kind, path):
+            if id(of) in self._holders:  # the type of most values is not: numbers and texts
+                self.check(one, of, where)
+
+
+def _parts(found: Any, kind: Any, path: str) -> Iterable[tuple[str, Any, Any]]:
+    """(path, value, type) of each value in `found`. Of a union, `found` is tried as every type."""
+    if isinstance(kind, Metadata | UnionType):
+        return [(path, found, arm) for arm in (kind.types if isinstance(kind, UnionType) else (kind.type,))]
+    fields, each = getattr(kind, "fields", ()), getattr(kind, "value_type", None)
+    if isinstance(found, list):
+        own = [field.type for field in fields] if isinstance(kind, NamedTupleType) else ()
+        types = own or getattr(kind, "item_types", None) or repeat(getattr(kind, "item_type", None))
+        return ((f"{path or 'body'}[{i}]", one, of) for i, (one, of) in enumerate(zip(found, types, strict=False)))
+    tag = getattr(kind, "tag", None)
+    if not isinstance(found, dict) or (tag is not None and found.get(kind.tag_field, tag) != tag):
+        return ()
+    named = {field.encode_name: field.type for field in fields} or dict.fromkeys(found, each)
+    return [(f"{path}.{name}" if path else str(name), found[name], of) for name, of in named.items() if name in found]
+
+
+def _within(kind: Any) -> list[Any]:
+    """The types within a type, itself included."""
+    seen, rest = dict[int, Any](), [kind]  # types may hold themselves
     while rest:
-        for one in arms_of(rest.pop()):
-            if id(one) not in seen and isinstance(one, type):
-                seen[id(one)] = one
-                rest += (get_type_hints(one) if hasattr(one, "_fields") else fields_of(one)).values()
-    return {one.__name__ for one in seen.values() if is_dataclass(one) or is_typeddict(one)}
-
-
-def check_members(found: Any, value: Any, hint: Any, path: str = "") -> None:
-    """Raise the 422 for a field in a body that is not in the value made of it. hint: the type of the body."""
-    if isinstance(found, list) and isinstance(value, list | tuple):
-        for i, (one, kept) in enumerate(zip(found, value, strict=False)):
-            check_members(one, kept, hint, f"{path or 'body'}[{i}]")
-    if not isinstance(found, dict):
-        return
-    if isinstance(value, dict):  # of a TypedDict if names are missing; else its keys may be numbers, in the same order
-        there = value if len(value) < len(found) else dict(zip(found, value.values(), strict=True))
-    elif (fields := getattr(_info(type(value)), "fields", None)) is not None:
-        there = {field.encode_name: getattr(value, field.name) for field in fields}
-    else:
-        return
-    for name, one in found.items():
-        whole = f"{path}.{name}" if path else name
-        if name in there:
-            check_members(one, there[name], hint, whole)
-        elif not isinstance(value, msgspec.Struct):
-            meant = suggestion(f"unknown field `{name}` - at `$.{path}`", hint)
-            field = re.split(r"[.\[]", whole, maxsplit=1)[0]
-            raise invalid(printable(field), printable(f"unknown field {whole}") + meant)
+        if id(one := rest.pop()) not in seen:
+            seen[id(one)] = one
+            parts = [getattr(one, name, ()) for name in _PARTS]
+            rest += chain.from_iterable(part if isinstance(part, tuple) else (part,) for part in parts)
+    return list(seen.values())
 
 
 def told(error: msgspec.ValidationError, hint: Any) -> str:
     """The end of an error: what is allowed there."""
     text = str(error)
-    if text.startswith("Expected `object`"):
-        names = [name for one in types_at(text, hint) for name in fields_of(one)]
-        return f"; its fields are {', '.join(names)}" if names else ""
-    return suggestion(text, hint)
+    names = [name for one in types_at(text, hint) for name in fields_of(one)] if text.startswith(_OBJECT) else ()
+    return f"; its fields are {', '.join(names)}" if names else suggestion(text, hint)

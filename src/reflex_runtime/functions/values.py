@@ -15,7 +15,7 @@ import numpy as np
 import pybase64
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.functions.members import check_members, closed_in, told
+from reflex_runtime.functions.members import Members, told
 from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
@@ -66,12 +66,12 @@ class Values:
         try:
             self._json = msgspec.json.Decoder(hint, dec_hook=self._read)
             self._msgpack = msgspec.msgpack.Decoder(hint, dec_hook=self._read)
-            self._closed = closed_in(hint)
+            self._members = Members(hint)
             (self.schema,), parts = msgspec.json.schema_components(
                 (hint,), schema_hook=self._schema_of, ref_template=self._refers + "{name}"
             )
             for part in parts.values():
-                if part.get("title") in self._closed:
+                if part.get("title") in self._members.closed:
                     part["additionalProperties"] = False
             self.parts = {prefix + name: part for name, part in parts.items()} | self._own_parts
         except ConfigError:
@@ -87,7 +87,7 @@ class Values:
         if kind.startswith(FORM):
             form = _form(body, content_type)
             value = self.convert(form)
-            check_members(form, value, self.hint)
+            self._members.check(form)
             return value
         raw = self._is_raw(kind, body)
         if not body and not (raw and self.hint in (str, bytes)):
@@ -100,24 +100,21 @@ class Values:
             except UnicodeDecodeError:
                 raise invalid("body", "body: is not UTF-8") from None
         if b"msgpack" in kind:
-            return self._decoded(self._msgpack, msgspec.msgpack.decode, body, "msgpack", builtin_types=(bytes,))
+            return self._decoded(self._msgpack, msgspec.msgpack.decode, body, "msgpack")
         if kind in (b"", JSON, _CURL) or kind.endswith(b"+json"):
             check_json(body)
-            return self._decoded(self._json, msgspec.json.decode, body, "JSON", str_keys=True)
+            return self._decoded(self._json, msgspec.json.decode, body, "JSON")
         known = ", ".join(map(bytes.decode, (JSON, MSGPACK, FORM, *self.raw)))
         raise UnsupportedMediaType(printable(f"Content-Type {kind[:100].decode('latin-1')!r} is not one of {known}"))
 
-    def _decoded(self, decoder: Any, decode: Callable[..., Any], body: bytes, form: str, **sent: Any) -> Any:
-        """sent: how keys and bytes are sent in this form."""
+    def _decoded(self, decoder: Any, decode: Callable[..., Any], body: bytes, form: str) -> Any:
         with client_errors(form=form):
             try:
-                if not self._closed:
-                    return decoder.decode(body)
-                found = decode(body)
-                value = msgspec.convert(found, self.hint, dec_hook=self._read, **sent)
+                value = decoder.decode(body)
             except msgspec.ValidationError as error:
                 raise self._refusal(error) from None
-            check_members(found, value, self.hint)
+            if self._members.closed:
+                self._members.check(decode(body))  # not `value`: a class may change its fields
             return value
 
     def _refusal(self, error: msgspec.ValidationError) -> InvalidRequest:
