@@ -50,6 +50,20 @@ def test_t4_millions_of_blank_lines_are_read_in_chunks(tmp_path: Path, lines: li
     assert sum(1 for _ in JournalReader(path)._read) < 1_000_000
 
 
+def test_t4_a_line_of_spaces_is_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Spaces(bytes):
+        def isspace(self) -> bool:
+            asked.append(self)
+            return True
+
+    monkeypatch.setattr(journal, "_parts", lambda path: iter([b" ", b'{"a', *[Spaces(b" ")] * 3, b"\n"]))
+    with pytest.raises(JournalError, match="line 1: not a journal: not JSON"):
+        read_journal(tmp_path / "r.jsonl")
+    assert asked == []  # each answer was a copy of the line so far
+
+
 def test_t4_causes_of_older_journals_are_read_in_the_words_of_today(tmp_path: Path, lines: list[bytes]) -> None:
     older = {b"timeout": "held", b"budget_reached": "full", b"single_request_over_budget": "over_budget"}
     for word, now in older.items():

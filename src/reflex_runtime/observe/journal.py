@@ -613,16 +613,16 @@ class JournalReader:
         size = 0
         try:
             for part in _parts(self.path):
-                if part.isspace() and not b"".join(begun).strip():  # blank lines: millions take no time
+                if not begun and part.isspace():  # blank lines: millions take no time
                     self._number += part.count(b"\n")
-                    begun, size = [], 0
                     continue
                 *lines, rest = part.split(b"\n")
                 for line in lines:
                     self._number += 1
                     yield b"".join((*begun, line)), True
                     begun, size = [], 0
-                begun.append(rest)
+                if rest := rest if begun else rest.lstrip():
+                    begun.append(rest)
                 size += len(rest)
                 if size > LONGEST:
                     raise self._bad(f"longer than {LONGEST >> 20} MiB, as no line is", self._number + 1)
