@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 
@@ -120,3 +121,16 @@ def test_x6_a_text_of_any_length_is_a_short_one_in_the_log() -> None:
         assert len(text) < 150_000
         assert " characters … " in text or " characters \\u2026 " in text
     assert text.count("\n") == 0
+
+
+def test_x6_lines_of_the_command_are_reflex_and_its_logger_is_not_the_root() -> None:
+    code = """
+import logging
+from reflex_runtime.observe import logs
+logs.begin("%(name)s %(message)s")
+logging.getLogger("reflex").setLevel(logging.ERROR)
+logging.getLogger("of.user").info("a")
+logging.info("b")
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert told.stderr == "of.user a\nreflex b\n"

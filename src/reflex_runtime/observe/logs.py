@@ -39,8 +39,14 @@ def begin(form: str = PLAIN) -> None:
     """Log lines for people, until `use` sets another format. From now on neither a log line nor a `print` waits."""
     guard(stdout=True)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    logging.getLogger().name = "reflex"  # not "root": its lines are the command's own
+    logging.getLogger().addFilter(_own)
     _format(TextLog(form))
+
+
+def _own(record: logging.LogRecord) -> bool:
+    """Name a line of the root logger: it is the command's own."""
+    record.name = "reflex"
+    return True
 
 
 def use(log_format: str) -> None:
