@@ -204,6 +204,11 @@ def test_integers_that_floats_would_round_are_refused() -> None:
     for body in (b"[9007199254740993, 1.0]", b"[[9007199254740993], [1.0]]", b"[-9007199254740993, 1.0]"):
         with pytest.raises(InvalidRequest, match=r"from 2\*\*53 on are not exact beside floats: send integers only"):
             values.decode(body, b"application/json")
+    large = [2**64 - 1, 1]
+    assert Values(NDArray[np.uint64], "f").decode(json.dumps(large).encode(), b"application/json").tolist() == large
+    for body, says in ((b"[9223372036854775808, 1]", "must be int64"), (b"[9223372036854775808, -1]", "64 bits")):
+        with pytest.raises(InvalidRequest, match=says):
+            values.decode(body, b"application/json")
 
 
 @pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="it is a float64 here")

@@ -37,8 +37,7 @@ class Members:
         if isinstance(kind, _CLOSED) and isinstance(found, dict):
             names = [field.encode_name for field in kind.fields]
             if (stray := next((name for name in found if name not in names), None)) is not None:
-                whole = f"{path}.{stray}" if path else stray
-                field = re.split(r"[.\[]", whole, maxsplit=1)[0]
+                whole, field = (f"{path}.{stray}", re.split(r"[.\[]", path)[0]) if path else (stray, stray)
                 raise invalid(printable(field), printable(f"unknown field {whole}") + did_you_mean(stray, names))
         for where, one, of in _parts(found, kind, path):
             if id(of) in self._holders:  # the type of most values is not: numbers and texts

@@ -277,11 +277,14 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
             raise ValueError("is no file of numpy.save; JSON needs Content-Type: application/json") from None
     if not isinstance(value, np.ndarray):
         try:
-            value = np.asarray(value)
+            sent, value = value, np.asarray(value)
         except ValueError:
             raise ValueError("rows of different lengths are no array") from None
         if value.dtype == float and np.dtype(tensor.dtype).kind in "iu" and (np.abs(value) >= 2.0**53).any():
-            raise ValueError("integers from 2**53 on are not exact beside floats: send integers only")
+            value = np.asarray(sent, object)  # NumPy makes floats of 2**63 beside smaller ones, too
+            if any(isinstance(one, float) for one in value.flat):
+                raise ValueError("integers from 2**53 on are not exact beside floats: send integers only")
+            value = value.astype(np.uint64) if value.min() >= 0 else value
     if value.dtype.kind not in "biuf":
         raise ValueError("must be numbers of at most 64 bits, in lists of one length on each level")
     if tensor.dtype is not None and value.dtype != tensor.dtype:
