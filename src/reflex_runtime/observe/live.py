@@ -498,8 +498,7 @@ def _merged_clients(found: Iterable[LiveClient]) -> list[LiveClient]:
     worst, and the rest is from the process that answered last."""
     by_name: dict[str, LiveClient] = {}
     for client in found:
-        before = by_name.get(client.name)
-        if before is not None:
+        if (before := by_name.get(client.name)) is not None:
             newer, older = sorted((before, client), key=attrgetter("age"))
             summed = {name: getattr(newer, name) + getattr(older, name) for name in ("rate", "answers", "lost")}
             p95, why = worst((newer, older), "p95"), newer.why or older.why

@@ -270,8 +270,7 @@ class JsonLog(logging.Formatter):
             fields |= {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
         if "settings" in record.__dict__:
             fields["settings"] = record.__dict__["settings"]
-        error = record.exc_info[1] if record.exc_info else None
-        if record.exc_info and error is not None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
             fields |= {"error": type(error).__name__, "error_message": cut(str(error))}
             fields["traceback"] = cut(self.formatException(record.exc_info))
         return json.dumps(fields, default=str)  # ASCII: whatever the encoding of standard error
@@ -287,11 +286,9 @@ class FailureLog:
         self._throttle = Throttle()
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, RequestAnswered) or event.outcome != "failed":
+        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
             return
-        if event.ticket is None or event.served_in is None:
-            return
-        if isinstance(event.ticket.outcome, Failed):
+        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
             self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
         elif isinstance(event.error, ProcessorError):  # it ran, but its result cannot be encoded
             self.tell(event.at, event.ticket.id, event.error)

@@ -46,8 +46,7 @@ class TopView:
 
     def _strip(self, width: int) -> Text:
         """A column for each batch, a cell for one or more of its requests, in the colour of the client."""
-        batches = list(self._batches)[-width:]
-        if not batches:
+        if not (batches := list(self._batches)[-width:]):
             return Text("no batch yet: batches are kept while this view is open", "dim")
         per = ceil(max(batch.size for batch in batches) / STRIP)
         rows = []

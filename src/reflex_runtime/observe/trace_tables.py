@@ -455,8 +455,7 @@ def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
         lines.append(f"predicted ÷ measured: {spread}, over {count_of(len(ratios), 'batch')}")
     else:
         lines.append(f"measured: mean {mean(b.elapsed for b in batches) * 1e3:.1f} ms a batch; nothing was predicted")
-    waits = sorted(m.age * 1e3 for b in batches for m in b.entered)
-    if waits:
+    if waits := sorted(m.age * 1e3 for b in batches for m in b.entered):
         ranks = ", ".join(f"p{q} {percentile(waits, q / 100):.1f}" for q in (50, 90, 99))
         lines.append(f"wait ms: {ranks}, longest {waits[-1]:.1f}, over {len(waits):,} that entered")
     went = ("done", "more", "apart", None)
