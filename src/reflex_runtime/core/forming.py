@@ -447,10 +447,7 @@ class Former:
         return policy if most <= policy.max_batch_cost else replace(policy, max_batch_cost=most)
 
     def _head(self) -> Ticket | None:
-        for tier in self.partition.tiers:
-            if (head := tier.tickets.first) is not None:
-                return head
-        return None
+        return next((head for tier in self.partition.tiers if (head := tier.tickets.first) is not None), None)
 
     # -- the decision ------------------------------------------------------------------------------------------------
 
@@ -462,9 +459,12 @@ class Former:
         filling = Filling(self.group, self.partition, self.policy, self.now)
         filled = filling.fill()
         self.preempted = list(filling.preempted)
-        if filled.passed_over and self.policy.times_fixed:
+        if filled.passed_over and self.policy.times_fixed and filled.grants and not filling.base:
             even = list(filled.grants)[: self.holding.even_part(self.group, self.partition, filled, self.now)]
-            filled = replace(filling.fill_from(even), passed_over=True, short_of=filled.short_of)
+            shared = replace(filling.fill_from(even), passed_over=True, short_of=filled.short_of)
+            ends = self.now + ceil(self.partition.waiting / len(even)) * shared.tally.seconds
+            if (tightest := self.partition.deadlines.first()) is None or ends <= tightest[0]:
+                filled = shared
         if self.policy.shed and len(self.partition.deadlines):
             filled, self.shed = self._select_for_deadlines(filling, filled)
         if not filling.base and (not filled.grants or self._held(filled)):
