@@ -214,6 +214,8 @@ finally:
     [
         ("sevre", "reflex: sevre: no such command; did you mean serve?; there are serve, top, "),
         ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
+        ("serve scribe --model 7", "reflex serve: unrecognized arguments: --model 7\n"),
+        ("serve scribe --max-seq-len=7", "reflex serve: unrecognized arguments: --max-seq-len=7; did you mean --max-m"),
         ("serve . --max-batch-cost 5", "reflex serve: unrecognized arguments: --max-batch-cost 5; write --max-batch"),
         ("serve . --no-superv", "reflex serve: unrecognized arguments: --no-superv; write --no-supervise\n"),
         ("top --on", "reflex top: unrecognized arguments: --on; write --once\n"),

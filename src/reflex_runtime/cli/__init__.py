@@ -61,8 +61,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_MISSING):
             message = f"missing: {message.removeprefix(_MISSING)}; {self._form()}"
         if found := re.fullmatch(r"argument (\S+): ignored explicit argument .*", message):
-            names = found[1].replace("/", " or ")
-            message = f"{names}: takes no value"
+            message = f"{found[1].replace('/', ' or ')}: takes no value"
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

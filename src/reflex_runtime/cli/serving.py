@@ -67,6 +67,8 @@ def _kind_of(word: str) -> str:
     source = word.partition("=")[2] if "=python:" in word else word
     if source.startswith(PYTHON):
         return _kind_in_python(source)
+    if found := [file.parent for file in Path(word).glob("snapshots/*/*config.json")]:
+        raise ConfigError(f"{one_line(word)}: is a cache of Hugging Face; name {max(found, key=os.path.getmtime)}")
     names = os.listdir(word) if os.path.isdir(word) else [word]
     if "adapter_config.json" in names or any(name.endswith(".gguf") and os.path.exists(word) for name in names):
         return "model"
@@ -260,9 +262,8 @@ def run_server(served: Served, sockets: Sequence[socket.socket], parent: Parent 
     if parent is not None and own_urls:
         parent.own_urls = own_urls
         own.append(sockets[1 + number])
-    for sock in sockets:
-        if sock not in own:
-            sock.close()
+    for sock in [other for other in sockets if other not in own]:
+        sock.close()
 
     def settled(host: Any) -> None:
         if host.state == "ready":

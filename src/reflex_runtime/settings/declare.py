@@ -23,8 +23,6 @@ log = logging.getLogger("reflex.config")
 LONGEST_WORD = 64  # characters; the search for a near word takes long for longer ones
 
 Places = Mapping[str, str]  # setting → where it was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
-
-
 _HINTS: dict[Any, dict[str, Any]] = {}
 
 
@@ -140,12 +138,13 @@ def seconds(text: str, *units: str) -> float:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error about an unknown word: a known word that is near, if any. Case does not matter."""
+    """The end of an error about an unknown word: a known word that is near, if any. Case and dashes do not matter."""
     if len(word) > LONGEST_WORD:
         return ""
-    names = {name.lower(): name for name in sorted(known)}
-    near = difflib.get_close_matches(word.lower(), names, 3, 0.66)  # fsp is near fps
-    words = set(word.lower().split("_"))
+    plain, names = word.lower().lstrip("-"), {name.lower().lstrip("-"): name for name in sorted(known)}
+    near = [name for name in difflib.get_close_matches(plain, names, 3, 0.66) if name[:1] == plain[:1]]  # fsp: fps
+    near = near or difflib.get_close_matches(plain, names, 3, 0.7)  # stop: not top_p
+    words = set(plain.split("_"))
     near.sort(key=lambda name: not words <= set(name.split("_")))  # max_tokens: max_output_tokens, not min_tokens
     return f"; did you mean {prefix}{names[near[0]]}?" if near else ""
 

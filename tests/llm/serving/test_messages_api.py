@@ -251,6 +251,7 @@ def _block(type: str, **more: Any) -> Any:
         ({"tools": [MOVE], "tool_choice": {"type": "tool"}}, "tool_choice.name: is for type tool"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: demands a call, but there are no tools"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: invalid enum value 'robot'; must be"),
+        ({"stop": ["x"]}, "stop: object contains unknown field `stop`"),
         ({"max_token": 3}, "max_token: object contains unknown field `max_token`; did you mean max_tokens?"),
     ],
 )  # fmt: skip
