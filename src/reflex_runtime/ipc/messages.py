@@ -160,6 +160,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     stream_id: unique among live streams. adapter: "" for none. Exactly one of `prompt`, `prompt_token_ids`, `messages`
     is set. traceparent: of the request's span, if sampled. timeout_ms: until the first token. max_gap_ms: between two
     tokens. prompt_logprobs: how many alternatives to report for each token of the prompt; None reports nothing.
+    prompt_only: the one token of output is computed, and not sent, so that it needs no room in the context.
     follows: a stream with the same prompt; this request waits until that one has computed it. credits: tokens that may
     be sent before a `stream.credit`. draft_model, guidance: for other runtimes; requests that differ in them share no
     message.
@@ -178,6 +179,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     timeout_ms: float | None = None
     max_gap_ms: float | None = None
     prompt_logprobs: int | None = None
+    prompt_only: bool = False
     follows: str | None = None
     credits: int = WINDOW
     draft_model: str | None = None

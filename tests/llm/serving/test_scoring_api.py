@@ -72,6 +72,14 @@ def test_l9_max_tokens_0_with_echo_is_the_prompt_alone(toy: Toy, told: Any) -> N
     assert toy.complete(PROMPT, max_tokens=0, echo=True).json["choices"][0]["text"] == PROMPT
 
 
+def test_l9_the_prompt_alone_may_fill_the_context(toy: Toy) -> None:
+    longest = toy.runner.max_model_len
+    for prompt in ([97] * longest, "a" * longest):
+        answer = toy.complete(prompt, max_tokens=0, echo=True, logprobs=0).json
+        assert answer["choices"][0]["text"] == "a" * longest
+        assert toy.error(toy.complete(prompt, max_tokens=1, echo=True))["code"] == "context_length_exceeded"
+
+
 def test_l9_a_stream_begins_with_the_prompt_and_what_the_model_says_of_it(toy: Toy) -> None:
     asked = {"max_tokens": 3, "echo": True, "logprobs": 1}
     (whole,) = toy.complete(PROMPT, **asked).json["choices"]

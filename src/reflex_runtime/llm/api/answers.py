@@ -62,7 +62,7 @@ class ReplyContext:
         """Tokens so far. A prompt counts once, however many choices it has."""
         prompts = self.streams[:: self.asked.n]
         prompt = sum(s.prompt_tokens for s in prompts)
-        output = 0 if self.asked.prompt_only else sum(s.completion_tokens for s in self.streams)
+        output = 0 if self.asked.params.prompt_only else sum(s.completion_tokens for s in self.streams)
         return Usage(prompt, output, prompt + output, Cached(sum(s.cached_tokens for s in prompts)))
 
     def scores(self, index: int) -> list[ScoredToken]:
@@ -303,7 +303,7 @@ class Answer:
         self._reply, self._chat, self._token = reply, chat, reply.detokenizer.token
         asked = reply.asked
         self._scores = asked.echo and asked.params.logprobs is not None
-        self._logprobs = asked.params.logprobs is not None and not asked.prompt_only
+        self._logprobs = asked.params.logprobs is not None and not asked.params.prompt_only
         self._head = (("chatcmpl-" if chat else "cmpl-") + reply.id, int(time.time()), asked.model)
         kind = "chat.completion.chunk" if chat else "text_completion"
         before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
@@ -323,7 +323,7 @@ class Answer:
     def add(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
         """See `Writer.add`. An output without text makes no event, unless it has logprobs or ends the choice."""
         choice, events = self._choices[index], list[bytes]()
-        stream, prompt_only = self._reply.asked.stream, self._reply.asked.prompt_only
+        stream, prompt_only = self._reply.asked.stream, self._reply.asked.params.prompt_only
         if not choice.begun:
             choice.begun = True
             events += self._begin(index, choice)

@@ -317,7 +317,7 @@ async def echoes(asked: wire.GenerationRequest, tokenizer: Tokenizer) -> list[st
     if not asked.echo:
         return []
     ids = sum(len(prompt) for prompt in asked.prompts if not isinstance(prompt, str))
-    decode = partial(tokenizer.decode, whole=asked.prompt_only)  # else the output completes a character at the end
+    decode = partial(tokenizer.decode, whole=asked.params.prompt_only)  # else a character at the end is completed
 
     def made() -> list[str]:
         return [p if isinstance(p, str) else decode(p) for p in asked.prompts]

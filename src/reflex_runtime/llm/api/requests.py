@@ -38,7 +38,7 @@ class GenerationRequest:
     prompts: texts or token ids; empty if there is a conversation. params: of the first choice. max_tokens: None fills
     the context (params.max_tokens is then the least); cut: a max_tokens beyond the context is lowered, not refused.
     n: choices for each prompt. usage_always: each event of a stream has the usage so far. echo: each answer begins with
-    its prompt; prompt_only: and has nothing else. form_field, prompt_field: the caller's names for the fields of the
+    its prompt. form_field, prompt_field: the caller's names for the fields of the
     form and the prompt. said: fields that the answer repeats. ignored: hints without effect.
     """
 
@@ -53,7 +53,6 @@ class GenerationRequest:
     include_usage: bool = False
     usage_always: bool = False
     echo: bool = False
-    prompt_only: bool = False
     form_field: str = "response_format"
     tools: wire.AskedTools = wire.NO_TOOLS
     prompt_field: str = "messages"
@@ -81,12 +80,12 @@ def completion(body: bytes, defaults: SamplingParams = PLAIN) -> GenerationReque
     """POST /v1/completions. defaults: of the model. Raises BadRequest."""
     fields, hints = decode(wire.TEXT, body)
     most, echo = 16 if fields.max_tokens is None else fields.max_tokens, bool(fields.echo)
-    prompt_only = most == 0 and echo  # one token is computed, and not sent
+    alone = most == 0 and echo
     return _openai(
-        fields, defaults, 1 if prompt_only else most, client_of({"user": fields.user}),
+        fields, defaults, 1 if alone else most, client_of({"user": fields.user}),
         prompts=prompts_of(fields.prompt), conversation=None, prompt_field="prompt", echo=echo,
-        prompt_only=prompt_only, ignored=hints,
-        more={"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if echo else None},
+        ignored=hints,
+        more={"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if echo else None, "prompt_only": alone},
     )  # fmt: skip
 
 

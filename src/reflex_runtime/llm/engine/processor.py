@@ -143,11 +143,11 @@ class LLMProcessor(BaseProcessor):
         Raises TooLarge, with the limit, for a request that can never run; ConfigError for a wrong prompt or parameter.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.limits.check(ids, params.max_tokens)
+        asked = params if isinstance(params, GenerateParams) else _PLAIN
+        self.limits.check(ids, params.max_tokens - asked.prompt_only)
         self.limits.check_sampling(params)
         if params.constraint is not None:
             matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
-        asked = params if isinstance(params, GenerateParams) else _PLAIN
         tokenizer, rates = self.tokenizer, self.rates if self.config.speculate != "off" else None
         sequence = Sequence(ids, params, tokenizer, tokenizer.eos_token_ids, matcher, rates)
         sequence.traceparent = asked.traceparent

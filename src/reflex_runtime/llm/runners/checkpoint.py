@@ -34,7 +34,6 @@ HEAD: Final = "lm_head.weight"
 ROUNDED: Final = "rounded weights are not read; serve what they were made of, with --quantization int4 or int8"
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-
 _Number = Annotated[float, Meta(gt=0.0, le=1e12, description="a finite number above 0")]
 _Theta = Annotated[float, Meta(gt=1.0, le=1e12, description="a finite number above 1")]
 _Positions = Annotated[int, Meta(ge=1, le=1 << 27, description=f"an integer from 1 to {1 << 27}")]
@@ -135,8 +134,7 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
         """[head_dim / 2]: radians per position of each pair of a head's dimensions, scaling applied."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         plain = np.float32(1.0) / np.float32(self.rope_theta) ** exponents
-        rope = self.rope_scaling
-        if rope is None:
+        if (rope := self.rope_scaling) is None:
             return plain
         if rope.rope_type == "linear":
             return (plain / np.float32(rope.factor)).astype(np.float32)
@@ -160,8 +158,7 @@ class ModelConfig(_ConfigFile, kw_only=True, frozen=True):
         if rope.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.head_dim - 1)
-        span = last - first if last != first else 0.001
-        return np.clip((np.arange(self.head_dim // 2) - first) / span, 0.0, 1.0)
+        return np.clip((np.arange(self.head_dim // 2) - first) / (last - first or 0.001), 0.0, 1.0)
 
     def cache_bytes(self, tokens: int, width: int) -> int:
         """Bytes for the keys and values of so many tokens. width: bytes of a number."""
@@ -396,10 +393,8 @@ def weight_files(root: Path) -> list[Path]:
     index = root / INDEX_FILE
     if not index.is_file():
         if not (root / WEIGHTS_FILE).is_file():
-            raise ConfigError(
-                f"{root}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected safetensors weights; "
-                "model.save_pretrained(DIR) of transformers writes them"
-            )
+            how = "expected safetensors weights; model.save_pretrained(DIR) of transformers writes them"
+            raise ConfigError(f"{root}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}, {how}")
         return [root / WEIGHTS_FILE]
     table = read_object(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -427,8 +422,7 @@ def read_table(file: Path) -> dict[str, TensorPlace]:
 def number(root: Path, config: dict[str, Any], *names: str) -> int:
     """The first whole number under one of these keys of config.json."""
     for name in names:
-        found = config.get(name)
-        if type(found) is int and found > 0:
+        if type(found := config.get(name)) is int and found > 0:
             return found
     raise ConfigError(f"{root / CONFIG_FILE}: has no number under {' or '.join(names)}")
 
@@ -462,11 +456,10 @@ class AnyModelConfig:
             if type(value := getattr(config, name, None)) is not int or value < 1:
                 raise ConfigError(f"{root / CONFIG_FILE}: {name}={value!r}: must be a whole number from 1 on")
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv = getattr(config, "num_key_value_heads", None) or heads
+        size = (getattr(config, "head_dim", None) or config.hidden_size // heads) * 2 * kv * config.num_hidden_layers
         dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        tokens = longest(root, config.to_dict())
-        return cls(config.vocab_size, tokens, dtype, 2 * config.num_hidden_layers * kv_heads * size)
+        return cls(config.vocab_size, longest(root, config.to_dict()), dtype, size)
 
     def cache_bytes(self, tokens: int, width: int) -> int:
         """Bytes for the keys and values of so many tokens. width: bytes of a number."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.runners.checkpoint import ROUNDED, AnyModelConfig, weight_files
+from reflex_runtime.llm.runners.checkpoint import ROUNDED, AnyModelConfig, read_table, weight_files
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():
@@ -108,7 +108,9 @@ ExpertsInterface.register(NAME, _experts)
 def describe(directory: Path) -> AnyModelConfig:
     """The description of a checkpoint; no weight is read. Raises ConfigError if it is no decoder."""
     config = _text_config(directory)
-    weight_files(directory)
+    sinks = [name for file in weight_files(directory) for name in read_table(file) if name.endswith(".sinks")]
+    if sinks:
+        raise ConfigError(f"{directory}: tensor {sinks[0]}: attention with sinks is not served")
     return AnyModelConfig.of(directory, config)
 
 
@@ -118,13 +120,19 @@ def _text_config(directory: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # wrong values lead to any kind of exception
         raise ConfigError(f"{directory / 'config.json'}: {_summary(error)}") from error
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if config.model_type not in known:
-        why = f"model_type={config.model_type!r} is no decoder of text in transformers {transformers.__version__}"
-        raise ConfigError(f"{directory / 'config.json'}: {why}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{directory / 'config.json'}: quantization_config: {ROUNDED}")
-    return config.get_text_config(decoder=True)
+    auto, kind = transformers.models.auto.modeling_auto, f"model_type={config.model_type!r}"
+    name = (config.architectures or [""])[0]
+    if config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        why = f"{kind} is no decoder of text in transformers {transformers.__version__}"
+    elif config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        why = f"{kind} without is_decoder=true is an encoder, whose tokens depend on later ones; it is not served"
+    elif name.endswith(("ForMaskedLM", "Model")) and not name.endswith("LMHeadModel"):
+        why = f"architectures={config.architectures}: has no head that generates text; it is not served"
+    elif getattr(config, "quantization_config", None) is not None:
+        why = f"quantization_config: {ROUNDED}"
+    else:
+        return config.get_text_config(decoder=True)
+    raise ConfigError(f"{directory / 'config.json'}: {why}")
 
 
 def load(directory: Path, dtype: Any, *, fixed_shapes: bool = False) -> Any:
@@ -179,13 +187,12 @@ def reference(model: Any, ids: list[int]) -> Tensor:
         model.set_experts_implementation("eager")
     try:
         with torch.inference_mode():
-            given = torch.tensor([ids], device=model.device)
-            result: Tensor = model(input_ids=given, use_cache=False).logits[0].float()
+            found: Tensor = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
     finally:
         model.set_attn_implementation(NAME)
         if experts == NAME:
             model.set_experts_implementation(NAME)
-    return result
+    return found
 
 
 class AnyDecoder:

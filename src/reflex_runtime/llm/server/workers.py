@@ -153,7 +153,7 @@ class Workers:
 
     def request(self, prompt: Sequence[int], params: GenerateParams, matcher: Matcher | None = None) -> GenerateParams:
         """A checked request: one that can never run is not sent."""
-        self.limits.check(prompt, params.max_tokens)
+        self.limits.check(prompt, params.max_tokens - params.prompt_only)
         self.limits.check_sampling(params)
         ids = prompt if isinstance(prompt, list) else list(prompt)  # one list for all choices
         return msgspec.structs.replace(params, model_id=self._plan.name, prompt_token_ids=ids)
