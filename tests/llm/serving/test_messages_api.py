@@ -259,6 +259,7 @@ def test_l9_what_a_message_cannot_ask_is_refused_by_name(toy: Toy, fields: Any, 
     status, kind, message = refused(toy, ASK | fields)
     assert (status, kind) == (400, "invalid_request_error")
     assert message.startswith(told)
+    assert ("did you mean" in message) is ("did you mean" in told)
 
 
 def test_l9_what_is_not_utf8_is_no_json_also_where_it_is_passed_on_as_it_is(toy: Toy) -> None:
