@@ -269,7 +269,8 @@ def test_lines_without_tracks_are_an_error_not_a_count_of_nothing() -> None:
 def test_a_zone_outside_of_the_picture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Such as one in pixels of a camera's larger stream."""
     beside, inside = ((400.0, 0.0), (500.0, 0.0), (500.0, 40.0)), ((0.0, 0.0), (500.0, 0.0), (500.0, 40.0))
-    stage = ZoneStage({"far": beside, "near": inside}, {})
+    edge = ((0.0, 64.0), (64.0, 64.0), (64.0, 70.0))  # where boxes end that are clipped to the picture
+    stage = ZoneStage({"far": beside, "near": inside, "edge": edge}, {})
     for number in range(3):
         stage(found([box(0)], 0.0, number))
     assert caplog.messages == ["a: far lies outside of the picture, 64x64, and counts nothing"]

@@ -194,7 +194,7 @@ class ZoneStage:
             return result
         places, self._unchecked = self._unchecked, {}
         for name, points in places.items():
-            if (np.array(points) >= result.frame.size).all(axis=0).any():
+            if (np.array(points) > result.frame.size).all(axis=0).any():
                 size = "x".join(map(str, result.frame.size))
                 log.warning("%s: %s lies outside of the picture, %s, and counts nothing", result.feed, name, size)
         detections = to_supervision(result, masks=False)

@@ -88,9 +88,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
         for name, (low, high, rule) in self.ranges.items():
             value = getattr(self, name)
             _check(name, value, value is None or low <= value <= high, rule)
-        well = len(self.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in self.stop)
-        well = well and not isinstance(self.stop, str)
-        _check("stop", list(self.stop), well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
+        stop = self.stop if isinstance(self.stop, str) else list(self.stop)
+        well = isinstance(stop, list) and len(stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in stop)
+        _check("stop", stop, well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
         least, most = self.min_tokens, self.max_tokens
         _check("min_tokens", least, 0 <= least <= most, f"must be in [0, max_tokens={most}]")
         self._check_ids()
