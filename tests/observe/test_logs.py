@@ -12,7 +12,9 @@ import threading
 
 import pytest
 
-from reflex_runtime.observe.logs import WAITING, JsonLog, LogStream, TextLog, escaped
+from reflex_runtime.core.batch import RequestAnswered
+from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.observe.logs import WAITING, FailureLog, JsonLog, LogStream, TextLog, escaped
 from serving.harness import PATIENCE
 from serving.pipes import fill
 
@@ -134,3 +136,9 @@ logging.info("b")
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert told.stderr == "of.user a\nreflex b\n"
+
+
+def test_e1_a_failure_without_a_ticket_is_no_failed_request(caplog: pytest.LogCaptureFixture) -> None:
+    error = ProcessorError("x")
+    FailureLog()(RequestAnswered(1.0, "a", "failed", 500, 0.1, served_in=0.1, error=error))
+    assert caplog.text == ""

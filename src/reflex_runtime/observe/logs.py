@@ -81,9 +81,8 @@ def leave(status: int) -> NoReturn:
 
 def leave_stuck() -> NoReturn:
     """End the process, because the event loop hangs in a model; a supervisor restarts the server."""
-    logging.getLogger("reflex.server").error(
-        "leaving: a batch on the event loop does not come back, and no request can be answered"
-    )
+    why = "leaving: a batch on the event loop does not come back, and no request can be answered"
+    logging.getLogger("reflex.server").error(why)
     leave(EXIT_STUCK)
 
 
@@ -286,9 +285,11 @@ class FailureLog:
         self._throttle = Throttle()
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
+        if not isinstance(event, RequestAnswered) or event.outcome != "failed":
             return
-        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
+        if event.ticket is None or event.served_in is None:
+            return
+        if isinstance(event.ticket.outcome, Failed):
             self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
         elif isinstance(event.error, ProcessorError):  # it ran, but its result cannot be encoded
             self.tell(event.at, event.ticket.id, event.error)

@@ -483,8 +483,7 @@ class SlotSeries:
             self.graph.set(sum(self._captured) / len(self._captured))
         if batch.stage == "denoise" and not event.crashed and not event.apart:  # a call that failed took no step
             self.steps.inc(len(batch))
-        notes = batch.notes
-        if notes:
+        if notes := batch.notes:
             for name, series in self.noted.items():
                 if name in notes:
                     series.inc(notes[name])
