@@ -120,6 +120,17 @@ def reader(device):
     words = WordTokenizer({"[PAD]": 0, "[UNK]": 1, "open": 7})
     return Reader(dataclasses.replace(SPEC, takes_text=True, max_tokens=2, tokenizer=words))
 
+class Own:
+    """A tokenizer of one's own needs no more than these."""
+    def row(self, text, most):
+        return np.full(most, len(text)), np.full(most, True), 0
+    def unknown(self, text):
+        return []
+
+def own_words(device):
+    import dataclasses
+    return Reader(dataclasses.replace(SPEC, takes_text=True, max_tokens=2, tokenizer=Own()))
+
 class NoChunk(WholeModel): pass
 
 def no_chunk(device):
@@ -213,7 +224,8 @@ def test_p5_what_is_wrong_is_one_line_that_says_what_to_do(
 
 
 def test_p5_a_policy_is_warmed_up_with_a_word_that_it_knows(here: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warmed_up(load_policy("python:my_policy:reader"))
+    for name in ("reader", "own_words"):
+        warmed_up(load_policy(f"python:my_policy:{name}"))
     assert not caplog.messages
     (actions,) = (check for check in examine("python:my_policy:reader").checks if check.id == "actions")
     assert actions.status == "pass", actions

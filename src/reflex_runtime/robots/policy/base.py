@@ -33,7 +33,6 @@ from reflex_runtime.robots.policy.observation import (
     together,
 )
 from reflex_runtime.robots.policy.spec import DeviceOptions, PolicySpec
-from reflex_runtime.robots.policy.tokenizer import InstructionTokenizer
 from reflex_runtime.robots.policy.units import Floats, shift_of, transformed
 from reflex_runtime.run.onnx_session import CPU
 from reflex_runtime.run.processor import BaseProcessor, Processor, run_batch
@@ -327,7 +326,7 @@ class Policy(BaseProcessor):
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
         sizes = sorted({min(size, self.rows or size) for size in (*sizes, *self.captured_sizes)})
-        text = self.spec.default_prompt or (self.spec.tokenizer or InstructionTokenizer).example
+        text = str(self.spec.default_prompt or getattr(self.spec.tokenizer, "example", "warm up"))
         batches: list[TimedBatch] = []
         finished: list[Ticket] = []
         # Sizes are the inner loop: after a run of one size the cost model would take the next size for drift.

@@ -60,10 +60,9 @@ class PromptTemplate:
 
 
 class InstructionTokenizer:
-    """Turns an instruction into ids. padding: the id that fills the rest of a row. example: a text for a warm-up."""
+    """Turns an instruction into ids. padding: the id that fills the rest of a row."""
 
     padding: int = 0
-    example: str = "warm up"
 
     def ids(self, text: str) -> Sequence[int]:
         """The ids of the text."""
@@ -86,12 +85,12 @@ class WordTokenizer(InstructionTokenizer):
     """A fixed vocabulary of words with white space between.
 
     words: id of each word. unknown, padding: ids for unknown words, and for the rest of the row.
-    lower: whether text is lowercased first.
+    lower: whether text is lowercased first. example: a known word, for the warm-up.
     """
 
     def __init__(self, words: Mapping[str, int], unknown: int = 0, padding: int = 0, lower: bool = True) -> None:
         self.words, self._unknown, self.padding, self._lower = dict(words), unknown, padding, lower
-        self.example = next((word for word in words if word.isalnum() and not self.unknown(word)), self.example)
+        self.example = next((word for word in words if word.isalnum() and not self.unknown(word)), "warm up")
 
     def ids(self, text: str) -> Sequence[int]:
         return [self.words.get(word, self._unknown) for word in self._split(text)]
