@@ -199,6 +199,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check("prompt_only", self.prompt_only, not self.prompt_only or self.max_tokens == 1, "needs max_tokens=1")
         if self.priority not in PRIORITIES:
             raise ConfigError(f"priority={self.priority!r:.220}: must be one of {', '.join(PRIORITIES)}")
 

@@ -245,7 +245,7 @@ def _block(type: str, **more: Any) -> Any:
         ),
         ({"temperature": 3}, "temperature=3.0: must be in [0, 2]"),
         ({"metadata": {"user_id": "\n"}}, "metadata.user_id: holds a control character"),
-        ({"metadata": {"user": "a"}}, "metadata.user: object contains unknown field"),
+        ({"metadata": {"user": "a"}}, "metadata.user: object contains unknown field `user`; did you mean user_id?"),
         ({"output_config": {"format": BROKEN}}, "output_config.format: "),
         ({"tools": [MOVE | {"name": "a b"}]}, "tools[0].name: expected `str` matching regex"),
         ({"tools": [MOVE], "tool_choice": {"type": "tool"}}, "tool_choice.name: is for type tool"),

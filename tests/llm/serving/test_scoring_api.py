@@ -11,7 +11,8 @@ import pytest
 
 from late import Late
 from llm.workers.test_workers import Fleet
-from reflex_runtime.ipc.messages import BATCH_GENERATE, SamplingParams
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.messages import BATCH_GENERATE, GenerateParams, SamplingParams
 from reflex_runtime.llm.api.answers import Answer
 from reflex_runtime.llm.engine.llm_engine import LLMEngine
 from reflex_runtime.llm.engine.sequence import Sequence
@@ -78,6 +79,8 @@ def test_l9_the_prompt_alone_may_fill_the_context(toy: Toy) -> None:
         answer = toy.complete(prompt, max_tokens=0, echo=True, logprobs=0).json
         assert answer["choices"][0]["text"] == "a" * longest
         assert toy.error(toy.complete(prompt, max_tokens=1, echo=True))["code"] == "context_length_exceeded"
+    with pytest.raises(ConfigError, match="^prompt_only=True: needs max_tokens=1$"):
+        GenerateParams(prompt_only=True, max_tokens=2)
 
 
 def test_l9_a_stream_begins_with_the_prompt_and_what_the_model_says_of_it(toy: Toy) -> None:
