@@ -79,7 +79,7 @@ def test_l9_the_prompt_alone_may_fill_the_context(toy: Toy) -> None:
         answer = toy.complete(prompt, max_tokens=0, echo=True, logprobs=0).json
         assert answer["choices"][0]["text"] == "a" * longest
         assert toy.error(toy.complete(prompt, max_tokens=1, echo=True))["code"] == "context_length_exceeded"
-    with pytest.raises(ConfigError, match="^prompt_only=True: needs max_tokens=1$"):
+    with pytest.raises(ConfigError, match=r"^prompt_only=True: needs max_tokens=1$"):
         GenerateParams(prompt_only=True, max_tokens=2)
 
 
