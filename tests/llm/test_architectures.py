@@ -257,3 +257,14 @@ def test_l8_weights_that_are_not_a_decoders_are_refused_not_drawn_by_chance(
     for refusing in (TorchRunner,) if "Gemma" in kind else (TorchRunner, describe):  # before any weight is loaded
         with pytest.raises(ConfigError, match=told):
             refusing(tmp_path)
+
+
+def test_l8_what_a_file_has_as_architectures_need_not_be_a_list_of_texts(tmp_path: Path) -> None:
+    directory = random_checkpoint("Granite", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    for architectures in ([["x"]], [5], {"a": 1}, 5, None, [], "GraniteForCausalLM"):
+        (directory / "config.json").write_text(json.dumps(config | {"architectures": architectures}))
+        assert describe(directory).vocab_size == config["vocab_size"]
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["GraniteModel"]}))
+    with pytest.raises(ConfigError, match=r"architectures=\['GraniteModel'\]: has no head"):
+        describe(directory)

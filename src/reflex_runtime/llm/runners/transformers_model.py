@@ -121,7 +121,7 @@ def _text_config(directory: Path) -> Any:
     except Exception as error:  # wrong values lead to any kind of exception
         raise ConfigError(f"{directory / 'config.json'}: {_summary(error)}") from error
     auto, kind = transformers.models.auto.modeling_auto, f"model_type={config.model_type!r}"
-    name = (config.architectures or [""])[0]
+    name = str(config.architectures).strip("[']")  # a file may have anything there
     if config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         why = f"{kind} is no decoder of text in transformers {transformers.__version__}"
     elif config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
