@@ -199,3 +199,9 @@ def test_b4_urgent_requests_wait_no_longer_by_default() -> None:
     assert by_default.batch_size is not None
     assert given.batch_size is not None
     assert by_default.batch_size <= 1.1 * given.batch_size
+
+
+def test_a_batch_before_anything_was_measured_has_no_predicted_time() -> None:
+    config = GroupConfig(flush=FlushPolicy.window(None), controller=Planner())
+    done = simulate(Scheduler([config]), [Callers(2, Fixed(0.01))], Affine(0.01, 0.001), duration=0.5)
+    assert (done.batches[0].expected, done.batches[-1].expected > 0.0) == (0.0, True)

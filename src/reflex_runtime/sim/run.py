@@ -243,7 +243,7 @@ class _Loop:
     def _finish(self, batch: Batch, started: float, seconds: float) -> None:
         outcomes = [self.outcome(ticket, units) for ticket, units in batch.grants.items()]
         self.scheduler.complete(batch, outcomes, seconds, self.now)
-        self.done.batches.append(Ran(started, seconds, len(batch), batch.expected, batch.cause.value))
+        self.done.batches.append(Ran(started, seconds, len(batch), batch.predicted, batch.cause.value))
 
     def _take_events(self) -> bool:
         events = self.scheduler.take_events()
