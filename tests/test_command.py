@@ -149,6 +149,16 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, one_line(done)) == (1, "reflex simulate: No space left on device")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--duration-s", "3"], ["trace", "x"]])
+@pytest.mark.parametrize("closed", [[0], [1], [2], [0, 1, 2]])
+def test_closed_standard_streams_are_no_failure(arguments: list[str], closed: list[int], tmp_path: Path) -> None:
+    whole = run(*arguments, cwd=tmp_path)
+    done = run(*arguments, cwd=tmp_path, preexec_fn=lambda: [os.close(number) for number in closed])
+    assert done.returncode == whole.returncode
+    assert "Traceback" not in done.stderr
+    assert 2 in closed or done.stderr == whole.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--duration-s", "3"], ["trace", "--prompts", "hello"]])
 def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
     reading, writing = os.pipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +169,10 @@ def _prepare(verb: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return its exit status. An error that a user can fix is one line on standard error."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it: /dev/null gets its number, the lowest that is free
+            os.set_inheritable(nowhere := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(nowhere, "r+"))
     prefix = ["reflex"]
 
     def run() -> int:

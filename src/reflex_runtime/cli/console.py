@@ -79,11 +79,8 @@ def console(width: int, columns: bool = True, **more: Any) -> Console:
 
 def add_key(parser: argparse.ArgumentParser) -> None:
     """Add --api-key, the key of a running server."""
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="key of the server, if it has two that of operators; default: the environment variable REFLEX_API_KEY",
-    )
+    what = "key of the server, if it has two that of operators; default: the environment variable REFLEX_API_KEY"
+    parser.add_argument("--api-key", metavar="KEY", help=what)
 
 
 def key_of(args: argparse.Namespace) -> str:

@@ -177,7 +177,6 @@ WIRES: Final[dict[str, ProbeWire]] = {
     "lerobot": ProbeWire("lerobot", ask_lerobot, (*HTTP, *GRPC), "lerobot"),
 }
 
-
 WIDE = 140  # columns if the output is not a terminal and COLUMNS is not set
 SCHEMES = ("http", "https", "ws", "wss", "tcp", "grpc", "grpcs")
 

@@ -147,9 +147,7 @@ def _note_other_model(recording: Journal, slot: str | None, found: str, model: s
 
 def _same_hardware(recorded: Any) -> bool:
     """Whether this machine equals the recorded one in the keys that both have."""
-    if not isinstance(recorded, dict):
-        return True
-    return all(recorded.get(key, value) == value for key, value in hardware().items())
+    return not isinstance(recorded, dict) or all(recorded.get(key, one) == one for key, one in hardware().items())
 
 
 # -- through the scheduler ---------------------------------------------------------------------------------------------
