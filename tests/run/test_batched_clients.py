@@ -125,7 +125,7 @@ def test_items_of_one_turn_wake_the_device_once_after_the_last_of_them() -> None
         wake, waiting = device.wake, []
 
         def noted() -> None:
-            waiting.append(len(device.scheduler._groups["batched"].active))
+            waiting.append(len(device.scheduler._groups["double"].active))
             wake()
 
         device.wake = noted  # type: ignore[method-assign]
@@ -184,7 +184,7 @@ def test_thousands_of_cancels_in_one_turn_are_made_in_slices() -> None:
             task.cancel()
         for _ in range(5):
             await asyncio.sleep(0)
-            queued.append(held._driver.device.scheduler._groups["batched"].queued)
+            queued.append(held._driver.device.scheduler._groups["held"].queued)
         assert queued[0] == 2 * SLICE
         assert queued[-1] == 0
         gate.set()

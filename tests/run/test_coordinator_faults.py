@@ -376,7 +376,7 @@ def test_f12_a_hung_batch_is_answered_and_its_late_results_reach_nobody() -> Non
         for caller in hung:
             error = caller.end()
             assert type(error) is ProcessorHung
-            assert "did not come back within 800 s" in str(error)
+            assert "detector: the processor did not come back within 800 s" in str(error)
         later = [handle.submit(f"cam{n}", "new") for n in range(2)]  # their places are free again
         clock.step(800.0, coordinator)
         with pytest.raises(TimeoutError):

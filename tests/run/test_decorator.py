@@ -745,3 +745,31 @@ def test_wrong_options_are_named() -> None:
 
     with pytest.raises(ConfigError, match=r"^double: timeout='a': must be >= 0 seconds"):
         double(1, timeout="a")  # type: ignore[arg-type]
+
+
+def test_what_is_no_sink_and_what_is_no_truth_value_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^@batched\.repeatable='no': must be True or False$"):
+        batched(repeatable="no")  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match=r"^add_sink\(3\): must be a function of one event$"):
+        batched(lambda items: items).add_sink(3)  # type: ignore[arg-type]
+
+
+def test_a_function_that_hangs_is_named() -> None:
+    held = threading.Event()
+
+    @batched(watchdog=0.05)
+    def stuck(items: list[int]) -> list[int]:
+        held.wait(PATIENCE)
+        return items
+
+    with pytest.raises(ProcessorHung, match=r"^stuck: the processor did not come back within 0\.05 s$"):
+        stuck(1)
+    held.set()
+
+    @batched(watchdog=0.05)
+    async def asleep(items: list[int]) -> list[int]:
+        await asyncio.Event().wait()
+        return items
+
+    with pytest.raises(ProcessorHung, match=r"^asleep: the function did not come back within 0\.05 s$"):
+        asyncio.run(asleep(1))

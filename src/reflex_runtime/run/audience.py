@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from reflex_runtime.core.batch import BatchFinished, BatchScheduled, Done, Event, RequestQueued, RequestSettled
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.scheduler import Scheduler
 
@@ -120,6 +121,8 @@ class Audience:
 
     def add(self, sink: Sink) -> None:
         """Call the sink with every event from now on."""
+        if not callable(sink):
+            raise ConfigError(f"add_sink({sink!r:.80}): must be a function of one event")
         self._sinks.append(sink)
         self._changed()
 

@@ -72,7 +72,6 @@ from reflex_runtime.run.thread_driver import ThreadDriver
 from reflex_runtime.settings.declare import did_you_mean, option, validate
 
 GONE: Final = 1.0  # seconds without an item after which a client is forgotten
-GROUP: Final = "batched"
 
 _numbers = itertools.count(1)  # of clients, in all loops and threads
 
@@ -108,7 +107,7 @@ class Handle:
     ) -> Request:
         if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0.0):
             raise ConfigError(f"{self._name}: timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
-        return Request(item, group=GROUP, client=client, priority=priority, time_limit=time_limit)
+        return Request(item, group=self._name, client=client, priority=priority, time_limit=time_limit)
 
     async def _result(
         self, calls: _Calls | _Inbox, item: Any, timeout: float | None, priority: Priority, time_limit: float | None
@@ -218,7 +217,7 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
 
     def __init__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], rules: _Batched) -> None:
         super().__init__(function)
-        self._make = partial(_Calls, function, rules)
+        self._make = partial(_Calls, function, rules, self._name)
         self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
 
     async def __call__(
@@ -255,10 +254,10 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
 class _Calls:
     """The calls of one function in one loop. running: the batch in the call that is out."""
 
-    def __init__(self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], rules: _Batched) -> None:
+    def __init__(self, function: Callable[[list[Any]], Awaitable[Any]], rules: _Batched, name: str) -> None:
         self._function, self._rules = function, rules
         self.running: Batch | None = None
-        self.dispatcher = Dispatcher([rules.group], self._run, max_batches=1)
+        self.dispatcher = Dispatcher([rules.group(name)], self._run, max_batches=1)
         self.dispatcher.start()
         self.clients = LoopClients()
         self.cancel = self.dispatcher.cancel
@@ -276,7 +275,7 @@ class _Calls:
                     results = await self._function(payloads_of(batch))
             return outcomes_of(checked_results(self._function, results, count=len(batch.grants)), batch)
         except Exception as error:
-            hung = ProcessorHung(f"the function did not come back within {self._rules.watchdog:g} s")
+            hung = ProcessorHung(f"{batch.group}: the function did not come back within {self._rules.watchdog:g} s")
             return failure_of(hung if limit.expired() else error, batch, self._rules.repeatable)
         finally:
             self.running = None
@@ -352,7 +351,7 @@ class _Driver(ThreadDriver):
     def __init__(self, function: Callable[[list[Any]], Any], rules: _Batched, name: str, sinks: Iterable[Sink] = ()):
         self._made_of = function, rules, name
         processor = FunctionProcessor(function, rules.repeatable)
-        super().__init__(rules.group, processor, rules.watchdog or inf, time.monotonic, name, sinks)
+        super().__init__(rules.group(name), processor, rules.watchdog or inf, time.monotonic, name, sinks)
         self.inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         tell_of_forks(self)
 
@@ -507,25 +506,21 @@ class _Batched:
     def __post_init__(self) -> None:
         validate(self, "@batched")
 
-    @property
-    def group(self) -> GroupConfig:
-        """The same for the scheduler."""
+    def group(self, name: str) -> GroupConfig:
+        """The same for the scheduler. name: of the function."""
         flush = FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency, shed=True)
-        return GroupConfig(name=GROUP, flush=flush, capacity=self.capacity)
+        return GroupConfig(name=name, flush=flush, capacity=self.capacity)
 
     @overload
-    def __call__(
-        self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
+    def __call__(self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
     ) -> BatchedCoroutine[Item, Result]: ...
     @overload
     def __call__(self, function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
     @overload
-    def __call__(
-        self, function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
+    def __call__(self, function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
     ) -> BatchedMethod[BatchedCoroutine[Item, Result]]: ...
     @overload
-    def __call__(
-        self, function: Callable[[Owner, list[Item]], Sequence[Result]], /
+    def __call__(self, function: Callable[[Owner, list[Item]], Sequence[Result]], /
     ) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
     @overload
     def __call__(

@@ -759,7 +759,7 @@ class Device:
         assert self._running is not None
         (batch, since), limit = self._running, self.limit
         self.hung += 1
-        error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
+        error = ProcessorHung(f"{batch.group}: the processor did not come back within {limit:g} s", limit_s=limit)
         if self._one_thread:
             self._cut_short(error)
             return

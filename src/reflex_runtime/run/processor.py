@@ -20,13 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import (
-    GpuLost,
-    ProcessorError,
-    ProcessorHung,
-    ReflexError,
-    ResultCountMismatch,
-)
+from reflex_runtime.core.errors import GpuLost, ProcessorError, ProcessorHung, ReflexError, ResultCountMismatch
 from reflex_runtime.core.request import Ticket
 
 if TYPE_CHECKING:  # with a default, so that `Processor` and `Batcher` alone are those of any values

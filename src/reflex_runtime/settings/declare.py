@@ -100,6 +100,8 @@ def validate(config: Any, name: str = "") -> None:
                 shown = repr(value) if name else f"{value:.10g}"
                 kind = "in" if number else "a whole number in" if whole else "a number in"
                 raise ConfigError(f"{setting}={shown}: must be {kind} {_range(meta)}", field=f.name)
+        if f.type == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{setting}={value!r:.80}: must be True or False", field=f.name)
         if meta.get("choices") and value not in meta["choices"]:
             shown = repr(value) if name else one_line(value)
             raise ConfigError(f"{setting}={shown}: {one_of(str(value), meta['choices'])}", field=f.name)
