@@ -28,7 +28,7 @@ from reflex_runtime.core.errors import Cancelled, ConfigError, QueueFull
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket
-from reflex_runtime.observe.journal import read_journal
+from reflex_runtime.observe.journal import client_label, read_journal
 from reflex_runtime.observe.journal_writer import (
     EARLY,
     JournalWriter,
@@ -36,6 +36,7 @@ from reflex_runtime.observe.journal_writer import (
     RequestRecord,
     hardware,
     info_of,
+    scheduled,
     short,
 )
 
@@ -294,3 +295,9 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"Recording\.directory='.*file/x': cannot be made"):
         recorder(tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "2001:db8::1"])
+def test_a_connection_is_named_in_the_journal_as_in_tables(address: str) -> None:
+    made = scheduled(Request(None, client=(address, 2)), None, 0.0)
+    assert made.client == client_label(made.client) == f"{address} #2"

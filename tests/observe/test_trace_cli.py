@@ -106,7 +106,7 @@ def test_the_table_fits_a_narrow_terminal(
     partition = "image[64,64,3] tokens[8] state[4] actions[16,4]"
     made = []
     for i in range(1, 61):
-        clients = [f"r{k}" for k in range(14)] if i % 2 else ["('127.0.0.1', 3)", "('::1', 4)"]
+        clients = [f"r{k}" for k in range(14)] if i % 2 else ["127.0.0.1 #3", "::1 #4"]
         members = [
             {"seq": 14 * i + k, "id": f"act-{k}", "client": client, "units": 1.0, "asked": 1.0, "age": 0.001 * k,
              "state": "waiting" if i % 3 else "resident", "outcome": "done"}

@@ -19,7 +19,7 @@ import base64
 import re
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -428,16 +428,19 @@ class Note(msgspec.Struct):
 
 # -- names of callers in tables, pictures and the live view ------------------------------------------------------------
 
-_CONNECTION = re.compile(r"""[(\[](['"])([^'"]+)\1, (\d+)[)\]]""")
+_CONNECTION = re.compile(r"\S+ #\d+")
+
+
+def client_text(client: Hashable) -> str:
+    """The client in a journal; one known only by its connection, a pair, is `host #number`."""
+    return " #".join(map(str, client)) if isinstance(client, tuple) else str(client)
 
 
 def client_label(client: str, width: int = 18) -> str:
-    """The client; a server writes one known only by its connection as the repr of a pair, shown as `host #number`.
-    width: characters of a name."""
-    connection = _CONNECTION.fullmatch(client)
-    if connection is None:
+    """The client in a table. width: characters of a name."""
+    if _CONNECTION.fullmatch(client) is None:
         return plain(client or "no client", width)
-    name = plain(" #".join(connection.group(2, 3)), 99)
+    name = plain(client, 99)
     return name if len(name) <= 21 else "…" + name[-20:]  # the number tells two of them apart
 
 

@@ -68,6 +68,7 @@ from reflex_runtime.observe.journal import (
     RequestLine,
     SchedulerRequest,
     WarmUpLine,
+    client_text,
 )
 from reflex_runtime.version import __version__
 
@@ -211,7 +212,7 @@ class RequestRecord(msgspec.Struct):
 def scheduled(request: Request, ticket: Ticket | None, at: float) -> SchedulerRequest:
     """The request as the scheduler got it, without the payload. at: time of the refusal, if there is no ticket."""
     made = SchedulerRequest(
-        None, at, str(request.client), int(request.priority), request.time_limit, str(request.partition),
+        None, at, client_text(request.client), int(request.priority), request.time_limit, str(request.partition),
         str(request.shape), str(request.cost_class), request.stage, request.weight, request.wants,
     )  # fmt: skip
     if ticket is not None:
@@ -683,7 +684,7 @@ def _members(batch: Batch) -> list[Member]:
     for ticket, units in batch.grants.items():
         asked = ticket.request
         state = "waiting" if ticket in entered else "resident"
-        client, age, limit = str(asked.client), at - ticket.arrived, asked.time_limit
+        client, age, limit = client_text(asked.client), at - ticket.arrived, asked.time_limit
         member = Member(ticket.seq, asked.id, client, units, asked.wants, state, age, limit)
         if ticket in batch.extra:
             member.guessed = batch.extra[ticket]
@@ -703,7 +704,6 @@ def _ending(ticket: Ticket) -> str:
 
 
 # -- lines; texts of callers and processors that are not Unicode are escaped ------------------------------------------
-
 
 _NUMPY: Final = ((np.bool_, bool), (np.integer, int), (np.floating, float))
 

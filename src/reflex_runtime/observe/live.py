@@ -34,7 +34,7 @@ from reflex_runtime.core.batch import (
 )
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.statistics import Rate, percentile
-from reflex_runtime.observe.journal import client_label
+from reflex_runtime.observe.journal import client_label, client_text
 
 STREAM: Final = "/dashboard/stream"  # the path of a server's snapshots, one a line
 BATCHES = 256  # in a snapshot: the newest
@@ -336,7 +336,7 @@ def _client(name: Hashable, found: _ClientFigures, now: float) -> LiveClient:
 
 
 def _name(client: Hashable) -> str:
-    return client_label(str(client), NAME)
+    return client_label(client_text(client), NAME)
 
 
 def _us(seconds: float) -> float:

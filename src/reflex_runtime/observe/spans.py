@@ -284,7 +284,8 @@ class SpanExport(SpanProcessor, SpanExporter):
         if not os.environ.get("OTEL_SERVICE_NAME"):
             own["service.name"] = "reflex"
         self._resource = Resource.create(own)
-        self._exporter = OTLPSpanExporter(_traces(endpoint), session=_session(endpoint))
+        traces = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
+        self._exporter = OTLPSpanExporter(traces, session=_session(endpoint))
         self._processor = BatchSpanProcessor(self, capacity, GATHER_MS, min(CHUNK, capacity))
 
     def tracer(self, sampler: Sampler | None) -> Tracer:
@@ -352,11 +353,6 @@ class LastReason(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
-
-
-def _traces(endpoint: str) -> str:
-    plain = endpoint.rstrip("/")
-    return plain if plain.endswith("/v1/traces") else f"{plain}/v1/traces"
 
 
 def _session(endpoint: str) -> requests.Session:
