@@ -190,7 +190,7 @@ def test_v12_what_is_nobodys_fault_never_trips_a_guard() -> None:
 def test_v12_the_guard_after_an_exchange_names_the_slot_once(why: str) -> None:
     versions = Versions(guard="error=1%")
     rollout = versions.rollout
-    rollout.exchanged("b", 0.0, 60.0)
+    rollout.exchanged("b", 60.0)
     if why == "drain":
         versions.crash("b")
     else:
@@ -198,14 +198,14 @@ def test_v12_the_guard_after_an_exchange_names_the_slot_once(why: str) -> None:
             rollout.answered("b", "failed", 0.1)
     assert rollout.evaluate(1.0) == {"b": True}
     assert rollout.evaluate(2.0) == {}
-    rollout.exchanged("b", 2.0)
+    rollout.exchanged("b")
     assert rollout.breaker.verdict == "ok"
 
 
 def test_v12_a_guard_that_has_watched_long_enough_does_not_trip() -> None:
     versions = Versions(guard="error=1%")
     rollout = versions.rollout
-    rollout.exchanged("b", 0.0, 1.0)
+    rollout.exchanged("b", 1.0)
     for _ in range(29):
         rollout.answered("b", "ok", 0.1)
     assert rollout.evaluate(1.0) == {}  # 30 answers are enough to decide
@@ -214,7 +214,7 @@ def test_v12_a_guard_that_has_watched_long_enough_does_not_trip() -> None:
     assert rollout.evaluate(1.0) == {"b": False}
     versions.crash("b")
     assert rollout.evaluate(2.0) == {}
-    rollout.exchanged("b", 2.0, 3.0)  # another one: what drained the slot before is not its fault
+    rollout.exchanged("b", 3.0)  # another one: what drained the slot before is not its fault
     assert rollout.evaluate(3.0) == {}
 
 
@@ -225,7 +225,7 @@ def test_v13_what_was_known_of_the_policy_before_says_nothing_of_the_next(versio
         rollout.place(episode, "r", 0.0)
     rollout.outcome(before, True)
     versions.crash("b", 4)
-    rollout.exchanged("b", 1.0)
+    rollout.exchanged("b")
     assert rollout.breaker.count("b") == 0
     assert {slot: record.episodes for slot, record in rollout.records.items()} == {"a": 0, "b": 0}
     rollout.place(across, "r", 2.0)
@@ -242,7 +242,7 @@ def test_v13_what_was_known_of_the_policy_before_says_nothing_of_the_next(versio
 def test_v13_an_outcome_that_comes_after_the_exchange_is_not_the_new_ones(versions: Versions) -> None:
     (episode,) = episodes("b", 1)
     versions.rollout.place(episode, "r", 0.0)
-    versions.rollout.exchanged("b", 1.0)
+    versions.rollout.exchanged("b")
     told = versions.rollout.outcome(episode, False)
     assert (told["slot"], told["counted"]) == ("b", False)
 
@@ -257,7 +257,7 @@ def test_v13_no_exchange_while_a_ramp_runs() -> None:
 
 def test_a_shadow_is_none_of_its_business(versions: Versions) -> None:
     versions.rollout(RequestAnswered(0.0, "shadow", "ok", 200, 1.0))
-    versions.rollout.exchanged("shadow", 0.0)
+    versions.rollout.exchanged("shadow")
     assert versions.rollout.breaker.verdict == "ok"
     assert versions.changes == []
 

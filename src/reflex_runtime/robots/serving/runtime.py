@@ -182,7 +182,7 @@ class ServedPolicy:
             if not tripped:
                 self.slots[name].previous = None
             elif (back := self.slots[name].go_back()) is not None:
-                self.rollout.exchanged(name, now)
+                self.rollout.exchanged(name)
                 numbers = {"slot": name, "version": back.name}
                 self.rollout.changed(now, "load", f"slot {name} is {back.name} again: the guard tripped", numbers)
         for name, slot in self.slots.items():
@@ -241,7 +241,7 @@ class ServedPolicy:
         guarded = bool(self.config.guard) and name != SHADOW
         self._server.batcher.device.input(lambda scheduler, _: warm.teach(scheduler.cost_model(slot.group)))
         slot.exchange(version, keep=guarded)
-        rollout.exchanged(name, now, now + Ramp.every_of(self.config.ramp_every) if guarded else None)
+        rollout.exchanged(name, now + Ramp.every_of(self.config.ramp_every) if guarded else None)
         numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
         rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
         self.cameras |= cameras_of([version.policy.spec])

@@ -230,21 +230,18 @@ class Ramp:
     """b's share in stages. Pure: `now` is in seconds that never go back; `evaluate` is called once a second.
 
     shares: b's percent in each stage, ascending, in [1, 100]. every: seconds a stage lasts. guard: b is rolled back as
-        soon as it triggers.
-    least: answers of b that a stage with a guard needs before it may end, because a time without traffic proves
-        nothing. Nor does a stage end while b exceeds a limit of the guard, even if by chance.
+        soon as it triggers. A stage with a guard needs some answers of b before it may end, because a time without
+        traffic proves nothing. Nor does it end while b exceeds a limit of the guard, even if by chance.
 
     The last stage is watched too; then the ramp is finished and keeps the share. After a rollback the share stays 0.
     """
 
-    def __init__(
-        self, shares: Sequence[int], every: float, guard: RampGuard | None, now: float, least: int = 30
-    ) -> None:
+    def __init__(self, shares: Sequence[int], every: float, guard: RampGuard | None, now: float) -> None:
         self.shares = tuple(shares)
-        self.every, self.guard, self.least = every, guard, least
+        self.every, self.guard = every, guard
         self.state: State = "running"
         self.decisions: list[Change] = []  # at most two a stage
-        self._watch = GuardWatch(guard or RampGuard(), least=least)
+        self._watch = GuardWatch(guard or RampGuard())
         self._stage, self._began, self._held, self._seen = 0, now, False, 0
         self.share = self.shares[0]  # b's percent now
 
@@ -334,8 +331,8 @@ class Ramp:
 
     def _missing(self) -> str | None:
         """Why the stage may not end yet although its time is over, or None."""
-        if self.guard is not None and self._seen < self.least:
-            return f"b has had {self._seen} answers in this stage, the guard needs {self.least}"
+        if self.guard is not None and self._seen < self._watch.least:
+            return f"b has had {self._seen} answers in this stage, the guard needs {self._watch.least}"
         above = self._watch.above()
         return None if above is None else f"guard: {above}; not beyond chance yet"
 

@@ -227,12 +227,12 @@ class Rollout:
         if event.crashed and slot is not None:
             self.crashed(slot, event.at)
 
-    def set_split(self, split: int, now: float, why: str = "by an operator") -> None:
+    def set_split(self, split: int, now: float) -> None:
         """From now on `split` percent of new episodes go to a. Ends a ramp."""
         self._two()
         self.ramp = None
         self._set_split(split)
-        self.changed(now, "split", why, {"split": split})
+        self.changed(now, "split", "by an operator", {"split": split})
 
     def rollback(self, now: float, why: str = "by an operator") -> list[str]:
         """Send all traffic to a at once, running episodes too. Returns those that were moved."""
@@ -257,7 +257,7 @@ class Rollout:
         if self.ramp is not None and self.ramp.state == "running":
             raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
 
-    def exchanged(self, slot: str, now: float, watch_until: float | None = None) -> None:
+    def exchanged(self, slot: str, watch_until: float | None = None) -> None:
         """The slot has a new policy without results. watch_until: its guard watches at least until then."""
         if slot not in self.slots:  # the shadow
             return
