@@ -8,7 +8,7 @@ import sys
 from typing import Final
 
 from tests import budgets
-from tests.sources import PACKAGE, SOURCE, Module, module_of, modules, of, part_of
+from tests.sources import PACKAGE, ROOT, SOURCE, Module, module_of, modules, of, part_of
 
 MIDDLE = {"core", "run", "observe"}
 MODULES = {"version", "pacing", "extras", "settings"}  # every part may read them
@@ -185,3 +185,10 @@ def test_a_budget_only_falls() -> None:
         "total lines: 305, above its ceiling of 300",
     ]
     assert budgets.lowered(sizes, ceilings) == {"core": 95, "grown": 100, "new": 20, "small": 89, "total lines": 300}
+
+
+def test_no_tracked_file_is_a_symbolic_link() -> None:
+    """One that leads out of the repository is broken on every other machine, and in an archive of it."""
+    found = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=False)
+    links = [line for line in found.stdout.splitlines() if line.startswith("120000")]
+    assert links == []
