@@ -31,6 +31,19 @@ def test_h7_docs_mark_the_picture_of_a_policy_that_needs_one_as_required(browser
         docs.page.close()
 
 
+def test_h7_docs_have_the_fields_as_declared_and_required_ones_first(browser: Browser) -> None:
+    with Server("demo") as server:
+        docs = Looked(browser, server, path="/docs")
+        docs.until("h2", "Errors")
+        document = json.loads(server.get("/openapi.json").body)
+        schema = document["paths"]["/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        needed = {one for part in (schema, *schema.get("allOf", ())) for one in part.get("required", ())}
+        table = docs.page.locator("h2:has-text('/act') ~ table").first
+        shown = table.locator("tr td:first-child").all_text_contents()
+        assert shown == sorted(schema["properties"], key=lambda field: field not in needed)
+        docs.page.close()
+
+
 def test_h7_docs_show_every_path_and_the_command_of_its_example_runs_when_pasted(browser: Browser, tiny: Path) -> None:
     with Server(tiny, "--api-key", "KEY") as server:
         docs = Looked(browser, server, path="/docs")

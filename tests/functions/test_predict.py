@@ -177,6 +177,7 @@ def test_arrays_come_as_lists_bytes_and_files(server: Functions) -> None:
         {"dtype": "f4,(", "shape": [1], "data": in_base64(b"1234")}, {"dtype": "<f4", "shape": [1], "data": "?"},
         {"dtype": {"names": 1}, "shape": [1], "data": "AAAA"}, {"dtype": ["f4"], "shape": [1], "data": "AAAA"},
         {"dtype": "<f4", "shape": [1] * 9, "data": in_base64(b"1234")}, {"dtype": "<f4", "shape": [None], "data": ""},
+        {"dtype": "<f4", "shape": [4], "data": in_base64(bytes(16)), "order": "F"},
         {"shape": [1], "data": in_base64(b"12345678")}, [10**30],
         {"dtype": "<c8", "shape": [1], "data": in_base64(b"12345678")},
     ],

@@ -137,15 +137,25 @@ def test_a_deadline_ends_waiting_wherever_it_is_written(server: Functions) -> No
         ("deadline_ms=0", "deadline_ms"), ("deadline_ms=nan", "deadline_ms"), ("deadline_ms=1e9", "deadline_ms"),
         ("deadline_ms=soon", "deadline_ms"), ("priority=high", "priority"), ("deadline=1", "deadline"),
         ("client=%00", "client"), ("client=" + "x" * 257, "client"), ("request_id=%0a", "request_id"), ("x", "x"),
+        ("deadline_ms=5&deadline_ms=5000", "deadline_ms"), ("client=a&priority=urgent&client=a", "client"),
     ],
 )  # fmt: skip
 def test_a_wrong_word_about_a_request_is_the_422_that_names_it(server: Functions, query: str, field: str) -> None:
     answer = server.ask("POST", f"/predict/double?{query}", b"1", {"Content-Type": "application/json"})
     assert (answer.status, answer.json.get("field")) == (422, field), answer.body
     name, _, value = query.partition("=")
-    if "%" not in query and value and name in ("deadline_ms", "priority", "client"):
+    if not {"%", "&"} & {*query} and value and name in ("deadline_ms", "priority", "client"):
         header = {f"X-Reflex-{name.replace('_', '-')}": value}
         assert server.predict("double", 1, header).json["field"] == field
+
+
+def test_a_header_of_ours_that_is_not_read_is_named(server: Functions) -> None:
+    for sent, near in (("X-Reflex-Dedline-Ms", "x-reflex-deadline-ms"), ("X-Reflex-Kee", "x-reflex-key")):
+        answer = server.predict("double", 1, {sent: "20"})
+        assert (answer.status, answer.code) == (400, "invalid_request")
+        assert answer.json["message"] == f"{sent.lower()}: this path reads no such header; did you mean {near}?"
+    assert server.predict("double", 1, {"X-Reflex-Episode": "e", "X-Reflected": "1"}).status == 200
+    assert server.ask("GET", "/health", None, {"X-Reflex-Client": "c"}).status == 200
 
 
 def test_a_request_has_the_id_that_it_brings(server: Functions) -> None:

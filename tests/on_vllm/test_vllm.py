@@ -215,7 +215,7 @@ def test_headers_become_arguments(body: Any, headers: dict[str, str], wanted: An
     assert rewritten(b"[" * 200_000, raw) == b"[" * 200_000
 
 
-def answered(kind: str, *parts: bytes) -> list[Any]:
+def answered(kind: str, *parts: bytes, header: bytes = b"x-reflex-client") -> list[Any]:
     """What a caller gets of an application that answers 200 with these parts: status, headers and body."""
     sent: list[Any] = []
 
@@ -231,7 +231,7 @@ def answered(kind: str, *parts: bytes) -> list[Any]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", b"application/json"), (header, b"1")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     asyncio.run(Middleware(app)(scope, receive, send))
     return [sent[0]["status"], dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])]
@@ -250,6 +250,13 @@ def test_a_refusal_is_an_error_to_callers(code: str, status: int) -> None:
     assert headers[b"content-length"] == b"%d" % len(body)
     assert (b"retry-after" in headers) == (status == 503)
     assert (b"x-reflex-max-gap-ms" in body) == (status == 400)  # what the caller may have sent
+
+
+def test_a_header_of_ours_that_is_not_read_is_refused_by_name() -> None:
+    status, _, body = answered("application/json", b"{}", header=b"x-reflex-deadline-msec")
+    assert status == 400
+    assert b"x-reflex-deadline-msec: no such header; did you mean x-reflex-deadline-ms?" in body
+    assert answered("application/json", b"{}", header=b"x-reflected")[0] == 200
 
 
 def test_other_answers_are_sent_on() -> None:

@@ -159,6 +159,7 @@ def test_h5_bound_to_every_address_it_answers_to_every_address_and_to_its_host_n
     for name in ("evil.example", "", "10.0.0.5.evil.example"):
         assert not right(trust, name)
     assert right(trust, "10.0.0.5:80", "http://10.0.0.5:80")  # its own page
+    assert right(trust, "10.0.0.5:80", "https://10.0.0.5:80")  # the same with --ssl-certfile
     assert not right(trust, "10.0.0.5:80", "http://10.0.0.66")  # that of another machine
 
 

@@ -120,6 +120,12 @@ def test_b20_what_reached_the_machine_before_the_signal_counts_as_received(tiny:
         assert server.wait() == 0
 
 
+def test_an_idle_server_ends_without_a_line_about_requests(tiny: Path) -> None:
+    with Server(tiny) as server:
+        server.stop()
+    assert not [line for line in server.log if "draining" in line]
+
+
 def test_b20_two_stages_are_finished_as_well() -> None:
     with Server(POLICY, "--inject-latency-ms", "100") as server:
         found: list[object] = []

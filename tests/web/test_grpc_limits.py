@@ -78,6 +78,16 @@ def test_w44_a_key_is_not_sent_twice(tiny: Path) -> None:
                 assert "the request has 2 authorization headers" in str(caught.value.details())
 
 
+def test_w44_metadata_of_ours_that_no_call_reads_is_refused_by_name(tiny: Path) -> None:
+    with Server(tiny, *HERE) as server:
+        with grpc.insecure_channel("{}:{}".format(*address_of(server))) as channel:
+            ready = channel.unary_unary("/transport.AsyncInference/Ready")
+            ready(b"", metadata=[("x-reflex-robot", "arm")], timeout=PATIENCE)
+            with pytest.raises(grpc.RpcError, match="x-reflex-robt: this path reads no such header") as caught:
+                ready(b"", metadata=[("x-reflex-robt", "arm")], timeout=PATIENCE)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_w44_a_call_with_a_header_twice_is_refused_and_counts_no_more(tiny: Path) -> None:
     options = ("--oip-grpc", "127.0.0.1:0", "--otel", "http://127.0.0.1:1", "--max-concurrent", "1")
     sent = messages.ModelInferRequest(model_name="tiny")

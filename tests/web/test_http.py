@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from serving.harness import STATE, Server, encode, parse_answers, read_all
+from serving.openai_toy import Toy
 from serving.requests import check_error
 
 LIMIT = 4 * 2**20
@@ -195,7 +196,9 @@ def test_a_caller_that_leaves_in_the_middle_of_its_body_is_cancelled(server: Ser
     server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == before + 1)
 
 
-ONE_EACH = ("Authorization", "X-Reflex-Key", "x-api-key", "Origin", "Content-Type", "Content-Encoding")
+ONE_EACH = (
+    "Authorization", "X-Reflex-Key", "X-Reflex-Deadline-Ms", "x-api-key", "Origin", "Content-Type", "Content-Encoding",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
@@ -205,6 +208,17 @@ def test_h14_a_header_that_says_one_thing_is_not_sent_twice(server: Server, name
     body = check_error(first, 400, "invalid_request")
     assert body["message"] == f"the request has 2 {name.lower()} headers, there may be one"
     assert second.status == 200
+
+
+def test_h14_a_header_of_ours_that_no_path_reads_is_refused_by_name(server: Server) -> None:
+    for name in ("X-Reflex-Deadline-Ms", "X-Reflex-Episod"):
+        body = check_error(server.act_with({name: "5"}), 400, "invalid_request")
+        assert body["message"].startswith(f"{name.lower()}: this path reads no such header")
+    assert server.act_with({"X-Reflex-Episode": "e1", "X-Reflect": "1"}).status == 200
+    with Toy() as toy:
+        refused = toy.post("/v1/completions", {"model": "toy", "prompt": "x"}, **{"X-Reflex-Client": "c"})
+        assert refused.status == 400
+        assert refused.json["error"]["message"] == "x-reflex-client: this path reads no such header"
 
 
 # -- compressed bodies -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from reflex_runtime.functions.oip import FunctionAsModel
-from reflex_runtime.functions.server import FunctionServer, Predict
+from reflex_runtime.functions.server import HEADERS, FunctionServer, Predict
 from reflex_runtime.functions.source import ServedFunction
 from reflex_runtime.functions.values import BYTES, FORM, PNG
 from reflex_runtime.observe.metrics import CONTENT_TYPE
@@ -55,7 +55,9 @@ def application(server: FunctionServer) -> App:
     paths = {f"{PREDICT}/{name}": one for name, one in handlers.items()}
     if len(handlers) == 1:
         paths[PREDICT] = next(iter(handlers.values()))
-    endpoints = [Route(path, one.run, "POST", most=most, refused=one.refused) for path, one in paths.items()]
+    endpoints = [
+        Route(path, to.run, "POST", most=most, refused=to.refused, headers=tuple(HEADERS)) for path, to in paths.items()
+    ]
 
     async def health(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200 if server.state == "ready" else 503, encode_json(server.health_body()))
@@ -92,7 +94,6 @@ def application(server: FunctionServer) -> App:
 
 
 # -- the document ------------------------------------------------------------------------------------------------------
-
 
 _CODES: Final = ("400", "413", "415", "422", "429", "500", "503", "504")
 _QUERY: Final = {

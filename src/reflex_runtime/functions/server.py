@@ -41,12 +41,7 @@ class FunctionServer(BatchServer):
 
     what, product = "the function", "functions"
 
-    def __init__(
-        self,
-        config: FunctionsConfig,
-        functions: Sequence[ServedFunction],
-        parent: Parent | None,
-    ) -> None:
+    def __init__(self, config: FunctionsConfig, functions: Sequence[ServedFunction], parent: Parent | None) -> None:
         self.config = config
         self.functions = {served.name: served for served in functions}
         self.series = FunctionSeries(list(self.functions))
@@ -133,12 +128,12 @@ class PredictOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _DEFAULTS: Final = PredictOptions()
-_HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name in PredictOptions.__struct_fields__}
+HEADERS: Final = {f"x-reflex-{name.replace('_', '-')}".encode(): name for name in PredictOptions.__struct_fields__}
 
 
 def options_in(request: HttpRequest) -> PredictOptions:
     """The options in query and headers; the query's count. Raises the 422 that names the field."""
-    texts = {name: request.headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in request.headers}
+    texts = {name: request.headers[key].decode("latin-1") for key, name in HEADERS.items() if key in request.headers}
     texts |= request.query
     return options_of(texts) if texts else _DEFAULTS
 

@@ -69,9 +69,7 @@ def read_functions(sources: Sequence[str], config: FunctionsConfig) -> list[Serv
         served.weight = weights.pop(served.name, 1.0)
         found[served.name] = served
     for name in weights:
-        raise ConfigError(
-            f"--weight={name}=…: no such function{did_you_mean(name, found)}; served: {', '.join(found)}"
-        )
+        raise ConfigError(f"--weight={name}=…: no such function{did_you_mean(name, found)}; served: {', '.join(found)}")
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from reflex_runtime.functions.members import Members, told
 from reflex_runtime.run.modules import in_one_line
 from reflex_runtime.run.onnx_session import fits, shown
 from reflex_runtime.run.processor import kind_of
-from reflex_runtime.web.arrays import array_in, check_json
+from reflex_runtime.web.arrays import array_in, check_json, check_keys
 from reflex_runtime.web.errors import JSON, MSGPACK, ClientError, InvalidJson, InvalidRequest, UnsupportedMediaType
 from reflex_runtime.web.fields import client_errors, invalid, invalid_field, printable
 from reflex_runtime.web.pictures import decode_picture, decoded_base64, picture_bytes
@@ -264,6 +264,7 @@ def _array(value: Any, tensor: ArrayType) -> np.ndarray[Any, Any]:
     if isinstance(value, Mapping):  # data is base64 in JSON
         data = value.get("data")
         try:
+            check_keys(value, "dtype", "shape", "data")
             data = decoded_base64(data) if isinstance(data, str) else data
             value = array_in(data, value.get("dtype"), value.get("shape"))
         except ClientError as error:

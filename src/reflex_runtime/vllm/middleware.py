@@ -12,11 +12,14 @@ from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflex_runtime.core.errors import ConfigError, Dropped, Expired, QueueFull, ReflexError, Shed
+from reflex_runtime.settings.declare import did_you_mean
 
 HEADERS: Final = {name: f"x-reflex-{name.replace('_', '-')}" for name in ("client", "deadline_ms", "max_gap_ms")}
+_READ: Final = (*HEADERS.values(), "x-reflex-priority", "x-reflex-episode")  # balancers read the last
 REFUSALS: Final[dict[str, ReflexError]] = {
     error.code: error
     for error in (
@@ -40,6 +43,11 @@ class Middleware:
         headers = Headers(scope=scope) if ours else Headers()
         if not headers.get("content-type", "").startswith("application/json"):
             await self._app(scope, receive, send)
+            return
+        if stray := [name for name in headers if name.startswith("x-reflex-") and name not in _READ]:
+            near = did_you_mean(stray[0][9:], [name[9:] for name in _READ], "x-reflex-")
+            error = ConfigError(f"{stray[0]}: no such header{near}")
+            await Response(_json(error), error.http_status, media_type="application/json")(scope, receive, send)
             return
         try:
             body = rewritten(await Request(scope, receive).body(), headers)

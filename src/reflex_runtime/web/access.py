@@ -22,6 +22,7 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from reflex_runtime.settings.declare import did_you_mean
 from reflex_runtime.web.errors import ClientError, Forbidden, Headers, Overloaded, Unauthorized
 from reflex_runtime.web.request import Handler, HttpRequest, HttpResponse, Route, Seldom, WebSocket
 
@@ -33,7 +34,9 @@ _FORWARDED: Final = (  # headers of proxies
     b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for",
     b"x-envoy-external-address", b"true-client-ip", b"cf-connecting-ip", b"fastly-client-ip", b"fly-client-ip",
 )  # fmt: skip
-_ONCE: Final = (b"authorization", b"x-reflex-key", b"x-api-key", b"origin", b"content-type", b"content-encoding")
+_ONCE: Final = (b"authorization", b"x-api-key", b"origin", b"content-type", b"content-encoding")
+OURS: Final = b"x-reflex-"
+_EVERYWHERE: Final = (b"x-reflex-key", b"x-reflex-episode")  # balancers read the second
 _PORTS: Final = {"http": ":80", "https": ":443"}
 Client = tuple[str, int] | None  # as uvicorn has it: address and port
 UNIX: Final = "unix"
@@ -79,7 +82,8 @@ class Trust:
 
     def _is_own_page(self, origin: bytes, host: bytes | None) -> bool:
         """Whether a page is from this server, from this machine, or from a site in `names`."""
-        return (host is not None and origin == b"http://" + host) or self._is_named(_hostname(origin))
+        own = () if host is None else (b"http://" + host, b"https://" + host)
+        return origin in own or self._is_named(_hostname(origin))
 
     def _is_named(self, name: str) -> bool:
         return ANY in self._names or name in self._names or is_loopback(name)
@@ -100,10 +104,18 @@ def check_direct(client: Client, headers: Mapping[bytes, bytes], key: str) -> No
 
 def check_once(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raise ClientError if a header that may come once came twice: a proxy in front may have read the other one."""
-    counts = Counter(name for name, _ in headers)
-    for name in _ONCE:
-        if counts[name] > 1:
-            raise ClientError(f"the request has {counts[name]} {name.decode()} headers, there may be one")
+    for name, count in Counter(name for name, _ in headers).items():
+        if count > 1 and (name in _ONCE or name.startswith(OURS)):
+            raise ClientError(f"the request has {count} {_shown(name)} headers, there may be one")
+
+
+def check_known(headers: Iterable[bytes], read: Collection[bytes]) -> None:
+    """Raise ClientError for a header X-Reflex-… that the path does not read: a proxy adds headers of other names."""
+    for name in headers:
+        if name.startswith(OURS) and name not in _EVERYWHERE and name not in read:
+            shown, known = _shown(name), [one.decode()[len(OURS) :] for one in (*_EVERYWHERE, *read)]
+            near = did_you_mean(shown[len(OURS) :], known, OURS.decode())
+            raise ClientError(f"{shown}: this path reads no such header{near}")
 
 
 class Keys:
@@ -256,10 +268,7 @@ class AddressShares:
 def _sender(client: Client) -> str:
     """The address that connections are counted by: of IPv6 the /64 network, because one caller has all of it."""
     host = client[0] if client is not None else UNIX
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    if address.version == 4:
+    address = _address(host)
+    if not isinstance(address, IPv6Address):
         return host
     return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))

@@ -188,6 +188,7 @@ class App:
             raise errors.NotFound(printable(self._missing(request.path)))
         if socket or route.method != "GET":
             self.check_open()
+            access.check_known(request.headers, route.headers)
         if socket:
             if route.socket is None:
                 raise errors.NotFound(printable(f"{request.path[:200]} has no websocket"))

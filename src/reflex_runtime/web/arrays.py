@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import Any, Final
@@ -17,6 +18,13 @@ MAX_DIMENSIONS: Final = 8
 _TYPE: Final = re.compile(  # not V (structures), O (objects), c, M, m
     r"[<>|=]?[biufUS][1-9][0-9]{0,4}|bool|u?int(?:8|16|32|64)|float(?:16|32|64)"
 )
+
+
+def check_keys(found: Iterable[str], *known: str) -> None:
+    """ClientError for a key that this form of an array does not have."""
+    for key in found:
+        if key not in known:
+            raise ClientError(printable(f"an array has no {brief(key)}: it has {', '.join(known)}"))
 
 
 def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:

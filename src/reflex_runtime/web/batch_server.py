@@ -49,9 +49,7 @@ class BatchServer(Host):
     product: ClassVar[str]
     batcher: Batcher
 
-    def __init__(
-        self, config: DeviceConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None
-    ) -> None:
+    def __init__(self, config: DeviceConfig, metrics: Sink, registry: CollectorRegistry, parent: Parent | None) -> None:
         super().__init__()
         self._config, self.parent = config, parent
         self.active = 0

@@ -21,7 +21,6 @@ MAX_ID_BYTES: Final = 256
 ID: Final = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
 """JSON Schema of what `check_id` takes."""
 
-
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")

@@ -35,7 +35,7 @@ from google.protobuf.message import DecodeError
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.settings import FunctionsConfig, ServeConfig, ServerConfig
 from reflex_runtime.web import messages, oip
-from reflex_runtime.web.access import check_once
+from reflex_runtime.web.access import check_known, check_once
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import HEAD_S, most_connections
 from reflex_runtime.web.errors import BodyTooLarge, ClientError, Reported, TooSlow, Unauthorized, describe_error, known
@@ -235,6 +235,7 @@ class GrpcListener:
         if keys.callers and not keys.sent(call.headers, keys.callers):
             how = "authorization: Bearer KEY, or x-reflex-key"
             raise Unauthorized(f"the key is missing or wrong; send it as metadata: {how}")
+        check_known(call.headers, [b"x-reflex-robot"])
 
     @contextmanager
     def _counted(self, peer: str) -> Iterator[None]:

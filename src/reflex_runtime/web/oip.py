@@ -212,12 +212,10 @@ class InferParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def deadline_ms(self, left_ms: float | None) -> float | None:
         """The shorter of `timeout` and `left_ms`, the caller's own limit; None without either."""
-        limits = [limit for limit in (self.timeout / 1e3, left_ms) if limit]
-        return min(limits, default=None)
+        return min((limit for limit in (self.timeout / 1e3, left_ms) if limit), default=None)
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
-
 
 VERSION: Final = "1"
 ROOT: Final = "/v2"

@@ -19,7 +19,6 @@ JSON_TYPE: Final = JSON.decode()
 
 # -- JSON Schema -------------------------------------------------------------------------------------------------------
 
-
 NULL: Final = {"type": "null"}
 
 
@@ -105,7 +104,6 @@ PAGES: Final = {  # of every server
     ),
 }
 
-
 ERRORS: Final = {
     "400": "invalid_json, invalid_request: the body cannot be read, or the request is not HTTP",
     "401": "unauthorized: a key is set and was not sent",
@@ -128,14 +126,9 @@ ERRORS: Final = {
 
 
 def described(
-    title: str,
-    routes: Iterable[Route],
-    operations: Mapping[str, Operation],
-    schemas: Mapping[str, Any],
-    keys: Keys,
-    always: Sequence[str] = ("401", "403", "405", "408"),
-    errors: Mapping[str, str] = ERRORS,
-) -> bytes:
+    title: str, routes: Iterable[Route], operations: Mapping[str, Operation], schemas: Mapping[str, Any], keys: Keys,
+    always: Sequence[str] = ("401", "403", "405", "408"), errors: Mapping[str, str] = ERRORS,
+) -> bytes:  # fmt: skip
     """The document of these routes. KeyError for a route without an operation; files of /dashboard need none, nor do
     websockets, which OpenAPI lacks. operations: by path. always: statuses of every request. errors: the meaning of each
     status."""

@@ -277,7 +277,6 @@ def _jpeg(data: bytes, field: str, least: tuple[int, int] | None) -> Picture | N
 
 # -- base64 ------------------------------------------------------------------------------------------------------------
 
-
 PIECE: Final = 1 << 20  # characters that are decoded at a time; the interpreter's lock is held meanwhile
 
 

@@ -60,9 +60,7 @@ def _listeners_of(config: DeviceConfig, number: int) -> dict[str, str]:
     return found
 
 
-def settings_of(
-    config: DeviceConfig, devices: Sequence[str], number: int
-) -> tuple[dict[str, Any], dict[str, str]]:
+def settings_of(config: DeviceConfig, devices: Sequence[str], number: int) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings of one worker (its device, files and ports), and its environment."""
     if len(devices) == 1:
         return _on_device(devices[0])

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from reflex_runtime.web.errors import (
     UnsupportedEncoding,
 )
 from reflex_runtime.web.errors import HttpResponse as HttpResponse
-from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.fields import invalid, invalid_input
 
 log = logging.getLogger("reflex.server")
 
@@ -47,7 +47,6 @@ RESPOND: Final = "reflex.respond"  # extension: sends a whole answer, `HttpConne
 CLOSE: Final = (b"connection", b"close")
 DENIAL: Final = "websocket.http.response"
 GOING_AWAY, UNSUPPORTED, POLICY, INTERNAL, TRY_LATER = 1001, 1003, 1008, 1011, 1013
-
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
 LARGE: Final = 1024 * 1024  # bytes; larger bodies are decoded on a thread: msgspec reads a megabyte in 1 ms
@@ -66,6 +65,7 @@ class Route:
     without a key only programs on this machine may call it. most: bytes of a body. socket: serves each websocket on the
     path; a websocket always needs the key. form: of errors, if it differs from the application's. own_pages: without a
     key, pages of other sites may not even GET it. refused: called with the error of a request refused before `run`.
+    headers: names of the headers X-Reflex-… that only it reads.
     """
 
     path: str
@@ -79,6 +79,7 @@ class Route:
     form: ErrorForm | None = None
     own_pages: bool = False
     refused: Callable[[HttpRequest, ReflexError], None] | None = None
+    headers: Collection[bytes] = ()
 
 
 def named_in(routes: Iterable[Route]) -> Callable[[str], Route | None]:
@@ -180,13 +181,16 @@ class HttpRequest:
 
     @property
     def query(self) -> dict[str, str]:
-        """The fields of the query string; of a name sent twice, the last. Raises the 422 if it cannot be read."""
+        """The fields of the query string. Raises the 422 if it cannot be read, or has a name twice."""
         if not self.query_string:
             return {}
         with suppress(ValueError):
-            found = dict(parse_qsl(self.query_string.decode("ascii"), keep_blank_values=True, max_num_fields=64))
-            if found:
-                return found
+            pairs = parse_qsl(self.query_string.decode("ascii"), keep_blank_values=True, max_num_fields=64)
+            names = [name for name, _ in pairs]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise invalid_input(twice[0], "is in the query twice")
+            if pairs:
+                return dict(pairs)
         raise invalid("query", "query: must be NAME=VALUE, joined by &, in ASCII and at most 64 of them")
 
     def refuse_query(self) -> None:

@@ -170,7 +170,8 @@ class Host:
         await _read_what_arrived(app)  # requests that had reached this machine at the signal count as received
         app.close()
         self.drain()
-        log.info("draining: %d requests are being answered", app.active)
+        if app.active:
+            log.info("draining: %d requests are being answered", app.active)
         if entering := [request.task for request in app.entering if request.task is not None]:
             await asyncio.wait(entering, timeout=min(self.drain_s, READING_GRACE))
         app.give_up_entering()

@@ -26,7 +26,7 @@ from reflex_runtime.observe.live import STREAM
 from reflex_runtime.run.audience import Sink
 from reflex_runtime.run.process import in_thread
 from reflex_runtime.web.errors import PLAIN, Headers, TooManyRequests
-from reflex_runtime.web.fields import invalid_field
+from reflex_runtime.web.fields import client_errors
 from reflex_runtime.web.request import HttpRequest, HttpResponse, Route, Seldom
 
 log = logging.getLogger("reflex.server")
@@ -51,12 +51,9 @@ class Watchers:
     """
 
     def __init__(
-        self,
-        fold: Callable[[float], Fold],
-        add: Callable[[Sink], None],
-        remove: Callable[[Sink], None],
+        self, fold: Callable[[float], Fold], add: Callable[[Sink], None], remove: Callable[[Sink], None],
         server: Callable[[], Mapping[str, Any]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._make, self._add, self._remove, self._server = fold, add, remove, server
         self._fold: Fold | None = None
         self._count = 0
@@ -154,7 +151,8 @@ class JournalStreams:
     async def send(self, request: HttpRequest) -> None:
         """Answer with a journal. Raises InvalidRequest, TooManyRequests, NotReady, or Closed in a drain."""
         request.app.check_open()
-        seconds = _seconds(request)
+        with client_errors(JournalQuery):
+            seconds = msgspec.convert(request.query, JournalQuery, strict=False).seconds
         if self._readers >= READERS:
             raise TooManyRequests(f"{READERS} journals are being sent, the most that may be", retry_after=10.0)
         pipe = _Pipe(request)
@@ -239,13 +237,6 @@ class JournalQuery(msgspec.Struct, forbid_unknown_fields=True):
     """The query of GET /diagnostics/journal. seconds: the length of the journal."""
 
     seconds: Annotated[float, msgspec.Meta(ge=1.0, le=600.0)] = 30.0
-
-
-def _seconds(request: HttpRequest) -> float:
-    try:
-        return msgspec.convert(request.query, JournalQuery, strict=False).seconds
-    except msgspec.ValidationError as error:
-        raise invalid_field(error, JournalQuery) from None
 
 
 # -- the pages ---------------------------------------------------------------------------------------------------------

@@ -203,6 +203,7 @@ def test_w57_a_picture_of_256_pixels_may_be_lists(server: Server) -> None:
         ({"image": PICTURE, "state": {"__numpy__": "AAAA", "dtype": "|O", "shape": [1]}}, 400, "dtype"),
         ({"image": {"__numpy__": "@@", "dtype": "|u1", "shape": [1]}}, 400, "base64"),
         ({"image": {"__numpy__": "AAAA", "dtype": "|u1", "shape": [1 << 40]}}, 400, "bytes do not make"),
+        ({"image": {"__numpy__": "AAAA", "dtype": "|u1", "shape": [3], "order": "F"}}, 400, "no 'order'"),
         ({"image": PICTURE, "deadline_ms": "soon"}, 422, "deadline_ms"),
     ],
 )

@@ -98,6 +98,11 @@ def test_w6_arrays_of_msgpack_numpy_are_read_and_answered_in_its_form() -> None:
         ({b"nd": True, b"type": "<c8", b"kind": b"", b"shape": [1], b"data": b"\0" * 8}, "dtype"),
         ({b"nd": False, b"type": "<f4", b"data": b"\0" * 8}, "as many bytes"),
         ({b"nd": False, b"type": None, b"data": b""}, "dtype"),
+        ({b"nd": False, b"type": "<f4", b"data": b"\0" * 4, b"order": "F"}, "no 'order': it has nd, type, kind"),
+        ({b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [0], b"order": "F"}, "no 'order'"),
+        ({b"__npgeneric__": True, b"data": 1, b"dtype": "<f4", b"shape": [1]}, "no 'shape'"),
+        ({b"__ndarray_class__": True, b"as_npy": b"", b"more": 1}, "no 'more'"),
+        ({b"__image__": True, b"format": "png", b"data": b"", b"mode": "RGB"}, "no 'mode'"),
     ],
 )
 def test_w6_no_array_of_msgpack_numpy_is_unpickled_or_larger_than_it_came(sent: Any, why: str) -> None:

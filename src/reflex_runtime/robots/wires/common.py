@@ -26,7 +26,7 @@ from reflex_runtime.robots.serving.question import (
     text_of,
 )
 from reflex_runtime.settings.declare import did_you_mean
-from reflex_runtime.web.arrays import array_in, type_of
+from reflex_runtime.web.arrays import array_in, check_keys, type_of
 from reflex_runtime.web.errors import ClientError, NotFound
 from reflex_runtime.web.fields import brief, check_id, client_errors, invalid_input, printable
 from reflex_runtime.web.request import (
@@ -42,6 +42,12 @@ from reflex_runtime.web.request import (
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
+_FORMS: Final = {
+    "__image__": ("format", "data", "dtype", "shape"), "__ndarray__": ("data", "dtype", "shape"),
+    "__npgeneric__": ("data", "dtype"), "__ndarray_class__": ("as_npy",), "nd": ("type", "kind", "shape", "data"),
+}  # fmt: skip
+
+
 def array_of_map(found: dict[str, Any]) -> Any:
     """The array, number or encoded picture that a map represents in one of these forms; any other map unchanged.
     Nothing is unpickled, and PNG and JPEG stay encoded.
@@ -52,22 +58,23 @@ def array_of_map(found: dict[str, Any]) -> Any:
     GR00T:         {"__ndarray_class__": True, "as_npy": bytes of numpy.save}
     msgpack-numpy: {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}      nd: False for a number
     """
-    data = found.get("data")
-    if "__image__" in found and (form := found.get("format")) != "raw":
+    mark, data = next((mark for mark in _FORMS if mark in found), "nd"), found.get("data")
+    if mark == "nd" and ("nd" not in found or "data" not in found):
+        return found
+    check_keys(found, mark, *_FORMS[mark])
+    if mark == "__image__" and (form := found.get("format")) != "raw":
         if form not in ("png", "jpeg") or not isinstance(data, bytes):
             raise ClientError(printable(f"an image needs data, and a format: png, jpeg or raw, not {brief(form)}"))
         return data
-    if "__image__" in found or "__ndarray__" in found:
+    if mark in ("__image__", "__ndarray__"):
         return array_in(data, found.get("dtype"), found.get("shape"))
-    if "__npgeneric__" in found:
+    if mark == "__npgeneric__":
         type_of(found.get("dtype"))
         if not isinstance(data, (bool, int, float, str, bytes)):
             raise ClientError("a numpy scalar needs data that is a number or a text")
         return data
-    if "__ndarray_class__" in found:
+    if mark == "__ndarray_class__":
         return _npy(found.get("as_npy"))
-    if "nd" not in found or "data" not in found:
-        return found
     if found.get("kind", b"") not in (b"", ""):  # V: structures; O: a pickle
         raise ClientError("an array of kind O or V is not read: send numbers or texts")
     if found["nd"] is True:

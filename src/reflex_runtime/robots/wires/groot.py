@@ -27,14 +27,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.robots.policy.episodes import Lru
 from reflex_runtime.robots.serving.handler import PendingRequest, RequestHandler
-from reflex_runtime.robots.serving.question import (
-    GROOT,
-    MAX_ROWS,
-    PROMPTS,
-    ObservationReader,
-    Question,
-    text_of,
-)
+from reflex_runtime.robots.serving.question import GROOT, MAX_ROWS, PROMPTS, ObservationReader, Question, text_of
 from reflex_runtime.robots.wires.common import (
     LIMITS,
     Episodes,

@@ -39,7 +39,7 @@ from reflex_runtime.robots.serving.question import (
 )
 from reflex_runtime.robots.wires.common import LIMITS, limits_among, limits_of, question_of
 from reflex_runtime.robots.wires.groot import GROUPS, GrootObservation, array_of, only, options_of
-from reflex_runtime.web.arrays import array_in, check_json
+from reflex_runtime.web.arrays import array_in, check_json, check_keys
 from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.fields import client_errors, encode, invalid_input, printable
 from reflex_runtime.web.pictures import decoded_base64
@@ -196,6 +196,7 @@ def _read(name: str, value: Any) -> Any:
         data = decoded_base64(value[key])
     except (ValueError, TypeError, AttributeError):
         raise ClientError(printable(f"{name}: {key} is not base64")) from None
+    check_keys(value, key, "dtype", "shape")
     return array_in(data, value.get("dtype"), value.get("shape"))
 
 

@@ -450,11 +450,7 @@ def _instructions(spec: PolicySpec, seen: Mapping[str, Any]) -> dict[str, Any]:
     features: dict[str, Any] = {IMAGES + name: {"dtype": "image"} for name in pictures}
     if spec.takes_state:
         features[STATE] = {"dtype": "float32", "names": [motors[name] for name in known]}
-    return {
-        "policy_type": spec.model_type,
-        "actions_per_chunk": spec.chunk_size,
-        "lerobot_features": features,
-    }
+    return {"policy_type": spec.model_type, "actions_per_chunk": spec.chunk_size, "lerobot_features": features}
 
 
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:

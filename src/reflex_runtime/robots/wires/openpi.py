@@ -66,9 +66,7 @@ def encode(value: Any, packaged: bool = False) -> bytes:
 
 
 _plain = packer(lambda a: {b"__ndarray__": True, b"data": a.tobytes(), b"dtype": a.dtype.str, b"shape": a.shape})
-_packaged = packer(
-    lambda a: {b"nd": True, b"type": a.dtype.str, b"kind": b"", b"shape": a.shape, b"data": a.tobytes()}
-)
+_packaged = packer(lambda a: {b"nd": True, b"type": a.dtype.str, b"kind": b"", b"shape": a.shape, b"data": a.tobytes()})
 
 
 # -- the websocket -----------------------------------------------------------------------------------------------------
