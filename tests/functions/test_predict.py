@@ -261,6 +261,11 @@ def test_a_class_may_change_its_fields_and_decimals_are_exact() -> None:
         assert (made.price, made.more) == (Decimal("12345678901234567.89"), more)
 
 
+def test_the_schema_of_a_generic_class_is_closed_too() -> None:
+    (part,) = Values(Boxed[int], "f").parts.values()
+    assert (part["title"], part.get("additionalProperties")) == ("Boxed[int]", False)
+
+
 @pytest.mark.parametrize(
     ("hint", "item", "field", "says"),
     [

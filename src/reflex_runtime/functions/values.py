@@ -71,7 +71,7 @@ class Values:
                 (hint,), schema_hook=self._schema_of, ref_template=self._refers + "{name}"
             )
             for part in parts.values():
-                if part.get("title") in self._members.closed:
+                if part.get("title", "").partition("[")[0] in self._members.closed:
                     part["additionalProperties"] = False
             self.parts = {prefix + name: part for name, part in parts.items()} | self._own_parts
         except ConfigError:
