@@ -459,12 +459,10 @@ class Former:
         filling = Filling(self.group, self.partition, self.policy, self.now)
         filled = filling.fill()
         self.preempted = list(filling.preempted)
-        if filled.passed_over and self.policy.times_fixed and filled.grants and not filling.base:
+        limited = filling.base or len(self.partition.deadlines)
+        if filled.passed_over and filled.grants and self.policy.times_fixed and not limited:
             even = list(filled.grants)[: self.holding.even_part(self.group, self.partition, filled, self.now)]
-            shared = replace(filling.fill_from(even), passed_over=True, short_of=filled.short_of)
-            ends = self.now + ceil(self.partition.waiting / len(even)) * shared.tally.seconds
-            if (tightest := self.partition.deadlines.first()) is None or ends <= tightest[0]:
-                filled = shared
+            filled = replace(filling.fill_from(even), passed_over=True, short_of=filled.short_of)
         if self.policy.shed and len(self.partition.deadlines):
             filled, self.shed = self._select_for_deadlines(filling, filled)
         if not filling.base and (not filled.grants or self._held(filled)):

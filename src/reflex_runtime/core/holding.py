@@ -38,10 +38,10 @@ If ρ < a, the device waits for the h that maximises
 the requests of the batch over the time from its first hold to its end, if that is longer. (Not T(n + E): what comes too
 late runs later, and takes its b there.) Here E counts those clients only.
 
-If callers do not fit into one batch of the default budget, they share even ones (`_even_part`): those that the largest
-batch leaves over would wait for another. If 119 fit, two batches of 64 for 128 callers lower p99 by 43 % and raise the
-mean by 5 %, three of 84 for 250 lower it by 33 % and raise the mean by 2 %. A budget that was given may be a limit of
-memory or of cameras, and batches fill it.
+If callers without deadlines do not fit into one batch of the default budget, they share even ones (`_even_part`): those
+that the largest batch leaves over would wait for another. If 119 fit, two batches of 64 for 128 callers lower p99 by
+43 % and raise the mean by 5 %, three of 84 for 250 lower it by 33 % and raise the mean by 2 %. A budget that was given
+may be a limit of memory or of cameras, and batches fill it.
 
 Without holds the mean latency of 8 to 128 callers in a closed loop is 9 to 64 % longer, and that of four cameras of one
 rate 20 %. If arrivals do not wait for answers, holds change nothing (docs/benchmarks.md#the-schedulers-rules).
