@@ -38,7 +38,7 @@ PRIVATE = {
     "_load_as_safetensor", "_normalize_action", "_normalize_observation", "_pi_aloha_encode_actions", "_prepare_batch",
     "_prepare_global_conditioning", "_preprocess_images", "_registry_name", "_tensor_stats",
     # Python's own, and its named tuples
-    "_SubParsersAction", "_Unpickler", "_asdict", "_exit", "_get_formatter", "_get_running_loop",
+    "_SubParsersAction", "_Unpickler", "_asdict", "_exit", "_fields", "_get_formatter", "_get_running_loop",
     "_option_string_actions", "_replace", "_set_running_loop",
 }  # fmt: skip
 """All that is private to others, and used."""

@@ -67,9 +67,9 @@ def _kind_of(word: str) -> str:
     source = word.partition("=")[2] if "=python:" in word else word
     if source.startswith(PYTHON):
         return _kind_in_python(source)
-    if found := [file.parent for file in Path(word).glob("snapshots/*/*config.json")]:
-        raise ConfigError(f"{one_line(word)}: is a cache of Hugging Face; name {max(found, key=os.path.getmtime)}")
     names = os.listdir(word) if os.path.isdir(word) else [word]
+    if "snapshots" in names and (found := [file.parent for file in Path(word).glob("snapshots/*/*config.json")]):
+        raise ConfigError(f"{one_line(word)}: is a cache of Hugging Face; name {max(found, key=os.path.getmtime)}")
     if "adapter_config.json" in names or any(name.endswith(".gguf") and os.path.exists(word) for name in names):
         return "model"
     return "functions" if any(name.endswith(".onnx") for name in names) else ""
