@@ -916,7 +916,9 @@ MUTANTS = [
     M("core/group.py", "all kinds fall with one", "(cost / known) ** (1.0 / len(self._prices))", "cost / known"),
     M("core/order.py", "counters shrink", "most - (most - client.counter) * factor", "client.counter * factor"),
     M("core/holding.py", "those that come once share even parts", " or queued > most > 2.0 * back", ""),
-    M("core/forming.py", "a queue fills the largest batch", "if filled.passed_over and self", "if False and self"),
+    M("core/forming.py", "a queue fills the largest batch", "filled.passed_over and filled.grants and", "False and"),
+    M("core/forming.py", "even parts with deadlines", " and not len(self.partition.deadlines)", ""),
+    M("core/forming.py", "even parts of none", "passed_over and filled.grants and", "passed_over and"),
 ]
 
 

@@ -459,8 +459,7 @@ class Former:
         filling = Filling(self.group, self.partition, self.policy, self.now)
         filled = filling.fill()
         self.preempted = list(filling.preempted)
-        limited = filling.base or len(self.partition.deadlines)
-        if filled.passed_over and filled.grants and self.policy.times_fixed and not limited:
+        if filled.passed_over and filled.grants and self.policy.times_fixed and not len(self.partition.deadlines):
             even = list(filled.grants)[: self.holding.even_part(self.group, self.partition, filled, self.now)]
             filled = replace(filling.fill_from(even), passed_over=True, short_of=filled.short_of)
         if self.policy.shed and len(self.partition.deadlines):
