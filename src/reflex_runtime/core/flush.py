@@ -214,7 +214,7 @@ class Planner:
     A model whose fixed part a is large gets longer batches where the policy allows it (`FlushPolicy.times_fixed`): with
     batches of k · a the device spends 1 ÷ k of its time on fixed parts. While requests of several priorities come, or
     one client exceeds its share, others would wait for longer batches and gain nothing. Then k is SHARED.
-    Without it urgent requests on time fall by 56 % in overload, Jain's index by 15 % with one greedy client beside
+    Without it urgent requests on time fall by 57 % in overload, Jain's index by 15 % with one greedy client beside
     modest ones, and with a large fixed part the mean at 95 % load more than doubles.
     """
 
