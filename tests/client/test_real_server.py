@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,11 +100,12 @@ def test_a_restart_of_a_real_server_is_waited_out(make: Make, export: Path) -> N
         caller = make(url_of(first), time)
         assert caller.act(state=[0.0, 0.0]).attempts == 1
         assert first.stop() == 0
-    second = Server(export, "--port", str(first.port))
-    time.during = lambda number: second.__enter__() if number == 1 else None  # while it sleeps, the server comes up
-    try:
+    with contextlib.ExitStack() as stack:
+
+        def come_up(number: int) -> None:  # while the client sleeps, and no sooner
+            stack.enter_context(Server(export, "--port", str(first.port)))
+
+        time.during = come_up
         chunk = caller.act(state=[0.1, -0.2], seed=3)
-    finally:
-        second.__exit__()
     np.testing.assert_allclose(chunk.actions, expected([0.1, -0.2], 3), atol=1e-6)
     assert (chunk.attempts, len(time.pauses)) == (2, 1)
