@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ipc.virtual import VirtualLoop
 from reflex_runtime.core.errors import Cancelled, ReflexError, Rejected
 from reflex_runtime.ipc.frames import RpcError, RpcMessage
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher, GenerateBatcherConfig
@@ -26,13 +27,14 @@ PING = "ping"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` that does not wait for ever."""
+    """`asyncio.run` in virtual time, of which it takes no more than PATIENCE."""
 
     async def limited() -> T:
         async with asyncio.timeout(PATIENCE):
             return await main
 
-    return asyncio.run(limited())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(limited())
 
 
 def decoded(raw: Any) -> Any:
@@ -209,36 +211,25 @@ class Client:
 
 
 class World:
-    """A batcher, its registry, a client and a runtime, in virtual time: see `_virtual`."""
+    """A batcher, its registry, a client and a runtime, in virtual time."""
 
     def __init__(self, registry: StreamRegistry, gated: bool) -> None:
-        self._virtual(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, self.clock = loop, loop.time
         self.registry = registry
         self.client = Client(registry)
         self.runtime = Runtime(gated)
         self.batcher: GenerateBatcher
         self._ends: list[Peer] = []
 
-    def _virtual(self, loop: Any) -> None:
-        """The loop's clock passes with `later`, by a microsecond with each look at it, and to the next timer when
-        nothing is left to do: both ends are on this loop, so what was written can be read at once."""
-        self.now, select = loop.time(), loop._selector.select
-
-        def selected(timeout: float | None) -> Any:
-            found = select(timeout and 0)
-            self.now += 0.0 if found else timeout or 0.0
-            return found
-
-        loop.time, loop._selector.select = self.clock, selected
-
-    def clock(self) -> float:
-        self.now += 1e-6
-        return self.now
-
     async def later(self, seconds: float) -> None:
         """So much time has gone by, and what was due within it has happened."""
-        self.now += seconds
+        self.passes(seconds)
         await self.round()
+
+    def passes(self, seconds: float) -> None:
+        self._loop.now += seconds
 
     async def connect(self) -> None:
         """A new connection, as after a restart."""

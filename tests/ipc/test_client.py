@@ -162,7 +162,7 @@ def test_g14_a_request_has_a_time_limit_and_its_late_answer_is_nobodys() -> None
         waiting.cancel()
         await client.close()
 
-    run(test())
+    run(test(), "virtual")
 
 
 # -- starts ------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_g14_preparing_has_the_time_of_the_start_and_not_that_of_a_call() -> Non
         assert told == [WaitTimeout]
         await client.close()
 
-    run(test())
+    run(test(), "virtual")
 
 
 class Mine(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ipc.runtime import Unavailable, World, world
+from ipc.runtime import Unavailable, World, run, world
 from reflex_runtime.core.batch import BatchScheduled, Done, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.errors import ProcessorHung, ReflexError, Rejected
 from reflex_runtime.ipc.frames import ProtocolError, RpcError
@@ -85,7 +85,7 @@ class Operations:
     async def one(self) -> None:
         random = self.random
         chance = random.random()
-        self.world.now += 0.0002
+        self.world.passes(0.0002)
         if chance < 0.0006:
             self.world.runtime.die()
             await self.world.client.gone.wait()
@@ -269,7 +269,7 @@ def test_x2_random_operations_settle_every_caller_once_and_return_every_place(
             assert after - before < 1_500, f"{after - before} objects more after four fifths of the operations"
             assert garbage < 0.1 * operations.callers, f"{garbage} objects in circles of {operations.callers} requests"
 
-    asyncio.run(main())
+    run(main())
     assert not caplog.records, "the loop or a sink complained"
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from ipc.watching import LOOPS, PATIENCE, Watch, alive, child, children, failure, nothing_left, run
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.client import ClientConfig
 from reflex_runtime.ipc.messages import INFO
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.spawn import Process, StartFailed, spawned
@@ -98,7 +99,7 @@ def test_g14_what_a_process_started_ends_with_it(loop: str) -> None:
 def test_g14_a_process_that_ended_is_noticed_though_another_holds_its_connection(loop: str) -> None:
     async def test() -> None:
         watch = Watch()
-        client = watch.client(child("leaves_one_behind"))
+        client = watch.client(child("leaves_one_behind"), ClientConfig(backoff_s=1000, backoff_max_s=1000))  # only one
         await client.start()
         grandchild = await client.request("grandchild", {})
         try:
@@ -131,7 +132,9 @@ def test_g14_a_process_is_reaped_where_it_cannot_be_looked_at_before(
     run(test(), loop)
 
 
-def test_g14_killing_ends_also_when_who_kills_is_cancelled() -> None:
+def test_g14_killing_ends_also_when_who_kills_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.ipc.spawn.KILL_LIMIT", 10 * PATIENCE)
+
     async def test() -> None:
         process = started("sleep", "1000")
         killing = asyncio.ensure_future(process.kill())

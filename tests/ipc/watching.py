@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from ipc.answering import PLAIN, Child
+from ipc.virtual import VirtualLoop
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, State
 from reflex_runtime.ipc.frames import RpcMessage
@@ -33,8 +34,8 @@ QUICK = ClientConfig(heartbeat_s=0, backoff_s=0.01, backoff_max_s=0.05, most_fai
 
 
 def run(test: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
-    """A test on a loop of its own."""
-    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+    """A test on a loop of its own; virtual: only with runtimes in this process."""
+    with asyncio.Runner(loop_factory=VirtualLoop if loop == "virtual" else LOOPS[loop]) as runner:
         return runner.run(asyncio.wait_for(test, 3 * PATIENCE))
 
 
@@ -156,7 +157,7 @@ def alive(pid: int) -> bool:
     """Whether there is such a process that is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it is reaped just now
         return False
 
 

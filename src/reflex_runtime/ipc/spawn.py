@@ -55,14 +55,14 @@ class Process:
         self._popen.terminate()
 
     async def kill(self) -> None:
-        """Kill its group and wait until it is reaped; if the caller is cancelled, for at most a second."""
+        """Kill its group and wait until it is reaped; if the caller is cancelled, for a tenth of the limit at most."""
         if self.ended.done():
             return
         self._kill_group()
         try:
             await asyncio.wait({self.ended}, timeout=KILL_LIMIT)
         except asyncio.CancelledError:
-            await asyncio.wait({self.ended}, timeout=1.0)
+            await asyncio.wait({self.ended}, timeout=KILL_LIMIT / 10)
             raise
         if not self.ended.done():
             log.error("process %d could not be killed within %g s", self.pid, KILL_LIMIT)
