@@ -40,14 +40,13 @@ def frame(sequence: int = 0, captured: float = 0.0) -> Frame:
 class Camera:
     """A source that gives what the test puts into it: numbers become pictures, exceptions are raised, END ends it.
 
-    opens, closes: how often. reading: released whenever it waits for something to give. deaf: `interrupt` does nothing
-    until the test calls `let_go`.
+    opens, closes: how often. deaf: `interrupt` does nothing until the test calls `let_go`.
     """
 
     def __init__(self, *items: Any, live: bool = True, deaf: bool = False, refuse: Sequence[Exception] = ()) -> None:
         self.name, self.live, self.total = "camera", live, None
-        self.opens = self.closes = 0
-        self.reading = threading.Semaphore(0)
+        self.opens = self.closes = self._given = self._reads = 0
+        self._read = threading.Condition()
         self._deaf = deaf
         self._refuse = list(refuse)
         self._interrupted = threading.Event()
@@ -55,6 +54,7 @@ class Camera:
         self.give(*items)
 
     def give(self, *items: Any) -> None:
+        self._given += len(items)
         for item in items:
             self._items.put(item)
 
@@ -64,8 +64,9 @@ class Camera:
             raise self._refuse.pop(0)
 
     def read(self) -> Picture | None:
-        if self._items.empty():
-            self.reading.release()
+        with self._read:
+            self._reads += 1
+            self._read.notify_all()
         item = self._items.get(timeout=PATIENCE)
         if self._interrupted.is_set() and not self._deaf:
             raise SourceError("interrupted")
@@ -86,8 +87,9 @@ class Camera:
         self._items.put(END)
 
     def idle(self) -> None:
-        """Returns once it waits for something to give."""
-        assert self.reading.acquire(timeout=PATIENCE)
+        """Returns once the feed has put all it was given into its queue, and waits for more."""
+        with self._read:
+            assert self._read.wait_for(lambda: self._reads > self._given, PATIENCE)
 
 
 class Endless:
@@ -255,13 +257,25 @@ class Pauses:
 
 
 class Clock:
-    """Time that stands still until it is set."""
+    """Time that stands still until it is set, or a feed pauses for it."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
     def __call__(self) -> float:
         return self.now
+
+    def pause(self, stop: threading.Event, seconds: float) -> bool:
+        self.now += seconds
+        return stop.is_set()
+
+
+def quiet(feed: Feed, but: str) -> None:
+    """Stop a feed, and wait until only its thread of this name is left."""
+    feed.signal()
+    for thread in feed._threads:
+        if not thread.name.endswith(but):
+            thread.join(PATIENCE)
 
 
 def ended(feed: Feed) -> None:

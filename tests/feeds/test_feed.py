@@ -24,6 +24,7 @@ from feeds.fakes import (
     ended,
     frame,
     number_in,
+    quiet,
 )
 from reflex_runtime.core.errors import (
     Closed,
@@ -52,7 +53,7 @@ from thinned import thinned
 
 
 class Made:
-    """A feed with everything it talks to."""
+    """A feed with everything it talks to. Time stands still, or a frame may be too old on a busy machine."""
 
     def __init__(
         self,
@@ -60,16 +61,15 @@ class Made:
         answer: Callable[[int], Any] = lambda sequence: sequence,
         pipeline: Pipeline | None = None,
         hold: bool = False,
-        clock: Any = None,
+        clock: Clock | None = None,
         pause: Any = None,
         seed: int = 1,
         **config: Any,
     ) -> None:
         self.point, self.sink, self.log, self.pauses = Point(answer), Collector(), Log(), Pauses(hold)
-        options = {} if clock is None else {"clock": clock}
         self.feed = Feed(
             "cam", source, pipeline or Pipeline(batch=self.point), [self.sink], FeedConfig(**config), emit=self.log,
-            pause=pause or self.pauses, seed=seed, **options,
+            clock=clock or Clock(), pause=pause or self.pauses, seed=seed,
         )  # fmt: skip
 
     def run(self) -> Made:
@@ -192,8 +192,6 @@ def test_f14_live_the_newest_frame_wins() -> None:
     gate.busy()  # with frame 0
     camera.give(1, 2, 3, 4)
     camera.idle()
-    while made.feed.snapshot().frames < 5:  # it was read: `idle` may have come between two of them
-        camera.idle()
     gate.open.set()
     made.sink.wait(2)
     camera.give(END)
@@ -223,8 +221,7 @@ def test_live_a_frame_that_waited_too_long_is_not_asked_about() -> None:
     made.feed.start()
     gate.busy()
     camera.give(1)
-    while made.feed.snapshot().frames < 2:
-        camera.idle()
+    camera.idle()
     clock.now += 0.5
     gate.open.set()
     made.sink.wait(1)
@@ -497,13 +494,12 @@ def test_a_pipeline_thread_that_dies_says_so_and_the_frame_is_counted() -> None:
 
 
 def test_f10_a_lost_coordinator_ends_the_feed_and_is_not_told_twice() -> None:
-    made = Made(Camera(0, 1, 2))
+    made = Made(camera := Camera(0))
     made.feed.start()
     made.sink.wait(1)
     made.point.lost = ProcessorError("the thread died")
     made.point.answer = lambda sequence: (_ for _ in ()).throw(Closed("died"))
-    made.feed.queue.put(made.sink.results[0].frame)  # one more, whatever the camera gave by now
-    made.feed.ledger.read(made.sink.results[0].frame)
+    camera.give(1)
     ended(made.feed)
     assert made.feed.state == "failed"
     assert [e.error for e in made.log.of(FeedFailed)] == ["ProcessorError: the thread died"]
@@ -576,6 +572,7 @@ def test_f11_a_source_that_does_not_hear_is_left_behind_and_named() -> None:
     made = Made(camera)
     made.feed.start()
     camera.idle()
+    quiet(made.feed, but="capture")
     assert not made.feed.stop(0.02)
     assert made.feed.detached == ("reflex-feed-cam-capture",)
     assert made.feed.over  # its results have ended, and its sinks are closed
@@ -588,6 +585,7 @@ def test_what_an_abandoned_feed_still_gets_reaches_no_sink() -> None:
     made = Made(Camera(0), gate)
     made.feed.start()
     gate.busy()
+    quiet(made.feed, but="pipeline")
     assert not made.feed.stop(0.02)
     assert made.feed.detached == ("reflex-feed-cam-pipeline",)
     assert made.sink.closed == 1  # what it wrote until now is not lost
@@ -664,11 +662,13 @@ def test_every_frame_of_a_chaotic_camera_is_in_one_place_at_every_moment(seed: i
     outcomes = (QueueFull, InFlightCapReached, WaitTimeout, Expired, ProcessorError)
 
     def answer(sequence: int) -> int:
-        if chance.random() < 0.3:
+        if made.sink.results and chance.random() < 0.3:  # of a camera perhaps only the last frame comes so far
             raise chance.choice(outcomes)("chaos")
         return sequence
 
     def stage(item: Any) -> Any:
+        if not made.sink.results:
+            return item
         if chance.random() < 0.05:
             raise ValueError("chaos")
         return None if chance.random() < 0.05 else item

@@ -24,7 +24,7 @@ def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_
     pictures = FeedPictures(lambda: runtime.names)
     page = Page(lambda: FeedPages(runtime, coordinator, pictures, CollectorRegistry()))
     door, lost = Camera(), Camera(refuse=[SourceError("no route")] * 1000)
-    runtime.feed("door", door, Pipeline(batch=coordinator), [pictures.take])
+    runtime.feed("door", door, Pipeline(batch=coordinator), [pictures.take], max_age=None)
     runtime.feed("yard", lost, Pipeline(batch=coordinator), [pictures.take])
     with page.server, runtime, page.asked("/dashboard/stream") as stream:
         first = snapshot(stream, lambda told: told["server"]["feeds"]["yard"]["restarts"] > 0)

@@ -99,10 +99,8 @@ class Behind:
             self.read(number)
 
     def read(self, number: int) -> None:
-        seen = self.feed.snapshot().frames + 1
         self.camera.give(number)
-        while self.feed.snapshot().frames < seen:
-            self.camera.idle()
+        self.camera.idle()
 
     def answer(self, results: int = 1) -> None:
         """The batch before ends, and the one with the frame runs."""

@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from feeds.chaos import ChaosSource
-from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log, Tracker
+from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log, Tracker, quiet
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.feeds.outputs.annotated import AnnotatedVideo
 from reflex_runtime.feeds.outputs.json_lines import JsonLines
@@ -39,8 +40,18 @@ QUICK = BatchConfig(max_batch_size=4, max_latency=0.002)
 
 def threads() -> set[str]:
     """Names of this package's threads, but for timekeepers, which are told to go and not waited for."""
-    names = {t.name for t in threading.enumerate()}
+    names = {t.name for t in set(threading.enumerate()) - _earlier}
     return {name for name in names if name.startswith("reflex-") and not name.endswith(("-timekeeper", "-ownerless"))}
+
+
+_earlier: set[threading.Thread] = set()  # threads of tests before, some of which are about to end
+
+
+@pytest.fixture(autouse=True)
+def _own_threads() -> Iterator[None]:
+    _earlier.update(threading.enumerate())
+    yield
+    _earlier.clear()
 
 
 def balanced(runtime: Runtime) -> bool:
@@ -188,18 +199,18 @@ def test_feeds_come_and_go_while_it_runs() -> None:
     runtime, first, second = Runtime(), Camera(0), Camera(1)
     point = runtime.coordinator(Detector(), QUICK)
     sinks = [Collector() for _ in range(3)]
-    runtime.feed("first", first, Pipeline(batch=point), [sinks[0]])
+    runtime.feed("first", first, Pipeline(batch=point), [sinks[0]], max_age=None)
     with runtime:
         sinks[0].wait(1)
-        runtime.feed("second", second, Pipeline(batch=point), [sinks[1]])
+        runtime.feed("second", second, Pipeline(batch=point), [sinks[1]], max_age=None)
         sinks[1].wait(1)
         assert set(runtime.snapshot().feeds) == {"first", "second"}
-        assert runtime.remove("first")
+        assert runtime.remove("first", PATIENCE)
         assert set(runtime.snapshot().feeds) == {"second"}
         assert (first.closes, sinks[0].closed) == (1, 1)
         second.give(2)
         sinks[1].wait(2)  # the other does not mind
-        runtime.feed("first", Camera(7), Pipeline(batch=point), [sinks[2]])  # its name is free again
+        runtime.feed("first", Camera(7), Pipeline(batch=point), [sinks[2]], max_age=None)  # its name is free again
         sinks[2].wait(1)
     assert (sinks[0].values, sinks[1].values, sinks[2].values) == ([0], [1, 2], [7])
     assert threads() == set()
@@ -253,7 +264,7 @@ def test_a_coordinator_may_be_added_while_it_runs() -> None:
     with Runtime() as runtime:
         sink = Collector()
         point = runtime.coordinator(Detector("late"), QUICK)
-        runtime.feed("cam", Camera(5), Pipeline(batch=point), [sink])
+        runtime.feed("cam", Camera(5), Pipeline(batch=point), [sink], max_age=None)
         sink.wait(1)
 
         class Broken(Detector):
@@ -532,7 +543,7 @@ def test_f11_stop_with_feeds_at_the_batch_point() -> None:
     point = runtime.coordinator(detector, BatchConfig(max_batch_size=1, queue_capacity=8))
     sinks = [Collector() for _ in range(3)]
     for i, sink in enumerate(sinks):
-        runtime.feed(f"cam{i}", Camera(i), Pipeline(batch=point), [sink])
+        runtime.feed(f"cam{i}", Camera(i), Pipeline(batch=point), [sink], max_age=None)
     log = Told(runtime)
     runtime.start()
     detector.busy()
@@ -554,10 +565,11 @@ def test_f11_stop_with_feeds_at_the_batch_point() -> None:
     assert detector.log == ["start", "stop"]
 
 
-def test_f11_a_processor_that_hangs_does_not_hang_the_stop() -> None:
+def test_f11_a_processor_that_hangs_does_not_hang_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.feeds.runtime.runtime.LAST_CALL_S", PATIENCE)
     runtime, detector = Runtime(), Detector(is_open=False)
     point = runtime.coordinator(detector, QUICK)
-    feed = runtime.feed("cam", Camera(0), Pipeline(batch=point))
+    feed = runtime.feed("cam", Camera(0), Pipeline(batch=point), max_age=None)
     log = Told(runtime)
     runtime.start()
     detector.busy()
@@ -574,11 +586,12 @@ def test_f11_a_processor_that_hangs_does_not_hang_the_stop() -> None:
 
 def test_f11_a_source_that_hangs_is_reported_and_left_behind() -> None:
     runtime, deaf, other = Runtime(), Camera(deaf=True), Camera()
-    runtime.feed("deaf", deaf)
-    runtime.feed("other", other)
+    feeds = [runtime.feed("deaf", deaf), runtime.feed("other", other)]
     log = Told(runtime)
     runtime.start()
     deaf.idle()
+    for feed in feeds:
+        quiet(feed, but="deaf-capture")
     report = runtime.stop(0.2)
     assert report.detached == ("reflex-feed-deaf-capture",)
     assert [(e.source, e.error) for e in log.wait(ThreadDetached)] == [("deaf", "reflex-feed-deaf-capture")]
@@ -588,8 +601,9 @@ def test_f11_a_source_that_hangs_is_reported_and_left_behind() -> None:
 def test_removing_a_feed_whose_source_hangs_is_reported() -> None:
     with Runtime() as runtime:
         deaf, log = Camera(deaf=True), Told(runtime)
-        runtime.feed("deaf", deaf)
+        feed = runtime.feed("deaf", deaf)
         deaf.idle()
+        quiet(feed, but="capture")
         assert not runtime.remove("deaf", 0.02)
         assert len(log.wait(ThreadDetached)) == 1
         assert runtime.snapshot().feeds == {}
@@ -599,12 +613,12 @@ def test_removing_a_feed_whose_source_hangs_is_reported() -> None:
 def test_f11_stop_during_a_pause_before_a_reconnect_and_before_a_retry() -> None:
     runtime, detector = Runtime(), Detector(is_open=False)
     point = runtime.coordinator(detector, BatchConfig(max_batch_size=1, queue_capacity=1))
-    runtime.feed("gone", Camera(refuse=[SourceError("refused")] * 99))
+    gone = runtime.feed("gone", Camera(refuse=[SourceError("refused")] * 99))
     for i in range(3):
         runtime.feed(f"file{i}", Camera(*range(9), live=False), Pipeline(batch=point))
     runtime.start()
     detector.busy()
-    while runtime.snapshot().coordinators["detector"].rejected < 5 or runtime.snapshot().feeds["gone"].restarts:
+    while runtime.snapshot().coordinators["detector"].rejected < 5 or gone.state != "reconnecting":
         assert balanced(runtime)
     detector.gate.set()
     assert runtime.stop(PATIENCE).clean
@@ -656,11 +670,13 @@ def test_f11_a_feed_left_behind_lets_go_of_a_sink_that_it_shares() -> None:
         assert go_on.wait(PATIENCE)
         return frame
 
-    runtime.feed("good", Camera(0), Pipeline(), [shared])
-    stuck = runtime.feed("stuck", Camera(0), Pipeline(after=[hang]), [shared])
+    good = runtime.feed("good", Camera(0), Pipeline(), [shared], max_age=None)
+    stuck = runtime.feed("stuck", Camera(0), Pipeline(after=[hang]), [shared], max_age=None)
     runtime.start()
     shared.wait(1)
     assert entered.acquire(timeout=PATIENCE)
+    for feed in (good, stuck):
+        quiet(feed, but="stuck-pipeline")
     report = runtime.stop(0.05)
     assert report.detached == ("reflex-feed-stuck-pipeline",)
     assert shared.closed == 1, "what the other feed gave is written out"
@@ -679,9 +695,9 @@ def test_f10_a_coordinator_that_dies_is_one_stage_error_for_each_feed() -> None:
     cameras = [Camera(0) for _ in range(6)]
     sinks = [Collector() for _ in cameras]
     for i, (camera, sink) in enumerate(zip(cameras, sinks, strict=True)):
-        runtime.feed(f"cam{i}", camera, Pipeline(batch=point), [sink])
+        runtime.feed(f"cam{i}", camera, Pipeline(batch=point), [sink], max_age=None)
     unknown = Camera()
-    runtime.feed("late", unknown, Pipeline(batch=point))  # sends its first frame when all is lost
+    runtime.feed("late", unknown, Pipeline(batch=point), max_age=None)  # sends its first frame when all is lost
     log = Told(runtime)
     with runtime:
         for sink in sinks:
