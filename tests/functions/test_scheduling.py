@@ -48,9 +48,14 @@ def behind(server: Functions, burst: Burst, first: str = "double") -> list[Answe
     return answers
 
 
-def waited(answer: Answer) -> float:
-    assert answer.status == 200, answer.body
-    return float(answer.headers["x-reflex-queue-ms"])
+def first_of(server: Functions, who: list[dict[str, str]]) -> list[bool]:
+    """Which of 22 requests are in the first batch. It is full, the rest is in the second one."""
+    for i in range(3):  # what is not known yet is tried in small batches
+        assert server.predict("double", i).status == 200
+    answers = behind(server, server.together("double", range(22), who))
+    sizes = [answer.headers["x-reflex-batch-size"] for answer in answers]
+    assert sorted(sizes) == ["16"] * 16 + ["6"] * 6
+    return [size == "16" for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -89,16 +94,12 @@ def test_what_raises_once_and_what_empties_its_list_harm_nobody(server: Function
 
 def test_a_client_that_sends_much_does_not_delay_one_that_sends_little(server: Functions) -> None:
     who = [{"X-Reflex-Client": "greedy"}] * 20 + [{"X-Reflex-Client": "modest"}] * 2
-    answers = behind(server, server.together("double", range(22), who))
-    assert max(map(waited, answers[20:])) <= min(map(waited, answers[:20]))  # in the first batch
-    assert max(map(waited, answers[:20])) > max(map(waited, answers[20:]))
+    assert all(first_of(server, who)[20:])
 
 
 def test_priority_comes_in_the_query_or_in_a_header(server: Functions) -> None:
     who = [{"X-Reflex-Priority": "background"}] * 20 + [{"X-Reflex-Priority": "urgent"}] * 2
-    answers = behind(server, server.together("double", range(22), who))
-    assert max(map(waited, answers[20:])) < max(map(waited, answers[:20]))
-    assert max(map(waited, answers[20:])) <= min(map(waited, answers[:20]))
+    assert all(first_of(server, who)[20:])
     assert server.predict("double", 1, priority="urgent").status == 200
 
 
