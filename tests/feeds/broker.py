@@ -24,10 +24,14 @@ from feeds.commands import PATIENCE
 needs_mosquitto = pytest.mark.skipif(shutil.which("mosquitto") is None, reason="Debian's mosquitto is not installed")
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+class Place(socket.socket):
+    """A port at which nobody listens while it is open, but for a server of the test, which has SO_REUSEADDR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind(("127.0.0.1", 0))
+        self.port = int(self.getsockname()[1])
 
 
 class Broker:
@@ -37,8 +41,9 @@ class Broker:
     """
 
     def __init__(self, folder: Path, user: tuple[str, str] | None = None, tls: bool = False) -> None:
-        self.port, self.ca = free_port(), folder / "cert.pem"
-        lines = [f"listener {self.port} 127.0.0.1", "user root", "log_dest stderr"]
+        self._place, self.ca = Place(), folder / "cert.pem"
+        self.port = self._place.port
+        lines = [f"listener {self.port} 127.0.0.1", "user root", "log_dest stderr", "max_queued_messages 0"]
         lines.append(f"allow_anonymous {'true' if user is None else 'false'}")
         if user is not None:
             subprocess.run(["mosquitto_passwd", "-b", "-c", str(folder / "users"), *user], check=True)
@@ -87,6 +92,7 @@ class Broker:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+        self._place.close()
 
 
 class Subscriber:

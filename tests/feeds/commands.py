@@ -35,6 +35,7 @@ PROCESSORS = '''
 import logging
 import os
 from threading import Event
+from reflex_runtime.run.coordinator import _owners
 
 SECONDS = float(os.environ.get("SECONDS_EACH", "0"))
 
@@ -55,8 +56,10 @@ def make():
 ready = Sizes()
 
 class StartsLate(Sizes):
+    """Has not started when it is told to stop."""
     def on_start(self):
-        Event().wait(1.0)
+        while not _owners[id(self)]._signalled:
+            Event().wait(0.01)
 
 class Hangs(Sizes):
     def process(self, entries):
@@ -145,7 +148,9 @@ class Feeds:
             master, err = pty.openpty()
             fcntl.ioctl(err, termios.TIOCSWINSZ, struct.pack("HHHH", terminal[1], terminal[0], 0, 0))
         environment = clean(env) | {"TERM": "xterm"}
-        run = f"import sys; from reflex_runtime.cli import main; sys.exit(main({['feeds', *arguments]!r}))"
+        run = "from reflex_runtime.feeds.runtime import runtime; "
+        run += f"runtime.OUTPUTS_S = {PATIENCE}; "  # results that wait are sent, however busy the machine is
+        run += f"import sys; from reflex_runtime.cli import main; sys.exit(main({['feeds', *arguments]!r}))"
         self.process = Forked(run, env=environment, cwd=cwd, stdout=PIPE, stderr=err)
         self.out: list[str] = []
         self.log: list[str] = []

@@ -17,7 +17,7 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from feeds.broker import Broker, Receiver, Subscriber, free_port, needs_mosquitto
+from feeds.broker import Broker, Place, Receiver, Subscriber, needs_mosquitto
 from feeds.commands import PATIENCE, Feeds, by_feed, ran, refusal, results
 from feeds.fakes import frame
 from feeds.videos import clip
@@ -228,6 +228,7 @@ def test_f14_mqtts_checks_the_certificate_of_the_broker(tmp_path: Path, monkeypa
     with Broker(tmp_path, tls=True) as broker, Subscriber(broker.port, "tls", ca=broker.ca) as told:
         url = f"mqtts://localhost:{broker.port}/tls"
         monkeypatch.setattr("reflex_runtime.feeds.outputs.mqtt.RECONNECT_S", (0.05, 0.1))
+        monkeypatch.setattr("reflex_runtime.feeds.outputs.mqtt.FAREWELL_S", PATIENCE)  # no thread is left
         refused = published(url).snapshot()
         assert refused.drops["unsent"] == 3
         assert re.search("cannot be reached: .*certificate verify failed: self.signed", str(refused.error))
@@ -265,7 +266,7 @@ def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_co
         with Subscriber(broker.port, "away") as again:
             output.take(result(10_000))
             assert again.until("away/feeds/a", line_of(result(10_000)).decode())
-            output.signal(5.0)
+            output.signal(PATIENCE)
             assert output.join()
     snapshot = output.snapshot()
     assert (snapshot.sent, snapshot.waiting, snapshot.state) == (WAITING + 2, 0, "closed")
@@ -276,8 +277,9 @@ def test_f14_while_the_broker_is_away_the_newest_results_wait_and_the_rest_is_co
 @needs_mosquitto
 @pytest.mark.parametrize("qos", [0, 1])
 def test_f14_a_broker_that_hangs_gets_a_bounded_number_of_messages_and_a_bounded_time_at_the_end(
-    tmp_path: Path, qos: int
+    tmp_path: Path, qos: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("reflex_runtime.feeds.outputs.output.GRACE_S", PATIENCE)
     with Broker(tmp_path) as broker, Subscriber(broker.port, "h") as told:
         output = MqttPublisher(f"mqtt://127.0.0.1:{broker.port}/h", qos)
         output.start()
@@ -459,16 +461,19 @@ def test_f14_an_answer_whose_body_breaks_off_is_an_answer() -> None:
     ],
 )
 def test_f14_a_connection_is_kept_after_a_short_answer(
-    headers: dict[str, str], body: bytes, connections: int
+    headers: dict[str, str], body: bytes, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("reflex_runtime.feeds.outputs.webhook.BODY_S", PATIENCE)
     with Receiver(lambda _: (200, headers), body=body) as receiver:
         output = posted(receiver, 250)
     assert (output.snapshot().sent, len(receiver.bodies), len(receiver.clients)) == (250, 3, connections)
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time(kept: int) -> None:
+def test_f14_a_webhook_that_hangs_delays_the_end_by_a_bounded_time(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """kept: requests that are answered before on the connection."""
+    monkeypatch.setattr("reflex_runtime.feeds.outputs.output.GRACE_S", PATIENCE)
+    monkeypatch.setattr("reflex_runtime.feeds.outputs.webhook.TIMEOUT_S", 2 * PATIENCE)
     hangs = threading.Event()
     with Receiver(lambda n: (200, {}) if n < kept or hangs.wait(PATIENCE) else (500, {})) as receiver:
         output = Webhook(receiver.url)
@@ -505,10 +510,10 @@ def test_f14_a_connection_that_the_server_closed_is_made_again_at_once(says_so: 
 
 
 def test_f14_receivers_that_are_away_cost_no_frame_and_the_end_does_not_wait_for_them(tmp_path: Path) -> None:
-    away = free_port()
     arguments = (f"a={clip(30)}", *SHAPES, "--results")
-    outputs = ("--publish", f"mqtt://127.0.0.1:{away}/x", "--webhook", f"http://127.0.0.1:{away}/")
-    feeds = ran(*arguments, "r.jsonl", *outputs, cwd=tmp_path, status=1)
+    with Place() as away:
+        outputs = ("--publish", f"mqtt://127.0.0.1:{away.port}/x", "--webhook", f"http://127.0.0.1:{away.port}/")
+        feeds = ran(*arguments, "r.jsonl", *outputs, cwd=tmp_path, status=1)
     assert len(results(tmp_path / "r.jsonl")) == 30
     for line in ("mqtt: 0 results", "webhook: 0 results"):
         why = "dropped: 30 unsent (cannot be reached: Connection refused)"
