@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,9 +41,6 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server(seeing: Path) -> Iterator[Server]:
     """On all wires."""
-    frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    one, two, three = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)
-    for free in frees:
-        free.close()
-    with Server(seeing, "--gr00t", f"tcp://{one}", "--oip-grpc", two, "--lerobot", three) as server:
+    anywhere = "127.0.0.1:0"
+    with Server(seeing, "--gr00t", f"tcp://{anywhere}", "--oip-grpc", anywhere, "--lerobot", anywhere) as server:
         yield server

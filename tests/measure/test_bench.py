@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,8 @@ def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.Ca
 @pytest.mark.usefixtures("here")
 @pytest.mark.long
 def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    one, two = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)
-    for free in frees:
-        free.close()
-    with Server(tiny, "--inject-latency-ms", "60", "--gr00t", f"tcp://{one}", "--oip-grpc", two) as server:
+    listens = "--gr00t", "tcp://127.0.0.1:0", "--oip-grpc", "127.0.0.1:0"
+    with Server(tiny, "--inject-latency-ms", "60", *listens) as server:
         _, found = measured(capsys, url(server), "--deadline-ms", "10000", *QUICK)
         assert (found["servers"][0]["missed"], found["servers"][0]["errors"]) == (0.0, {})
         for wire in SENT:  # the server, which has learned what a call takes, refuses what cannot be in time

@@ -24,6 +24,7 @@ from reflex_runtime.cli.probe import WIRES, example
 from reflex_runtime.client import Client
 from reflex_runtime.demo import POLICY
 from reflex_runtime.web.server_address import ServerAddress
+from robots.wires.groot_clients import port_of
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -161,10 +162,17 @@ def test_a_server_without_a_model_says_how_far_it_is(tmp_path: Path, capsys: pyt
         assert "warmup_failed" in capsys.readouterr().out
 
 
+@contextmanager
+def silent() -> Iterator[int]:
+    """A port at which nothing listens, and which no other program gets meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
 def test_where_nothing_listens_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert main(["probe", f"127.0.0.1:{port}"]) == 2
+    with silent() as port:
+        assert main(["probe", f"127.0.0.1:{port}"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith(f"reflex probe: 127.0.0.1:{port}: nothing listens there")
@@ -333,11 +341,10 @@ def test_what_cannot_be_read_as_an_expectation_is_none(told: Any) -> None:
 def test_listeners_want_the_key_and_are_found_by_their_own_address(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    robots, zmq = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)
-    for free in frees:
-        free.close()
-    with Server(tiny, "--lerobot", robots, "--gr00t", f"tcp://{zmq}", "--api-key", "s3cret") as server:
+    listens = "--lerobot", "127.0.0.1:0", "--gr00t", "tcp://127.0.0.1:0"
+    with Server(tiny, *listens, "--api-key", "s3cret") as server:
+        robots = server.wait_log("clients of LeRobot: ").rpartition(" ")[2]
+        zmq = f"127.0.0.1:{port_of(server)}"
         for wire, address in (("lerobot", f"grpc://{robots}"), ("gr00t", f"tcp://{zmq}")):
             for where in (url(server), address):
                 status, found = probed(capsys, where, "--wire", wire, "--api-key", "s3cret")
@@ -351,7 +358,8 @@ def test_listeners_want_the_key_and_are_found_by_their_own_address(
         assert main(["probe", url(server), "--wire", "oip-grpc", "--api-key", "s3cret"]) == 2
         assert "/config has no --oip-grpc: start the server with it" in capsys.readouterr().err
         assert "oip-grpc" not in by_wire(probed(capsys, url(server), "--api-key", "s3cret")[1])
-    for address in (f"grpc://{robots}", f"tcp://{zmq}"):
-        status, found = probed(capsys, address, "--timeout-s", "0.3")
-        assert status == 1
-        assert found["wires"][-1]["error"] in ("unreachable", "timed_out")
+    with silent() as port:
+        for scheme in ("grpc", "tcp"):
+            status, found = probed(capsys, f"{scheme}://127.0.0.1:{port}", "--timeout-s", "0.3")
+            assert status == 1
+            assert found["wires"][-1]["error"] in ("unreachable", "timed_out")
