@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Batch, Event
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import BaseProcessor
 
 T = TypeVar("T")
@@ -73,6 +74,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return await main
 
     return asyncio.run(limited())
+
+
+async def asleep(batcher: Batcher) -> None:
+    """Until the device waits for work: a thread that is not there yet takes what it finds, and splits what comes."""
+    async with asyncio.timeout(PATIENCE):
+        while not batcher.device._bell.waiting:  # noqa: ASYNC110 - another thread says so, and no event
+            await asyncio.sleep(0)
 
 
 def cannot_learn(batch: Batch, elapsed: float) -> None:

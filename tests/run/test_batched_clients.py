@@ -17,7 +17,7 @@ from thinned import thinned
 
 
 def test_items_in_flight_are_clients_apart_and_later_ones_get_the_same_each_once() -> None:
-    clients = LoopClients()
+    clients = LoopClients(lambda: 64.0)
     first = [clients.take() for _ in range(8)]
     assert len(set(first)) == 8
     for client in first:

@@ -40,7 +40,7 @@ from reflex_runtime.run import audience
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import BaseProcessor, FunctionProcessor
-from run.helpers import PATIENCE, Gate, Log, run
+from run.helpers import PATIENCE, Gate, Log, asleep, run
 
 BY_COUNT = [GroupConfig(flush=FlushPolicy.by_size(64, 0.0))]  # no cost to learn, no hold
 
@@ -51,13 +51,6 @@ async def outcome(waiter: asyncio.Future[Any]) -> Any:
         return await waiter
     except Exception as error:
         return error
-
-
-async def asleep(batcher: Batcher) -> None:
-    """Until the device waits for work: a thread that is just starting takes what it finds, and splits what comes."""
-    async with asyncio.timeout(PATIENCE):
-        while not batcher.device._bell.waiting:  # noqa: ASYNC110 - another thread says so, and no event
-            await asyncio.sleep(0)
 
 
 # -- submitting --------------------------------------------------------------------------------------------------------
@@ -194,7 +187,7 @@ def test_answers_by_the_thousand_are_told_in_slices_and_in_order() -> None:
             tickets = [batcher.submit(Request(i)) for i in range(1000)]
             gate.gate.set()
             await first.waiter
-            seen, most = 0, 0
+            seen, most = len(log.of(RequestSettled)), 0
             while seen < 1001:
                 await asyncio.sleep(0)
                 now = len(log.of(RequestSettled))
@@ -477,14 +470,13 @@ def test_b17_the_earliest_of_many_deadlines_rings_first() -> None:
         async with Batcher({"default": gate}) as batcher:
             first = batcher.submit(Request("first"))
             await gate.busy()
-            order: list[int] = []
-            waiting = []
-            for i in (3, 1, 2):
-                ticket = batcher.submit(Request(i, time_limit=0.02 * i))
-                ticket.waiter.add_done_callback(lambda _, i=i: order.append(i))
-                waiting.append(outcome(ticket.waiter))
+            order: list[Ticket] = []
+            tickets = [batcher.submit(Request(i, time_limit=0.02 * i)) for i in (3, 1, 2)]
+            for ticket in tickets:
+                ticket.waiter.add_done_callback(lambda _, ticket=ticket: order.append(ticket))
+            waiting = [outcome(ticket.waiter) for ticket in tickets]
             assert all(isinstance(error, Expired) for error in await asyncio.gather(*waiting))
-            assert order == [1, 2, 3]
+            assert order == sorted(tickets, key=lambda ticket: ticket.deadline)
             gate.gate.set()
             await first.waiter
 
@@ -513,17 +505,23 @@ def test_b19_exceptions_and_wrong_counts_reach_their_callers_and_nobody_else() -
 
 def test_b19_a_hung_thread_is_replaced_once_and_then_the_device_is_given_up() -> None:
     async def main() -> None:
-        gate, log, fatal = Gate(), Log(), asyncio.Event()
-        batcher = Batcher({"default": gate}, sinks=[log], watchdog=0.050, on_fatal=fatal.set)
+        gate, log, fatal, now = Gate(), Log(), asyncio.Event(), [0.0]
+        before = threading.active_count()
+        given: Any = {"watchdog": 60.0, "on_fatal": fatal.set, "clock": lambda: now[0]}
+        batcher = Batcher({"default": gate}, sinks=[log], **given)
         await batcher.start()
-        first, second = batcher.submit(Request("first")), None
+        first = batcher.submit(Request("first"))
         await gate.busy()
         second = batcher.submit(Request("second"))  # waits behind the one that hangs
+        now[0] = 60.0
+        batcher._on_timer()
         with pytest.raises(ProcessorHung):
             await first.waiter
         assert batcher.device.lost is None
         await gate.busy()  # the replacement took the second, and hangs in it
         third = batcher.submit(Request("third"))
+        now[0] = 120.0
+        batcher._on_timer()
         with pytest.raises(ProcessorHung):
             await second.waiter
         with pytest.raises(Drained):
@@ -536,19 +534,21 @@ def test_b19_a_hung_thread_is_replaced_once_and_then_the_device_is_given_up() ->
         gate.gate.set()  # the lost threads come back, and nobody listens to them
         assert not await batcher.close()
         assert [e.ticket.request.payload for e in log.of(RequestSettled)] == ["first", "second", "third"]
-        assert threading.active_count() < 20
+        assert threading.active_count() < before + 10
 
     run(main())
 
 
 def test_b19_with_one_thread_a_hung_batch_is_answered_and_no_other_thread_runs_beside_it() -> None:
     async def main() -> None:
-        gate, fatal = Gate(), asyncio.Event()
+        gate, fatal, now = Gate(), asyncio.Event(), [0.0]
         one_by_one = [GroupConfig(flush=FlushPolicy.by_size(1, 0.0))]
-        given: Any = {"watchdog": 0.050, "on_fatal": fatal.set, "one_thread": True}
+        given: Any = {"watchdog": 60.0, "on_fatal": fatal.set, "one_thread": True, "clock": lambda: now[0]}
         async with Batcher({"default": gate}, one_by_one, **given) as batcher:
             first, second = batcher.submit(Request("first")), batcher.submit(Request("second"))
             await gate.busy()
+            now[0] = 60.0
+            batcher._on_timer()
             with pytest.raises(ProcessorHung):
                 await first.waiter
             assert batcher.device.busy

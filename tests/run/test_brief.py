@@ -17,7 +17,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.device import BRIEF, KINDS, MOST_PROOF, PROOF, BriefBatches
 from reflex_runtime.run.processor import BaseProcessor
-from run.helpers import PATIENCE, Log, run
+from run.helpers import PATIENCE, Log, asleep, run
 
 BY_COUNT = [GroupConfig(flush=FlushPolicy.by_size(64, 0.0))]  # no cost to learn, no hold
 LONG = 10 * BRIEF
@@ -150,13 +150,6 @@ def test_p50_a_processor_must_allow_it_and_zero_switches_it_off(limit: float) ->
 # -- with a loop and a thread ------------------------------------------------------------------------------------------
 
 
-async def asleep(batcher: Batcher) -> None:
-    """Until the device thread waits for work."""
-    async with asyncio.timeout(PATIENCE):
-        while not batcher.device._bell.waiting:  # noqa: ASYNC110 - another thread says so, and no event
-            await asyncio.sleep(0)
-
-
 async def where(batcher: Batcher, seconds: float = 0.0, times: int = 1) -> bool:
     """Whether the last of so many batches ran on the loop."""
     for _ in range(times):
@@ -285,24 +278,30 @@ def test_p51_a_resident_that_ends_on_the_loop_is_dropped_although_nothing_else_c
 
 
 def test_p52_a_hang_on_the_loop_is_noticed_by_the_thread() -> None:
+    class OnLoop(threading.Event):
+        """What hangs there alone."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is not loop:
+                return True
+            processor.now += 1.0
+            return super().wait(timeout)
+
     async def main() -> None:
-        processor, stuck = Anywhere(), threading.Event()
-        loop_is_back = []
+        processor.hang, stuck = OnLoop(), threading.Event()
 
         def leave() -> None:
             stuck.set()
-            assert processor.hang is not None
-            processor.hang.set()  # so that the test goes on
+            hang.set()  # so that the test goes on
 
-        async with Batcher({"default": processor}, BY_COUNT, watchdog=0.01, on_stuck=leave) as batcher:
+        hang = processor.hang
+        given: Any = {"clock": processor.clock, "watchdog": 0.01, "on_stuck": leave}  # the thread looks in real time
+        async with Batcher({"default": processor}, BY_COUNT, **given) as batcher:
             while not await where(batcher):
                 pass
-            await asleep(batcher)
-            processor.hang = threading.Event()
-            loop_is_back.append(await batcher.run(Request(0.0)))
         assert stuck.is_set()
-        assert loop_is_back == [threading.current_thread()]
 
+    loop, processor = threading.current_thread(), Anywhere()
     run(main())
 
 

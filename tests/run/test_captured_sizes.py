@@ -15,6 +15,7 @@ from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.run.processor import BaseProcessor
+from run.helpers import asleep
 
 
 class Padding(BaseProcessor):
@@ -54,6 +55,7 @@ class Served:
     async def bursts(self, *sizes: int) -> None:
         self.sizes.clear()
         for n in sizes:
+            await asleep(self.batcher)
             await asyncio.gather(*(self.batcher.run(Request(None, group="prod", client=i)) for i in range(n)))
         assert self.sizes == list(sizes)
 

@@ -710,7 +710,7 @@ def test_f9_an_abandoned_frame_that_waits_is_never_computed() -> None:
         detector.gate.set()
         assert end_of(running) == ("busy", "busy")
         # The answer to `running` and the next formation are one step: the place is free by now.
-        assert handle.submit_and_wait("cam", "new") == ("cam", "new")
+        assert end_of(handle.submit("cam", "new")) == ("cam", "new")
         figures = handle.metrics().feeds["cam"]
     assert detector.frames == [["busy"], ["new"]]
     assert (figures.timed_out, figures.dropped, figures.processed) == (1, 1, 1)
@@ -720,14 +720,22 @@ def test_f9_an_abandoned_frame_that_waits_is_never_computed() -> None:
 
 def test_f9_an_abandoned_frame_that_runs_keeps_its_place_to_the_end_and_reaches_nobody() -> None:
     detector = Detector(is_open=False)
-    with Coordinator(detector, BatchConfig(max_latency=0, response_timeout=0.05)) as handle:
+    coordinator = Coordinator(detector, BatchConfig(max_latency=0, response_timeout=0.05))
+    abandon = coordinator.device.abandon
+
+    def while_it_runs(ticket: Any) -> bool:
+        detector.busy()
+        return abandon(ticket)
+
+    coordinator.device.abandon = while_it_runs  # type: ignore[method-assign]
+    with coordinator as handle:
         assert isinstance(Caller(handle, "cam", "old").end(), WaitTimeout)
         with pytest.raises(InFlightCapReached):
             handle.submit_and_wait("cam", "new")
         free = handle.submit("other", 1)
         detector.gate.set()
         end_of(free)
-        assert handle.submit_and_wait("cam", "new") == ("cam", "new")
+        assert end_of(handle.submit("cam", "new")) == ("cam", "new")
         figures = handle.metrics().feeds["cam"]
     assert (figures.timed_out, figures.processed, figures.in_flight_exceeded) == (1, 2, 1)
 
@@ -802,7 +810,8 @@ def test_f11_a_running_batch_ends_well_and_who_waits_is_released_before_on_stop(
             super().on_stop()
 
     detector = Watched(is_open=False)
-    coordinator = Coordinator(detector, BatchConfig(max_batch_size=2, queue_capacity=64))
+    config = BatchConfig(max_batch_size=2, queue_capacity=64, response_timeout=PATIENCE)
+    coordinator = Coordinator(detector, config)
     handle = coordinator.start()
     running = Caller(handle, "busy", "busy")
     detector.busy()

@@ -46,11 +46,12 @@ class Starts(Detector):
 
     def __init__(self, fault: BaseException | None = None) -> None:
         super().__init__()
-        self.may_start = threading.Event()
+        self.starting, self.may_start = threading.Event(), threading.Event()
         self.fault = fault
 
     def on_start(self) -> None:
         super().on_start()
+        self.starting.set()
         assert self.may_start.wait(PATIENCE)
         if self.fault is not None:
             raise self.fault
@@ -164,7 +165,10 @@ def test_f12_on_start_that_hangs_is_left_behind_after_the_grace(monkeypatch: pyt
         pass
 
 
-def test_f12_on_start_that_ends_within_the_grace_is_an_error_and_leaves_no_thread() -> None:
+def test_f12_on_start_that_ends_within_the_grace_is_an_error_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE", PATIENCE)
     detector = Starts()
 
     class Lets(Coordinator):
@@ -202,6 +206,7 @@ def test_f12_an_interrupted_start_stops_the_coordinator(monkeypatch: pytest.Monk
     detector = Detector()
     coordinator = Coordinator(detector)
     monkeypatch.setattr("reflex_runtime.run.device.Future", Ready)
+    monkeypatch.setattr(module, "GRACE", PATIENCE)
     with pytest.raises(KeyboardInterrupt):
         coordinator.start()
     monkeypatch.undo()
@@ -216,6 +221,7 @@ def test_f11_stop_while_on_start_runs() -> None:
     coordinator = Coordinator(detector, BatchConfig(response_timeout=PATIENCE))
     starter = threading.Thread(target=coordinator.start)
     starter.start()
+    assert detector.starting.wait(PATIENCE)
     early = Caller(coordinator, "early", 1)
     coordinator.asked(1)
     coordinator.signal()
@@ -364,7 +370,7 @@ def test_f12_a_hung_batch_is_answered_and_its_late_results_reach_nobody() -> Non
         return echo(entries)
 
     clock, log, detector = Stepped(), Log(), Guarded(answer=hang)
-    config = BatchConfig(max_batch_size=2, watchdog=800.0, response_timeout=PATIENCE)
+    config = BatchConfig(max_batch_size=2, watchdog=800.0, response_timeout=3600.0)
     coordinator = Coordinator(detector, config, sinks=[log], clock=clock)
     hung = [Caller(coordinator, f"cam{n}", "old") for n in range(2)]
     coordinator.asked(2)
@@ -481,7 +487,7 @@ def test_f12_a_hung_call_that_raises_in_the_end_hurts_nobody() -> None:
 
 def test_f11_stop_while_the_processor_hangs() -> None:
     clock, detector = Stepped(), Guarded(is_open=False)
-    config = BatchConfig(max_batch_size=1, watchdog=800.0, response_timeout=PATIENCE)
+    config = BatchConfig(max_batch_size=1, watchdog=800.0, response_timeout=3600.0)
     coordinator = Coordinator(detector, config, clock=clock)
     handle = coordinator.start()
     hung = Caller(handle, "cam0", 0)

@@ -593,6 +593,7 @@ def test_a_call_that_hangs_is_given_up_and_the_next_items_run_on_another_thread(
     slow = Slow(watchdog=0.05)
     with pytest.raises(ProcessorHung, match=r"within 0\.05 s"):
         slow.double(1)
+    slow.double._driver.device.watchdog = PATIENCE
     slow.gate.set()
     assert slow.double(2) == 4
     assert slow.calls == [[1], [2]]
@@ -605,6 +606,7 @@ def test_coroutines_are_told_of_a_call_that_hangs_too() -> None:
     async def main() -> None:
         with pytest.raises(ProcessorHung):
             await slow.double.aio(1)
+        slow.double._driver.device.watchdog = PATIENCE
         slow.gate.set()
         assert await slow.double.aio(2) == 4
 

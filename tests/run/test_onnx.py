@@ -204,14 +204,14 @@ def test_threads_out_of_range_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads through /proc")
 def test_one_thread_is_the_default(tmp_path: Path) -> None:
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
 
     before = threads()
     one = OnnxSession(write(tmp_path))
-    assert threads() == before
+    assert threads() - before == set()  # others may have ended
     three = OnnxSession(write(tmp_path), threads=3)
-    assert threads() == before + 2  # the caller is the third
+    assert len(threads() - before) == 2  # the caller is the third
     del one, three
 
 

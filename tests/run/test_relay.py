@@ -91,8 +91,9 @@ def test_without_an_interpreter_lock_all_are_woken_at_once(monkeypatch: pytest.M
 # -- in a batched function ---------------------------------------------------------------------------------------------
 
 
-def doubling() -> tuple[BatchedFunction[int, int], Sleeper]:
-    """A function whose thread sleeps, and a sleeper that stands for a caller that was answered and does not run yet."""
+def doubling(stalls: bool = False) -> tuple[BatchedFunction[int, int], Sleeper]:
+    """A function whose thread sleeps, and a sleeper that stands for a caller that was answered and does not run yet.
+    stalls: after a while nobody waits for that."""
     asleep = threading.Event()
 
     @batched
@@ -101,6 +102,8 @@ def doubling() -> tuple[BatchedFunction[int, int], Sleeper]:
         return [2 * item for item in items]
 
     driver = double._driver
+    if not stalls:
+        driver.relay._clock = lambda: 64.0
     wait = driver.device._wait
 
     def noted() -> None:
@@ -153,7 +156,7 @@ def test_an_item_that_comes_just_as_the_last_thread_runs_wakes_the_device_itself
 
 
 def test_a_thread_that_was_answered_and_never_runs_holds_up_no_items() -> None:
-    double, _ = doubling()
+    double, _ = doubling(stalls=True)
     assert double(1, timeout=PATIENCE) == 2
     assert double.close()
 
