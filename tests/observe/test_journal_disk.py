@@ -145,12 +145,10 @@ def test_t3_turning_a_recording_begins_another_file_with_what_comes_next(tmp_pat
     run.batch(asked(0))
     while made.recorded < 1:
         pass
-    turn_all()
-    while made._turned:
-        pass
     first = made.path
     assert first is not None
-    assert read_journal(first).footer is not None
+    turn_all()
+    until(lambda: read_journal(first).footer)
     run.batch(asked(1))
     assert made.close()
     assert made.path != first

@@ -307,7 +307,7 @@ def test_batches_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> Non
     loop = Loop(ROBOTS, trace)
     for _ in range(20):
         loop.submit()
-        loop.run(lambda t, u: Done(), notes={"weight": "x" * 200_000})
+        loop.run(lambda t, u: Done(), notes={"weight": "x" * 300_000})  # more than is written at once
     assert trace.dropped >= 20 - 2 - 1  # two in the queue, one in the thread's hands
     out = bytearray()
 
