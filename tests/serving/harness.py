@@ -122,7 +122,7 @@ def changed() -> None:
     for bell in list(_bells):
         bells.register(bell, select.POLLIN)
     for bell, _ in bells.poll(1e3 * UNHEARD):
-        with contextlib.suppress(BlockingIOError):  # another thread has heard it
+        with contextlib.suppress(OSError):  # another thread has heard it, or ended its server
             os.read(bell, 65536)
 
 
@@ -167,20 +167,21 @@ class Server:
         """until: the line of its log to wait for. before: Python to run in its process first (a drill from inside).
 
         held: the batch with the request `plug` runs when the test calls `release`, so that a queue can be arranged
-        behind it without a race. takes: seconds that a `batch` is taken to have taken, as Python, however long it did.
+        behind it without a race. takes: seconds that a `batch` is taken to have taken, as Python, however long it did;
+        a millisecond where one is held, so that all that waits fits into a batch.
         supervised: whether it runs below a supervisor; otherwise `process` is the server itself. cold: in a new Python,
         as it is for a user; otherwise the server of a policy has its imports behind it (see `Forked`).
         """
         self._folder = tempfile.TemporaryDirectory()
         self._gate = -1
-        if takes:
-            before += _DECLARED.format(takes=takes)
+        if takes or held:
+            before += _DECLARED.format(takes=takes or "0.001")
         if held:
             pipe = f"{self._folder.name}/gate"
             os.mkfifo(pipe)
             self._gate = os.open(pipe, os.O_RDWR)  # for both, so that neither end ever waits to be opened
             before += _HELD.format(pipe=pipe)
-            options = (*options, "--watchdog-s", "0", "--brief-ms", "0")  # a busy machine takes its time
+            options = ("--watchdog-s", "0", "--brief-ms", "0", *options)  # a busy machine takes its time
         warm = not cold and kind_of([str(export)]) != "model"
         self._bell = -1
         if warm:
@@ -220,7 +221,8 @@ class Server:
         with contextlib.suppress(psutil.NoSuchProcess):
             family += psutil.Process(self.process.pid).children(recursive=True)
         for process in family:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
+                process.kill()
         self.process.wait()
         self._reader.join()
         assert self.process.stderr is not None

@@ -104,6 +104,17 @@ def busy(server: Server, **fields: Any) -> Burst:
         plug.__exit__()  # the machine was too busy to look in time: once more
 
 
+TAUGHT = "100.0 if any(ticket.request.id.startswith('teach') for ticket in batch.grants) else 0.001"
+
+
+def outlasted(server: Server) -> Answer:
+    """The answer to a request with a minute, of which five batches before its own teach the server that none of its
+    kind ends in that time. The server has batches of one, and `takes` TAUGHT."""
+    teach = [{"state": STATE, "request_id": f"teach{i}", "priority": "urgent"} for i in range(5)]
+    with busy(server):
+        return server.behind([*teach, *numbered(1, deadline_ms=60_000)])[-1]
+
+
 def calm(server: Server) -> bool:
     """Whether nothing is in its log that is not in that of any start, or of what the tiny policy lacks."""
     lacks = ("this policy reads no text", "the export names no motors")

@@ -24,12 +24,22 @@ from serving.exports import write_tiny
 from serving.harness import STATE, Server, refusal
 from serving.requests import busy, marked, observe, traced
 
-HZ, CHUNK = 80.0, 16  # of the bundled policy
+CHUNK = 16  # of the bundled policy
+HZ = 2.0  # of `slow`: a chunk lasts 8 s, long enough for three answers of a busy machine
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled policy at `HZ`."""
+    export = Path(shutil.copytree(POLICY, tmp_path_factory.mktemp("slow") / "slow"))
+    robot = json.loads((export / "embodiment.json").read_text())
+    (export / "embodiment.json").write_text(json.dumps(robot | {"control_rate_hz": HZ}))
+    return export
 
 
 def continuing(schedule: str, horizon: int, *options: str, export: Path | None = None) -> Server:
@@ -57,8 +67,10 @@ def close(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
 @pytest.mark.parametrize(
     ("schedule", "horizon"), [("ONES", 16), ("ONES", 5), ("LINEAR", 10), ("EXP", 10), ("ZEROS", 9)]
 )
-def test_e2_the_next_chunk_continues_the_last_and_the_answer_says_how(schedule: str, horizon: int, file: Path) -> None:
-    with continuing(schedule, horizon, "--inject-latency-ms", "8", "--trace", str(file)) as server:
+def test_e2_the_next_chunk_continues_the_last_and_the_answer_says_how(
+    schedule: str, horizon: int, file: Path, slow: Path
+) -> None:
+    with continuing(schedule, horizon, "--inject-latency-ms", "8", "--trace", str(file), export=slow) as server:
         first = observe(server, 10)
         second = observe(server, 10, executed=4, seed=None)
         alone = observe(server, 10, episode="another", seed=2)
@@ -112,16 +124,12 @@ def test_e2_the_request_may_say_how_many_actions_were_executed() -> None:
         assert (wrong.status, wrong.json["field"]) == (422, "executed")
 
 
-def test_e2_without_a_word_they_are_counted_by_the_control_rate(tmp_path: Path) -> None:
-    """At 2 Hz a chunk lasts 8 s: long enough for three answers of a busy machine."""
-    slow = Path(shutil.copytree(POLICY, tmp_path / "slow"))
-    robot = json.loads((slow / "embodiment.json").read_text())
-    (slow / "embodiment.json").write_text(json.dumps(robot | {"control_rate_hz": 2.0}))
+def test_e2_without_a_word_they_are_counted_by_the_control_rate(slow: Path) -> None:
     with continuing("ONES", CHUNK, "--inject-latency-ms", "90", export=slow) as server:
         observe(server, 10)
         meanwhile = observe(server, 10, episode="clock")["timing"]["total_ms"]  # the first robot executes meanwhile
         answer = observe(server, 10)
-    assert 1 <= math.floor(meanwhile / 1e3 * 2.0) <= answer["rtc"]["executed"] < CHUNK
+    assert 1 <= math.floor(meanwhile / 1e3 * HZ) <= answer["rtc"]["executed"] < CHUNK
 
 
 def test_e2_nothing_is_carried_over_between_episodes_or_without_one() -> None:
@@ -199,15 +207,14 @@ def test_e3_deadline_ms_shows_in_the_code_the_trace_and_the_outcome(tiny: Path, 
             burst.send()
             (late,) = burst.answers()
             server.release()
-        assert server.act(request_id="own", deadline_ms=5000).status == 200
+        assert server.act(request_id="own", deadline_ms=30_000).status == 200
         moved = server.metrics()
         batches = traced(server, file)
     assert (late.status, late.code) == (504, "deadline_exceeded")
     assert moved("reflex_requests_total", outcome="expired") == 1
     limits = {m.id: m.limit for b in batches for m in b.members}
     assert "brief" not in limits  # it was never computed
-    assert limits.pop("own") == pytest.approx(5.0, abs=0.2)
-    assert limits == {"plug": pytest.approx(60.0, abs=0.2)}
+    assert {name: math.ceil(limit / 30.0) for name, limit in limits.items()} == {"own": 1, "plug": 2}  # what was left
 
 
 def test_e3_without_a_deadline_the_trace_says_none(tiny: Path, file: Path) -> None:

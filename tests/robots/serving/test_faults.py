@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from reflex_runtime.demo import POLICY
@@ -24,8 +23,8 @@ from serving.requests import busy, grey, marked, numbered, observe, queued, righ
 @pytest.mark.parametrize(("kind", "code"), [("hang", "processor_hung"), ("die", "processor_failed")])
 def test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1(kind: str, code: str, tiny: Path) -> None:
     fault = {"hang": "prod:hang:1:9000", "die": "prod:die:1"}[kind]  # it ends before the default watchdog would end it
-    options = ("--watchdog-s", "0.5", "--inject-fault", fault, "--max-consecutive-crashes", "0")
-    with Server(tiny, *options) as server:
+    options = ("--watchdog-s", "3", "--inject-fault", fault, "--max-consecutive-crashes", "0")
+    with Server(tiny, *options, held=True) as server:
         first = server.act()
         assert (first.status, first.code, first.json["retry_safe"]) == (500, code, False)
         health = server.get("/health")
@@ -33,22 +32,20 @@ def test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1(kind
         assert health.json["consecutive_crashes"] == 1
         assert health.json["hung_batches"] == (1 if kind == "hang" else 0)
         # The second is lost with its batch; what waited behind it is answered too, and then the process goes.
-        with server.burst(numbered(5)) as burst:
+        with busy(server) as plug, server.burst(numbered(4)) as burst:
             burst.send()
-            answers = burst.answers()
-        codes = [a.code for a in answers]
-        assert codes.count(code) >= 1
-        assert set(codes) <= {code, "shutting_down"}
-        process = psutil.Process(server.process.pid)
+            server.reach(queued(4))
+            server.release()
+            assert plug.answers()[0].code == code
+            assert {answer.code for answer in burst.answers()} == {"shutting_down"}
         assert server.wait() == 1
-        assert not process.is_running()
         assert any("the device is lost" in line for line in server.log)
 
 
 @pytest.mark.parametrize("kind", ["hang", "die"])
 def test_b19_after_one_loss_the_next_batch_is_served(kind: str, tiny: Path) -> None:
     rate, number = strike(kind)
-    with Server(tiny, "--watchdog-s", "0.5", "--inject-fault", f"prod:{kind}:{rate}") as server:
+    with Server(tiny, "--watchdog-s", "3", "--inject-fault", f"prod:{kind}:{rate}") as server:
         assert {server.act().status for _ in range(number - 1)} <= {200}
         assert server.act().status == 500
         for i in range(3):
@@ -60,7 +57,7 @@ def test_b19_after_one_loss_the_next_batch_is_served(kind: str, tiny: Path) -> N
 
 def test_b19_those_who_wait_behind_a_hang_are_served_after_it(tiny: Path) -> None:
     rate, number = strike("hang")
-    with Server(tiny, "--watchdog-s", "1", "--inject-fault", f"prod:hang:{rate}") as server:
+    with Server(tiny, "--watchdog-s", "3", "--inject-fault", f"prod:hang:{rate}") as server:
         for _ in range(number - 1):
             server.act()
         with busy(server) as plug, server.burst(numbered(4)) as burst:
@@ -97,10 +94,10 @@ def test_e4_slow_takes_longer(tiny: Path) -> None:
     with Server(tiny, "--inject-fault", f"prod:slow:{rate}:700") as server:
         for _ in range(number - 1):
             server.act()
-        first, second = server.act(), server.act()
-    assert first.status == second.status == 200
+        first, *others = [server.act() for _ in range(3)]
+    assert {answer.status for answer in (first, *others)} == {200}
     assert first.json["timing"]["batch_ms"] >= 700
-    assert second.json["timing"]["batch_ms"] < 700
+    assert min(other.json["timing"]["batch_ms"] for other in others) < 700
 
 
 def test_e4_start_up_health_and_answers_say_that_it_is_on(tiny: Path) -> None:
