@@ -30,6 +30,18 @@ from . import lerobot_robot
 from .lerobot_robot import Robot, features, lerobot, load, message
 
 PROGRAM = Path(lerobot_robot.__file__)
+ASKS = "a robot asks for actions"
+# For `serving(before=…)`: GetActions waits as long as a test does, and the log has a line for each.
+PATIENT = f"""
+import sys
+import reflex_runtime.robots.wires.lerobot as wire
+wire.WAIT = {PATIENCE}
+_turn = wire.LerobotRobot.turn
+def _told(self, peer):
+    print({ASKS!r}, file=sys.stderr, flush=True)
+    return _turn(self, peer)
+wire.LerobotRobot.turn = _told
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -160,10 +172,9 @@ def test_w41_what_a_setup_names_is_bounded_however_often_a_pickle_repeats_it() -
             read(LerobotSetup, sent(names, n))
 
 
-def test_w42_the_newest_observation_wins_and_nothing_yet_is_empty(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, "--record", str(tmp_path)) as (server, robot):
+def test_w42_the_newest_observation_wins(tiny: Path, tmp_path: Path) -> None:
+    with serving(tiny, "--record", str(tmp_path), before=PATIENT) as (server, robot):
         one, other = robot(name="one"), robot(name="other")
-        assert one.act() == []
         for step in range(3):
             one.see([0.1 * step, 0.0], step)
         waiting = other.begin("GetActions")
@@ -212,25 +223,26 @@ def test_w43_what_is_wrong_has_its_status(tiny: Path) -> None:
 
 
 def test_w43_full_late_and_failing_have_their_status(tiny: Path) -> None:
-    options = ("--max-queue", "1", "--deadline-ms", "1500")
-    with serving(tiny, *options, held=True) as (server, robot), busy(server, deadline_ms=60_000):
+    with serving(tiny, "--deadline-ms", "200", held=True) as (server, robot), busy(server, deadline_ms=60_000):
+        one = robot()
+        one.see([0.0, 0.0])
+        with refused(grpc.StatusCode.DEADLINE_EXCEEDED) as error:
+            one.act()
+        assert error["error"] == "deadline_exceeded"
+    options = ("--max-queue", "1", "--inject-fault", "prod:raise:1")
+    with serving(tiny, *options, held=True) as (server, robot), busy(server) as plug:
         one, two = robot(name="one"), robot(name="two")
         one.see([0.0, 0.0])
-        late = one.begin("GetActions")
+        failing = one.begin("GetActions")
         server.reach(queued(1))
         two.see([0.0, 0.0])
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED) as error:
             two.act()
         assert error["error"] == "queue_full"
-        with refused(grpc.StatusCode.DEADLINE_EXCEEDED) as error:
-            late.result(PATIENCE)
-        assert error["error"] == "deadline_exceeded"
         server.release()
-    with serving(tiny, "--inject-fault", "prod:raise:1") as (server, robot):
-        one = robot()
-        one.see([0.0, 0.0])
+        assert plug.answers()[0].status == 500
         with refused(grpc.StatusCode.INTERNAL) as error:
-            one.act()
+            failing.result(PATIENCE)
         assert error["error"] == "processor_failed"
 
 
@@ -248,11 +260,12 @@ def test_w43_who_leaves_while_queued_is_never_computed(tiny: Path) -> None:
 
 
 def test_w43_a_server_that_ends_answers_what_it_took_and_refuses_the_rest(tiny: Path) -> None:
-    with serving(tiny, held=True) as (server, robot), busy(server):
+    with serving(tiny, before=PATIENT, held=True) as (server, robot), busy(server):
         one, idle = robot(name="one"), robot(name="idle")
         one.see([0.0, 0.0])
         waiting, nothing = one.begin("GetActions"), idle.begin("GetActions")
         server.reach(queued(1))
+        server.wait_log_while_fewer(ASKS, 2)
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("draining")
         with refused(grpc.StatusCode.UNAVAILABLE) as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from serving.requests import recorded
 
 from .groot_clients import GrootRobot, as_npy, port_of
 from .lerobot_robot import Robot, features, load
-from .test_lerobot import refused, right, serving, tensors
+from .test_lerobot import ASKS, PATIENT, refused, right, serving, tensors
 
 __all__ = ["tensors"]  # used by all tests here
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -50,16 +51,26 @@ def cut_off(server: Server, **setup: Any) -> Iterator[tuple[Relay, Robot]]:
             robot.close()
 
 
-def again(robot: Robot, state: list[float], timestep: int, **more: Any) -> list[Any]:
-    """Actions after a cut. What LeRobot's client does: it logs an error, and sends the next observation."""
-    for _ in range(100):
+def after_cut(ask: Callable[[], Any]) -> Any:
+    """What a robot is answered after a cut. What LeRobot's client does: it logs an error, and calls again."""
+    end = time.monotonic() + PATIENCE
+    while True:
         try:
-            robot.see(state, timestep, **more)
-            return robot.act()
+            return ask()
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
-    raise AssertionError("it does not connect again")
+        assert time.monotonic() < end, "it does not connect again"
+
+
+def again(robot: Robot, state: list[float], timestep: int, **more: Any) -> Any:
+    """Actions after a cut."""
+
+    def ask() -> list[Any]:
+        robot.see(state, timestep, **more)
+        return robot.act()
+
+    return after_cut(ask)
 
 
 # -- LeRobot: a shared connection --------------------------------------------------------------------------------------
@@ -80,7 +91,7 @@ def test_w42_a_second_robot_of_one_connection_is_refused_by_name(tiny: Path) -> 
 
 
 def test_w42_robots_with_names_share_a_connection(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, "--record", str(tmp_path)) as (server, robot):
+    with serving(tiny, "--record", str(tmp_path), before=PATIENT) as (server, robot):
         robots = {name: robot(name=name) for name in ("10", "200")}
         for step in range(3):
             waiting = {name: one.begin("GetActions") for name, one in robots.items()}
@@ -94,9 +105,11 @@ def test_w42_robots_with_names_share_a_connection(tiny: Path, tmp_path: Path) ->
 
 def test_w42_two_that_ask_on_one_connection_get_nothing(tiny: Path) -> None:
     """The second did not heed that it was refused."""
-    with serving(tiny, before="import reflex_runtime.robots.wires.lerobot as w; w.PAUSE = 0.0\n") as (_, robot):
+    with serving(tiny, before=PATIENT + "wire.PAUSE = 0.0\n") as (server, robot):
         one, other = robot(), robot(started=False)
         waiting = [client.begin("GetActions") for client in (one, other)]
+        server.wait_log_while_fewer(ASKS, 2)
+        one.see([0.1, 0.0])  # which ends the first of them
         found = sorted([answer.code() is CLOSED for answer in waiting])
         assert found == [False, True]
         for client in (one, other):
@@ -135,11 +148,12 @@ def test_w42_a_silent_robot_leaves_its_connection_and_one_that_has_not_begun_doe
 
 def test_w42_a_robot_whose_connection_is_cut_goes_on(tiny: Path, tmp_path: Path) -> None:
     """Its client sends no instructions again."""
-    with Server(tiny, *LISTENS, "--record", str(tmp_path)) as server:
+    with Server(tiny, *LISTENS, "--record", str(tmp_path), before=PATIENT) as server:
         with cut_off(server, features=TURNED, steps=2) as (between, robot):
             robot.see([0.1, -0.2], 5)
             assert len(robot.act()) == 2
             waiting = robot.begin("GetActions")
+            server.wait_log_while_fewer(ASKS, 2)
             between.cut()
             assert waiting.code() is grpc.StatusCode.UNAVAILABLE
             chunk = again(robot, [0.3, -0.4], 9)
@@ -180,7 +194,7 @@ def test_w42_after_a_restart_of_the_server_the_export_says_what_observations_hol
         with Server(export, *LISTENS) as second:
             between.target = address_of(second)
             between.cut()
-            robot.call("Ready")
+            after_cut(lambda: robot.call("Ready"))
             if not named:
                 with refused(CLOSED) as error:
                     robot.see([0.1, -0.2], 30, front=picture)
