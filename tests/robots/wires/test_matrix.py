@@ -107,8 +107,8 @@ def server(export: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def slow(export: Path) -> Iterator[Server]:
-    """Whose batches are taken to take half a second."""
-    with Server(export, *OPTIONS, takes="0.5") as server:
+    """Whose batches are taken to take a minute, and whose device can be held: an estimate holds while a batch runs."""
+    with Server(export, *OPTIONS, held=True, takes="60.0") as server:
         for _ in range(4):
             server.act()
         yield server
@@ -196,9 +196,10 @@ def test_w11_a_deadline_that_passes_in_the_queue(server: Server, wire: str) -> N
 @every_wire
 def test_w11_a_deadline_that_cannot_be_met(slow: Server, wire: str) -> None:
     caller = needs(wire, "shed")
-    with connected(caller, slow) as (one,):
-        assert refused(one, state(1), deadline_ms=200).code == REFUSED["shed"]
-        assert right(slow, 1, one.ask(state(1), deadline_ms=60_000))
+    with held(slow) as release, connected(caller, slow) as (one,):
+        assert refused(one, state(1), deadline_ms=30_000).code == REFUSED["shed"]
+        release()
+        assert right(slow, 1, one.ask(state(1), deadline_ms=300_000))
 
 
 @every_wire
