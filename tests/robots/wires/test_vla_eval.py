@@ -253,14 +253,14 @@ class Stub(StepBenchmark):
 
 
 def test_w23_episodes_of_the_stock_runner_count_for_a_against_b(portal: BlockingPortal, pair: Pair) -> None:
-    with two(pair) as server, robot(portal, server) as client:
+    with two(pair) as server, robot(portal, server, "?robot_id=arm&episode_id=e") as client:  # names choose the slots
         for i in range(12):
             stub = Stub(succeeds=i % 3 == 0)
             result = portal.call(SyncEpisodeRunner().run_episode, stub, {"name": "t"}, client.connection)
             assert (result["steps"], len(stub.actions)) == (2, 2)
         client.begin()
         client.end(success=True)  # nothing was asked in it
-        client.begin(recording={"eid": "e"})
+        client.begin(recording={"eid": "unclear"})
         client.act(seen())
         for unclear in ("yes", 0.5, None):
             client.end(metrics={"success": unclear})
