@@ -6,7 +6,6 @@ import json
 import queue
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import threading
@@ -20,18 +19,9 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from feeds.commands import PATIENCE
+from feeds.place import Place
 
 needs_mosquitto = pytest.mark.skipif(shutil.which("mosquitto") is None, reason="Debian's mosquitto is not installed")
-
-
-class Place(socket.socket):
-    """A port at which nobody listens while it is open, but for a server of the test, which has SO_REUSEADDR."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.bind(("127.0.0.1", 0))
-        self.port = int(self.getsockname()[1])
 
 
 class Broker:

@@ -20,6 +20,8 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
+from feeds.place import Place
+
 PACKET = 1400  # bytes of one RTP packet
 VIDEO, CONTROL = 0, 1  # interleaved channels of RTP and RTCP
 SDP = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=camera\r\nt=0 0\r\nm=video 0 RTP/AVP 96\r\n" \
@@ -39,7 +41,8 @@ class RtspCamera:
         self.pictures, self.fps, self.gop = pictures, fps, gop
         self._word = None if password is None else base64.b64encode(f"admin:{password}".encode()).decode()
         self._auth = "" if password is None else f"admin:{password}@"
-        self.port = 0
+        self._place = Place()
+        self.port = self._place.port
         self.opened = 0
         self.playing = threading.Event()
         self._flowing = threading.Event()  # cleared while frozen
@@ -59,12 +62,12 @@ class RtspCamera:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+        self._place.close()
 
     def start(self) -> None:
         """Listen; after a `stop` on the port of before."""
         self._stopping.clear()
         listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
         self._sockets.add(listener)
         self._run(self._accept, listener)
 

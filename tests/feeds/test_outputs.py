@@ -17,9 +17,10 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from feeds.broker import Broker, Place, Receiver, Subscriber, needs_mosquitto
+from feeds.broker import Broker, Receiver, Subscriber, needs_mosquitto
 from feeds.commands import PATIENCE, Feeds, by_feed, ran, refusal, results
 from feeds.fakes import frame
+from feeds.place import Place
 from feeds.videos import clip
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError

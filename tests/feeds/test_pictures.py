@@ -107,17 +107,17 @@ def test_i18_nothing_is_made_unless_asked_and_one_picture_is_for_all_who_ask(
 def test_i18_a_stream_has_at_most_ten_pictures_a_second_each_made_once(
     cameras: Cameras, made: list[PictureSize]
 ) -> None:
+    began = time.monotonic()
     with cameras.play(), cameras.page.asked("/feeds/door.mjpeg") as one, cameras.page.asked("/feeds/door.mjpeg") as two:
         assert one.headers["Content-Type"] == "multipart/x-mixed-replace; boundary=frame"
         assert one.headers["Cross-Origin-Resource-Policy"] == "same-origin"
-        part(one)
-        began, before = time.monotonic(), len(made)
-        for _ in range(4):
+        for _ in range(5):
             assert simplejpeg.is_jpeg(part(one))
-        assert time.monotonic() - began > 0.25
-        for _ in range(4):
+        assert time.monotonic() - began > 0.35
+        for _ in range(5):
             part(two)
-        assert len(made) - before <= 6  # not four for each of the two
+        pictures_made = len(made)
+        assert pictures_made <= 2 + 10 * (time.monotonic() - began)  # not as many for each of the two
     for _ in range(1000):
         cameras.show()
     until(lambda: not cameras.pictures._viewers)
@@ -178,12 +178,13 @@ def test_i18_one_that_does_not_read_is_cut_off_and_others_go_on(
     monkeypatch.setattr(pictures, "RESTS", 0.0)
     monkeypatch.setattr(pictures, "LARGE", replace(LARGE, every=0.0, quality=100))
     cameras.image = np.random.default_rng(0).integers(0, 255, (900, 900, 3), dtype=np.uint8)
-    with cameras.page.connect() as slow, cameras.page.asked("/feeds/door.mjpeg") as quick, cameras.play():
+    with cameras.page.connect() as slow, cameras.page.asked("/feeds.mjpeg?feed=door") as quick:
         slow.sendall(b"GET /feeds/door.mjpeg HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: cameras.pictures._streams == 2)
-        while cameras.pictures._streams == 2:
+        with cameras.play():
+            while cameras.pictures._streams == 2:
+                part(quick)  # smaller and seldom: the connection has room for it however busy the machine is
             part(quick)
-        part(quick)
 
 
 def test_i18_without_a_frame_there_is_no_picture_and_no_error(
@@ -206,6 +207,7 @@ def test_i18_a_frame_that_is_no_picture_is_logged_once(
         assert cameras.page.ask("/feeds/door.jpg")[0] == 204
         assert caplog.text.count("a picture could not be made") == 1
         cameras.image = np.zeros((6, 8, 3), np.uint8)
+        monkeypatch.setattr(pictures, "PATIENCE", PATIENCE)
         assert cameras.page.ask("/feeds/door.jpg")[0] == 200
 
 

@@ -62,13 +62,25 @@ class Configured:
         """Every result so far, once there are so many more."""
         return by_feed(self.feeds.wait_out(len(self.feeds.out) + count))
 
+    def seen(self, *names: str, after: str = "") -> dict[str, list[Any]]:
+        """Every result so far, once there are some of these feeds, since the first one of `after`."""
+
+        def found() -> Any:
+            lines = self.feeds.wait_out(0)
+            feeds = [line["feed"] for line in lines]
+            since = feeds.index(after) if after in feeds else 0 if not after else len(feeds)
+            return by_feed(lines) if {*names} <= {*feeds[since:]} else None
+
+        made: dict[str, list[Any]] = self.feeds.reach(found, f"results of {names}")
+        return made
+
     def restarted(self, name: str) -> list[Any]:
-        """The results of a feed since it began anew, once there are some."""
+        """The results of a feed since it began anew, once there are some. A camera may have lost the first."""
 
         def since() -> list[Any]:
             lines = by_feed(self.feeds.wait_out(0)).get(name, [])
             numbers = [line["sequence"] for line in lines]
-            return lines[numbers.index(0, 1) :] if numbers.count(0) > 1 else []
+            return next((lines[k:] for k in range(1, len(lines)) if numbers[k] <= numbers[k - 1]), [])
 
         found: list[Any] = self.feeds.reach(since, f"results of {name} since it began anew")
         return found
@@ -85,9 +97,12 @@ def test_i18_feeds_come_go_and_change_and_the_others_are_not_touched(tmp_path: P
     door, gate, yard, hall = (feed(name, f"{name}.mp4") for name in ("door", "gate", "yard", "hall"))
     made = Configured(tmp_path, door, gate, yard)
     with made.feeds as feeds:
-        assert made.more(20).keys() == {"door", "gate", "yard"}
+        assert made.seen("door", "gate", "yard").keys() == {"door", "gate", "yard"}
+        made.more(20)
         told = made.reload(door, feed("gate", "gate.mp4", "every = 3"), hall)
         assert told == "was read again: new: hall; changed: gate; gone: yard; 1 as before"
+        made.restarted("gate")
+        made.seen("door", "gate", "hall", after="hall")
         made.more(30)
         assert feeds.stop() == 0
         lines = feeds.wait_out(0)
@@ -111,19 +126,18 @@ def test_i18_tracks_of_a_feed_go_on_while_another_one_changes(tmp_path: Path) ->
     door, gate = feed("door", "shapes:seed=0"), feed("gate", "shapes:seed=1")
     made = Configured(tmp_path, door, gate, general=general)
     with made.feeds as feeds:
+        made.seen("door", "gate")
         made.more(30)
-        before = len(made.more(0)["gate"])
         assert "changed: gate; 1 as before" in made.reload(door, gate + "score = 0.9\n", general=general)
-        while not any(line["sequence"] == 0 for line in made.more(10)["gate"][before:]):
-            pass  # it has not begun anew
-        made.more(10)
+        anew = made.restarted("gate")[0]
+        made.more(20)
         assert feeds.stop() == 0
         lines = feeds.wait_out(0)
-    begins = [place for place, line in enumerate(lines) if (line["feed"], line["sequence"]) == ("gate", 0)]
-    begun = begins[-1]  # anew
+    begun = max(place for place, line in enumerate(lines) if line == anew)
     before, after = (ids(by_feed(part)["door"]) for part in (lines[:begun], lines[begun:]))
     assert before & after, "the same objects have the same numbers"
-    assert [line["sequence"] for line in by_feed(lines)["door"]].count(0) == 1
+    numbers = [line["sequence"] for line in by_feed(lines)["door"]]
+    assert numbers == sorted({*numbers}), "it has not begun anew"
 
 
 def ids(lines: list[Any]) -> set[int]:
@@ -181,6 +195,7 @@ def test_i18_each_feed_reports_its_own_classes_and_scores(tmp_path: Path) -> Non
     feeds_ = [feed("a", "red.mp4"), feed("b", "red.mp4", 'classes = ["blue"]')]
     made = Configured(tmp_path, *feeds_, general=general, arguments=("c=red.mp4", "c.score=0.9"))
     with made.feeds as feeds:
+        made.seen("a", "b", "c")
         found = made.more(30)
         labels = {name: {tuple(line["value"]["labels"]) for line in lines} for name, lines in found.items()}
         assert labels == {"a": {("red",)}, "b": {()}, "c": {()}}
