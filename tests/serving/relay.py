@@ -20,8 +20,8 @@ class Relay:
         self._threads[0].start()
 
     def cut(self) -> None:
-        """End all connections. New ones are made."""
-        for one in self._sockets:
+        """End all connections that there are now. New ones are made."""
+        for one in list(self._sockets):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
