@@ -42,6 +42,11 @@ CHILD = Path(__file__).with_name("toy_worker.py")
 PATIENCE = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _every_process_answers_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.llm.server.workers.ANSWER_S", PATIENCE)
+
+
 def forked(env: Mapping[str, str]) -> Opener:
     """As `spawned`, for the toy's runtime process, without the half second that its imports take."""
 
@@ -174,14 +179,14 @@ def test_g1_a_request_is_told_to_the_runtime_as_it_was_asked() -> None:
             return call(method, params)
 
         client.call = heard  # type: ignore[method-assign]
-        fields = {"n": 2, "max_tokens": 2, "priority": "urgent", "user": "u", "deadline_ms": 9000}
+        fields = {"n": 2, "max_tokens": 2, "priority": "urgent", "user": "u", "deadline_ms": 90_000}
         fields["max_gap_ms"] = 250
         assert fleet.complete("x" * 40, **fields).status == 200
         first, second = said
         assert [(one.priority, one.client, one.model_id) for one in said] == [("urgent", "u", "toy")] * 2
         assert (first.follows, second.follows) == (None, first.stream_id)  # the prompt is computed once
         assert (first.request_id[-2:], second.request_id[-2:]) == ("#0", "#1")
-        assert all(8000.0 < one.timeout_ms <= 9000.0 for one in said)
+        assert all(30_000.0 < one.timeout_ms <= 90_000.0 for one in said)
         assert [one.max_gap_ms for one in said] == [250.0] * 2
 
 
@@ -312,16 +317,17 @@ def test_g8_a_slow_reader_holds_its_own_producer_alone() -> None:
 
 def test_g14_a_killed_process_fails_its_own_callers_and_is_started_again() -> None:
     with Fleet(2, step_ms=5) as fleet:
-        with fleet.open("a", max_tokens=6000, stream=True) as a, fleet.open("b", max_tokens=300, stream=True) as b:
+        with fleet.open("a", max_tokens=6000, stream=True) as a:
             a.read_until(b"data: ")
-            b.read_until(b"data: ")
-            killed = fleet.kill(0)
-            a.read()
-            assert a.said[-1]["error"]["code"] == "worker_lost"
-            during = fleet.health()
-            assert during["status"] == "ok"
-            b.read()
-            assert b.data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            with fleet.open("b", max_tokens=300, stream=True) as b:
+                b.read_until(b"data: ")
+                killed = fleet.kill(0)
+                a.read()
+                assert a.said[-1]["error"]["code"] == "worker_lost"
+                during = fleet.health()
+                assert during["status"] == "ok"
+                b.read()
+                assert b.data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         after = fleet.reach(lambda health: all(worker["state"] == "ready" for worker in health["workers"]))
         assert after["workers"][0]["pid"] != killed
         assert [worker["restarts"] for worker in after["workers"]] == [1, 0]
@@ -358,8 +364,8 @@ def test_g14_a_deadline_holds_at_the_engine_too() -> None:
             long.read_until(b"data: ")
             late = fleet.complete("late", max_tokens=3, deadline_ms=300)
             assert (late.status, fleet.error(late)["code"]) == (504, "deadline_exceeded")
-            assert fleet.health()["running"] == 1
-        assert fleet.complete("in time", max_tokens=3, deadline_ms=10_000).status == 200
+            fleet.reach(lambda health: health["running"] == 1)
+        assert fleet.complete("in time", max_tokens=3, deadline_ms=60_000).status == 200
 
 
 def test_g14_a_deadline_that_passes_while_the_message_is_out_is_told_as_one() -> None:
