@@ -28,7 +28,7 @@ async def main() -> None:
     async def ask(prompt: str) -> str:
         handle = registry.register()
         params = GenerateParams(stream_id=handle.id, model_id="scribe", prompt=prompt, max_tokens=12, temperature=0)
-        await batcher.enqueue(params, priority="default", timeout_ms=2000)
+        await batcher.enqueue(params, priority="default", timeout_ms=20_000)
         return prompt + "".join([token.text async for token in handle])
 
     for text in await asyncio.gather(*map(ask, ["Once there was", "A batch is", "The robot", "Two cameras"])):

@@ -246,9 +246,14 @@ def test_x4_it_connects_again_to_a_server_that_comes_back(browser: Browser, tiny
     with Server(tiny, supervised=True) as server:
         look = Looked(browser, server)
         look.until("#link", "live")
+        look.page.evaluate("""() => {
+            const link = document.getElementById("link"), note = () => said.push(link.textContent);
+            window.said = [];
+            new MutationObserver(note).observe(link, { childList: true });
+        }""")
         (child,) = psutil.Process(server.process.pid).children()
         child.kill()
-        look.until("#link", "not connected")
+        look.page.wait_for_function("() => said.some((text) => text.startsWith('not connected'))")
         look.until("#link", "live")
         assert server.act(robot_id="arm-1").status == 200
         look.until("#clients", "arm-1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from demo.evaluate import Result, Score, evaluate, main
 from demo.tasks import INSTRUCTIONS
 from serving.exports import write_tiny
 from serving.harness import Server
+from serving.place import Place
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -34,7 +34,7 @@ def test_an_evaluation_plays_every_situation_once(
         assert found["rate"] > 0.0
         assert 0.0 < found["cores"] < 2.0 * processes
         calls = sum(one["calls"] for one in found["scores"])
-        assert server.metrics()("reflex_act_latency_seconds_count") == calls
+        server.reach(lambda m: m("reflex_act_latency_seconds_count") == calls)
 
 
 @pytest.mark.parametrize("one_message", [False, True])
@@ -60,7 +60,7 @@ def test_too_few_episodes_for_a_rate_are_refused(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_server_that_is_not_there_is_one_line(processes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"ws://127.0.0.1:{taken.getsockname()[1]}"
-    assert main([url, "--environments", "2", "--processes", processes, "--episodes", "2"]) == 2
+    with Place() as away:
+        url = f"ws://127.0.0.1:{away.port}"
+        assert main([url, "--environments", "2", "--processes", processes, "--episodes", "2"]) == 2
     assert capsys.readouterr().err == f"evaluate: {url}: Connection refused; start a server there\n"

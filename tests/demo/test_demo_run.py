@@ -102,7 +102,7 @@ def test_robots_die_with_a_killed_parent(stub: Stub) -> None:
         robots = psutil.Process(parent.pid).children()
         assert len(robots) == 2
         parent.kill()
-        _, alive = psutil.wait_procs(robots, timeout=10)
+        _, alive = psutil.wait_procs(robots, timeout=60)
     assert not alive
 
 

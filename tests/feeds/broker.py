@@ -19,7 +19,7 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from feeds.commands import PATIENCE
-from feeds.place import Place
+from serving.place import Place
 
 needs_mosquitto = pytest.mark.skipif(shutil.which("mosquitto") is None, reason="Debian's mosquitto is not installed")
 

@@ -20,7 +20,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from feeds.place import Place
+from serving.place import Place
 
 PACKET = 1400  # bytes of one RTP packet
 VIDEO, CONTROL = 0, 1  # interleaved channels of RTP and RTCP

@@ -16,13 +16,13 @@ from PIL import Image
 
 from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
 from feeds.graphs import RED, bright_graph, lit
-from feeds.place import Place
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture, write_video
 from reflex_runtime.cli import build_parser
 from reflex_runtime.observe.journal import read_journal
 from serving.collector import Collector
 from serving.pair import until
+from serving.place import Place
 
 SIZES = ("--processor", "mine:Sizes")
 

@@ -20,7 +20,6 @@ from paho.mqtt.reasoncodes import ReasonCode
 from feeds.broker import Broker, Receiver, Subscriber, needs_mosquitto
 from feeds.commands import PATIENCE, Feeds, by_feed, ran, refusal, results
 from feeds.fakes import frame
-from feeds.place import Place
 from feeds.videos import clip
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
@@ -30,6 +29,7 @@ from reflex_runtime.feeds.outputs.output import WAITING, ResultLine, ResultOutpu
 from reflex_runtime.feeds.outputs.webhook import Webhook
 from reflex_runtime.feeds.runtime.pipeline import Result
 from reflex_runtime.feeds.runtime.runtime import Runtime
+from serving.place import Place
 
 SHAPES = ("--onnx", "shapes")
 USER = ("cam", "s3cr:et")
