@@ -29,6 +29,16 @@ def held_blocks(toy: Toy) -> int:
     return int(toy.pool.num_blocks - toy.pool.free_blocks)
 
 
+def watched(toy: Toy, hangs_s: float, given_up_s: float) -> None:
+    """From now on a step hangs after so many seconds, and is given up so many later."""
+
+    def set_limits() -> None:
+        toy.batcher.device.watchdog, toy.generator._watchdog = hangs_s, given_up_s
+        toy.batcher.flush()  # it sets its timer anew
+
+    toy.on_loop(set_limits)
+
+
 # -- callers that leave ------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +387,7 @@ def test_l9_health_answers_while_a_long_prompt_is_prefilled() -> None:
 def test_b19_a_step_that_hangs_is_answered_and_what_waits_runs_once_it_is_back() -> None:
     runner = Model()
     with Toy(runner, watchdog_s=0.2, max_num_seqs=1) as toy:
+        toy.on_loop(lambda: setattr(toy.generator, "_watchdog", PATIENCE))
         runner.stop()
         with toy.open("a" * 20, name="hangs") as hangs, toy.open("b" * 20, name="waits", max_tokens=5) as waits:
             runner.wait_inside()
@@ -384,6 +395,7 @@ def test_b19_a_step_that_hangs_is_answered_and_what_waits_runs_once_it_is_back()
             hangs.read_until(b'"code":')
             assert b"HTTP/1.1 500" in hangs.data
             hangs.read_until(b'"processor_hung"')
+            watched(toy, PATIENCE, PATIENCE)
             health = toy.get("/health")
             assert (health.status, health.json["status"], health.json["hung_steps"]) == (503, "degraded", 1)
             runner.go()
@@ -396,10 +408,12 @@ def test_b19_a_step_that_hangs_is_answered_and_what_waits_runs_once_it_is_back()
 
 def test_b19_a_model_that_never_comes_back_is_given_up_and_everybody_answered() -> None:
     runner = Model()
-    with Toy(runner, watchdog_s=0.05, drain_timeout_s=0.1, max_num_seqs=1) as toy:
+    with Toy(runner, drain_timeout_s=0.1, max_num_seqs=1) as toy:
         runner.stop()
         with toy.open(name="hangs") as hangs, toy.open(name="waits") as waits:
             runner.wait_inside()
+            toy.ticket("waits")
+            watched(toy, 0.05, 0.05)
             hangs.read_until(b"processor_hung")
             waits.read_until(b"shutting_down")
             assert b"HTTP/1.1 503" in waits.data
@@ -409,13 +423,14 @@ def test_b19_a_model_that_never_comes_back_is_given_up_and_everybody_answered() 
 
 def test_b19_a_model_that_never_comes_back_is_given_up_also_when_its_callers_left_before_it_was_told() -> None:
     runner = Model()
-    with Toy(runner, watchdog_s=0.3, drain_timeout_s=0.1) as toy:
+    with Toy(runner, drain_timeout_s=0.1) as toy:
         runner.stop()
         with toy.open(name="leaves") as leaves:
             runner.wait_inside()
             ticket = toy.ticket("leaves")
             leaves.hang_up()
             toy.until(lambda: ticket.cancel_requested)
+        watched(toy, 0.05, 0.05)
         toy.settled("leaves")
         toy.join()
         assert (toy.status, toy.clean) == (1, False)
@@ -500,7 +515,7 @@ def test_l9_a_signal_while_it_loads_ends_it() -> None:
 
 def test_b20_what_runs_and_waits_is_finished_and_what_comes_is_refused() -> None:
     runner = Model()
-    with Toy(runner, max_num_seqs=1) as toy:
+    with Toy(runner, max_num_seqs=1, drain_timeout_s=PATIENCE) as toy:
         runner.stop()
         with toy.open("a" * 9, name="runs", max_tokens=4, stream=True) as runs:
             runner.wait_inside()
@@ -540,7 +555,8 @@ def test_b20_when_the_time_is_over_streams_end_with_an_error() -> None:
 
 
 def test_b20_what_is_still_tokenised_when_the_server_ends_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Toy() as toy:
+    monkeypatch.setattr("reflex_runtime.web.serve.READING_GRACE", PATIENCE)
+    with Toy(drain_timeout_s=PATIENCE) as toy:
         assert toy.model is not None
         assert toy.model.host is not None
         inside, go = threading.Event(), threading.Event()
