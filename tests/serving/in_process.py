@@ -38,6 +38,8 @@ def with_app(
         await runtime.start()
         try:
             async with asyncio.timeout(PATIENCE):
+                while not runtime.batcher.device._bell.waiting:  # noqa: ASYNC110  # it would take the first of several
+                    await asyncio.sleep(0)
                 await check(app, runtime)
         finally:
             await runtime.stop(asyncio.get_running_loop().time() + 1.0, nothing)

@@ -16,7 +16,7 @@ from robots.tiny import write_export
 from serving.exports import expected, write_tiny
 from serving.harness import STATE, Server
 from serving.pair import SLOW_LOAD, WEIGHTS_OF, Pair, admin, episodes, in_background, rollout, two, until, version_of
-from serving.requests import grey, numbered
+from serving.requests import busy, grey, numbered
 
 # -- V13 ---------------------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ def test_v13_too_large_beside_the_others_is_refused(pair: Pair, tmp_path: Path) 
 
 def test_v13_two_loads_at_once_and_one_at_the_end(pair: Pair, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with two(pair, before=SLOW_LOAD.format(gate=str(gate))) as server:
+    with two(pair, before=SLOW_LOAD.format(gate=str(gate)), held=True) as server:
         (b,) = episodes("b", 1)
         gate.touch()
 
@@ -178,26 +178,27 @@ def test_v13_two_loads_at_once_and_one_at_the_end(pair: Pair, tmp_path: Path) ->
         assert first[0].status == 200
         assert version_of(server.act(episode_id=b, seed=1), 1) == "v3"
         gate.touch()
-        admin(server, "faults", faults=["b:slow:1:2000"])
-        with in_background(lambda: server.act(episode_id=b, seed=1)) as running:
-            server.reach(lambda m: m("reflex_in_flight_requests") == 1)
+        with busy(server, episode_id=b, seed=1) as running:
             with in_background(lambda: load(pair.v1)) as last:
                 until(lambda: admin(server, "load", slot="a", path=str(tmp_path)).status == 409)
                 server.process.terminate()
-            assert not running  # it is told at once, and not when everything else has ended
-        assert version_of(running[0], 1) == "v3"
+            assert not running.answered  # it is told at once, and not when everything else has ended
+            server.release()
+            assert version_of(running.answers()[0], 1) == "v3"
         assert server.wait() == 0
         assert (last[0].status, last[0].code, last[0].json["retry_safe"]) == (503, "shutting_down", True)
         assert last[0].headers["connection"] == "close"
 
 
 def test_v13_what_had_begun_ends_on_the_old_one(pair: Pair) -> None:
-    with two(pair, "--inject-latency-ms", "500") as server:
+    with two(pair, held=True) as server:
         bodies = [r | {"state": STATE, "episode_id": e} for r, e in zip(numbered(8), episodes("b", 8), strict=True)]
+        bodies[0]["request_id"] = "plug"
         with server.burst(bodies) as burst:
             burst.send()
             server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="b") == 8)
             assert admin(server, "load", slot="b", path=str(pair.v3)).status == 200
+            server.release()
             answers = burst.answers()
         assert [version_of(a, i) for i, a in enumerate(answers)] == ["v2"] * 8
         after = server.act(episode_id=episodes("b", 1)[0], seed=1)

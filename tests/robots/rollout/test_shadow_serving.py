@@ -13,11 +13,17 @@ from reflex_runtime.robots.serving.shadow import sampled
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.pair import Pair, admin, until, version_of
-from serving.requests import numbered, right
+from serving.requests import busy, numbered, right
+
+# Run in the server's process: no shadow is late because the machine is busy.
+PATIENT = "from reflex_runtime.run.device import Device; Device.EXPENDABLE_S = 60.0"
 
 
-def with_shadow(pair: Pair, shadow: Path, *options: str, sample: float = 1.0) -> Server:
-    return Server(pair.v1, "--shadow-policy", str(shadow), "--shadow-sample", str(sample), *options)
+def with_shadow(
+    pair: Pair, shadow: Path, *options: str, sample: float = 1.0, before: str = PATIENT, held: bool = False
+) -> Server:
+    words = ("--shadow-policy", str(shadow), "--shadow-sample", str(sample), *options)
+    return Server(pair.v1, *words, before=before + "\n", held=held)
 
 
 def told(server: Server) -> Any:
@@ -99,11 +105,12 @@ def test_v10_the_sampled_share_is_asked_and_no_other(pair: Pair) -> None:
 
 def test_v10_served_requests_go_first_and_what_finds_no_room_is_dropped(pair: Pair, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    options = ("--inject-fault", "shadow:slow:1:30", "--trace", str(trace))
+    options = ("--inject-fault", "shadow:slow:1:100", "--trace", str(trace))
     with with_shadow(pair, pair.v2, *options) as server:
         for _ in range(16):  # ten at a time: fewer than are prepared, so it is the queue that is full
             for i, answer in enumerate(server.at_once(numbered(10))):
                 assert right(answer, i)
+        admin(server, "faults", faults=[])
         found = until(lambda: (t := told(server))["compared"] + t["dropped"] == 160 and t)
         assert found["dropped"] >= 60  # at most 16 wait for a gap
         assert found["compared"] >= 1
@@ -119,19 +126,21 @@ def test_v10_served_requests_go_first_and_what_finds_no_room_is_dropped(pair: Pa
 def test_v10_as_long_as_anybody_served_waits_no_shadow_runs(pair: Pair, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     options = ("--max-batch-size", "1", "--inject-latency-ms", "40", "--trace", str(trace))
-    with with_shadow(pair, pair.v2, *options) as server:
-        for i, answer in enumerate(server.at_once(numbered(16))):
-            assert right(answer, i)
-        until(lambda: (t := told(server))["compared"] + t["dropped"] == 16)
+    with with_shadow(pair, pair.v2, *options, held=True) as server:
+        with busy(server):
+            for i, answer in enumerate(server.behind(numbered(16))):
+                assert right(answer, i)
+        server.release()  # the shadow of the plug
+        until(lambda: (t := told(server))["compared"] + t["dropped"] == 17)
         assert server.stop() == 0
     groups = [b.group for b in read_journal(trace).batches]
-    last = len(groups) - 1 - groups[::-1].index("prod")
-    assert groups[: last + 1].count("shadow") <= 2  # where one had come and the others not yet
+    assert groups[:17] == ["prod"] * 17
     assert groups.count("shadow") > 2
 
 
-def test_v10_what_a_shadow_step_costs_who_comes_meanwhile_is_told(pair: Pair) -> None:
-    with with_shadow(pair, pair.v2, "--inject-fault", "shadow:slow:1:300") as server:
+def test_v10_what_a_shadow_step_costs_who_comes_meanwhile_is_told(pair: Pair, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with with_shadow(pair, pair.v2, "--inject-fault", "shadow:slow:1:300", "--trace", str(trace)) as server:
         ask(server, 1)
         server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="shadow") == 1)
 
@@ -140,8 +149,11 @@ def test_v10_what_a_shadow_step_costs_who_comes_meanwhile_is_told(pair: Pair) ->
 
         until(delayed, lambda: ask(server, 1))
         metrics = server.metrics()
-        count = metrics("reflex_shadow_delay_seconds_count", policy_slot="shadow")
-        assert metrics("reflex_shadow_delay_seconds_sum", policy_slot="shadow") <= 0.6 * count  # one step, no more
+        assert server.stop() == 0
+    count, delay = (metrics(f"reflex_shadow_delay_seconds_{of}", policy_slot="shadow") for of in ("count", "sum"))
+    longest = max(b.finished - b.at for b in read_journal(trace).batches if b.group == "shadow")
+    assert longest >= 0.3
+    assert delay <= longest * count  # one step, no more
 
 
 def test_v10_a_shadow_that_raises_fails_nobody(pair: Pair) -> None:
@@ -161,7 +173,8 @@ def test_v10_a_shadow_that_raises_fails_nobody(pair: Pair) -> None:
 
 @pytest.mark.parametrize("kind", ["hang", "die"])
 def test_v10_a_shadow_that_hangs_or_dies_stops_being_asked_and_ends_nothing(kind: str, pair: Pair) -> None:
-    with with_shadow(pair, pair.v2, "--inject-fault", f"shadow:{kind}:1", "--watchdog-s", "60") as server:
+    options = ("--inject-fault", f"shadow:{kind}:1", "--watchdog-s", "60")
+    with with_shadow(pair, pair.v2, *options, before="") as server:
         for i, answer in enumerate(server.at_once(numbered(8))):
             assert right(answer, i)
         until(lambda: told(server)["verdict"] == "stopped", lambda: ask(server, 2))  # those behind it wait a little

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from reflex_runtime.core.batch import RequestAnswered
 from reflex_runtime.robots.versions.ramp import Objective, SloTracker
 from serving.harness import STATE, Server
+from serving.requests import busy, queued
 
 LIMIT = 0.1
 
@@ -107,16 +109,15 @@ def test_h9_mode_503_refuses_and_lets_some_in(tiny: Path) -> None:
 
 def test_h9_mode_503_clears_when_it_is_fast_again(tiny: Path) -> None:
     """One slow batch that many wait for, then fast ones: one in ten is let in until the median has come down."""
-    from serving.requests import strike
-
-    rate, number = strike("slow", 30)
-    options = ("--slo", "p50=150ms", "--slo-mode", "503", "--inject-fault", f"prod:slow:{rate}:500")
-    with Server(tiny, *options) as server:
-        for _ in range(number - 1):
-            assert server.act().status == 200
-        with server.burst([{"state": STATE}] * 60) as burst:
+    with Server(tiny, "--slo", "p50=150ms", "--slo-mode", "503", held=True) as server, busy(server) as plug:
+        with server.burst([{"state": STATE}] * 40) as burst:
             burst.send()
+            server.reach(queued(40))
+            slow = time.monotonic() + 0.2
+            server.reach(lambda m: time.monotonic() > slow)
+            server.release()
             burst.answers()
+        plug.answers()
         server.wait_log("slo violated")
         server.wait_log_while("slo met again", lambda: server.at_once([{"state": STATE}] * 40))
         assert server.act().status == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,10 @@ from reflex_runtime.observe.metrics import OUTCOMES, Metrics
 from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from robots.tiny import write_export
+from serving.harness import PATIENCE, Server
 from serving.harness import Metrics as Reading
-from serving.harness import Server
 from serving.in_process import Caller, nothing, with_app
-from serving.requests import busy, marked, numbered, observe, queued
+from serving.requests import TAUGHT, busy, marked, numbered, observe, outlasted, queued
 
 HISTOGRAMS = {
     "reflex_batch_cost_per_flush_ms": [10, 25, 50, 100, 200, 500, 1000, 2000, 5000],
@@ -134,7 +135,8 @@ def test_b14_without_an_embodiment_the_label_is_unknown(tiny: Path) -> None:
 
 
 def test_b14_a_flush_moves_cost_size_and_reason(tiny: Path) -> None:
-    with Server(tiny, "--max-batch-cost-ms", "10", "--max-batch-size", "4", "--inject-latency-ms", "60") as server:
+    options = ("--max-batch-cost-ms", "10", "--max-batch-size", "4", "--inject-latency-ms", "1")
+    with Server(tiny, *options, takes="0.06 if batch.notes.get('injected_ms') else 0.001") as server:
         for _ in range(8):
             server.act()
         seen = server.metrics()
@@ -218,11 +220,11 @@ def test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages(tiny: 
 
 
 def test_b15_waits_and_latencies_are_seconds(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "400") as server:
+    with Server(tiny, "--inject-latency-ms", "400", held=True) as server:
         began = time.monotonic()
-        with busy(server):
-            (answer,) = server.at_once(numbered(1))
-        assert answer.status == 200
+        with busy(server) as plug:
+            answers = [*server.behind(numbered(1)), *plug.answers()]
+        assert {answer.status for answer in answers} == {200}
         seen = server.metrics()
         took = time.monotonic() - began
     assert seen("reflex_queue_wait_seconds_count") == 2
@@ -232,8 +234,17 @@ def test_b15_waits_and_latencies_are_seconds(tiny: Path) -> None:
     assert seen("reflex_request_latency_seconds_sum", outcome="ok") >= seen("reflex_act_latency_seconds_sum")
 
 
+# Run in the server's process: a batch has taken 50 ms, by the clock of the device.
+MEASURED = """
+import reflex_runtime.run.device as device
+_complete = device.complete
+device.complete = lambda scheduler, batch, outcomes, elapsed, now: _complete(scheduler, batch, outcomes, 0.05, now)
+"""
+
+
 def test_b15_the_error_ratio_is_predicted_over_measured(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "50") as server:
+    takes = "elapsed if elapsed == 0.05 else 0.001"  # of a warm-up
+    with Server(tiny, "--brief-ms", "0", before=MEASURED, takes=takes) as server:
         for _ in range(25):
             server.act()
         seen = server.metrics()
@@ -285,19 +296,19 @@ def _count(metrics: Reading, *outcomes: str) -> float:
 
 
 def test_b15_expired_and_shed_are_outcomes_of_their_own(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "300", "--max-batch-size", "1") as server:
+    with Server(tiny, "--max-batch-size", "1", held=True, takes=TAUGHT) as server:
         with busy(server):
             assert server.act(deadline_ms=50).status == 504
-        for _ in range(4):
-            server.act()
-        with busy(server):
-            assert server.act(deadline_ms=450).code == "deadline_unreachable"  # shed: it had been queued
+            server.release()
+        assert outlasted(server).code == "deadline_unreachable"  # shed: it had been queued
         seen = server.metrics()
         assert (_count(seen, "expired"), _count(seen, "shed"), _count(seen, "rejected")) == (1, 1, 0)
 
 
 def test_b15_drained_is_an_outcome_of_its_own(tiny: Path) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
+        processor, gate = runtime.first.slots["prod"], threading.Event()
+        processor.run = lambda batch: gate.wait(PATIENCE)  # type: ignore[method-assign, assignment, return-value]
         caller = Caller(app)
         caller.say(json.dumps(numbered(1)[0]).encode())
         while not runtime.batcher.scheduler.unsettled("prod"):  # noqa: ASYNC110
@@ -307,8 +318,9 @@ def test_b15_drained_is_an_outcome_of_its_own(tiny: Path) -> None:
         await runtime.stop(asyncio.get_running_loop().time(), nothing)
         assert (await caller.answer()).code == "shutting_down"
         assert _count(Reading(runtime.metrics.render().decode()), "drained") == 1
+        gate.set()
 
-    with_app(tiny, check, inject_latency_ms=500.0)
+    with_app(tiny, check)
 
 
 def test_v9_cache_and_steps_move() -> None:

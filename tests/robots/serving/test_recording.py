@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ def test_t2_every_field_of_an_answered_request(versions: tuple[Path, Path], ther
         asked_at = datetime.now(UTC)
         sent = {
             "request_id": "r1", "episode_id": "ep_abc", "robot_id": "arm 7", "instruction": "öffne", "seed": 5,
-            "deadline_ms": 5000, "executed": 2,
+            "deadline_ms": 60_000, "executed": 2,
         }  # fmt: skip
         told = server.act(**sent)
         assert told.status == 200
@@ -257,7 +258,7 @@ def test_t2_every_field_of_an_answered_request(versions: tuple[Path, Path], ther
     assert line["latency"]["batch_ms"] == pytest.approx(answer["timing"]["batch_ms"], abs=0.002)
     assert (line["denoise"], line["mode"], line["cache"]) == (1, "monolithic", "off")
     assert line["guard"] == answer["guard"] == {"clamped": 0, "joints": [], "held": False}
-    assert (line["deadline"], line["rtc"], line["error"]) == (5000.0, None, None)
+    assert (line["deadline"], line["rtc"], line["error"]) == (60_000.0, None, None)
     assert line["routing"] == {"slot": "b", "routing_key": "ep_abc", "degraded": False, "cached": False}
     assert (line["slot"], line["outcome"], line["status"]) == ("b", "ok", 200)
     told = [answer["batch"][key] for key in ("id", "size", "reason")]
@@ -270,7 +271,7 @@ def test_t2_every_field_of_an_answered_request(versions: tuple[Path, Path], ther
     assert 0.0 < line["arrival"] < 60.0
     schedule = line["schedule"]
     assert (schedule["ticket"], schedule["client"], schedule["priority"]) == (0, "arm 7", 1)
-    assert 4.0 < schedule["time_limit"] <= 5.0
+    assert 30.0 < schedule["time_limit"] <= 60.0
 
 
 def test_t2_routing_says_how_it_was_found(versions: tuple[Path, Path], there: Path) -> None:
@@ -512,17 +513,20 @@ def beside(server: Server) -> Iterator[None]:
 
 
 def test_t1_after_sigterm_the_footer_counts_every_request(tiny: Path, there: Path) -> None:
-    with Server(tiny, "--record", str(there), "--inject-latency-ms", "200") as server:
+    names = {"plug", *(f"r{i}" for i in range(40))}
+    with Server(tiny, "--record", str(there), held=True) as server, busy(server) as plug:
         with server.burst([{"state": STATE, "request_id": f"r{i}"} for i in range(40)]) as burst:
             burst.send()
-            server.reach(lambda m: m("reflex_in_flight_requests") == 40)
+            server.reach(queued(40))
             server.process.terminate()  # what is queued is answered, and recorded
-            assert {a.status for a in burst.answers()} == {200}
+            server.wait_log("draining: 41 requests")
+            server.release()
+            assert {a.status for a in (*plug.answers(), *burst.answers())} == {200}
         assert server.wait() == 0
     found = read_journal(only(there))
     assert found.footer is not None
-    assert (found.footer.total_requests, found.footer.dropped, found.torn) == (40, 0, False)
-    assert {r.request.request_id for r in found.requests} == {f"r{i}" for i in range(40)}
+    assert (found.footer.total_requests, found.footer.dropped, found.torn) == (41, 0, False)
+    assert {r.request.request_id for r in found.requests} == names
     for line in found.requests:  # everybody is told the same of their company
         assert line.batch is not None
         together = {r.request.request_id for r in found.requests if r.batch and r.batch.id == line.batch.id}
@@ -618,13 +622,17 @@ def test_t6_the_schedule_of_two_slots_with_holds_is_the_same_again(
 
 def test_t6_denoise_steps_deadlines_and_hang_ups_are_the_same_again(seeing: Path, there: Path, tmp_path: Path) -> None:
     with Server(seeing, "--record", str(there), "--inject-latency-ms", "20", "--max-batch-size", "3") as server:
-        with server.burst([pictured(i, 1)[0] for i in range(10, 15)]) as leaving:
-            leaving.send()
-            server.reach(lambda m: m("reflex_prepare_seconds_count") == 5)
-            leaving.hang_up([0, 4])
-            late = [[body | {"deadline_ms": 150} for body in pictured(i, 6)] for i in (4, 5)]
-            robots(server, [pictured(i, 6) for i in range(4)] + late)
-            leaving.answers([1, 2, 3])
+        for prepared in count(5, 5):  # until they leave in time: on a busy machine all may have been answered
+            with server.burst([pictured(i, 1)[0] for i in range(10, 15)]) as leaving:
+                leaving.send()
+                server.reach(lambda m, n=prepared: m("reflex_prepare_seconds_count") == n)
+                leaving.hang_up([0, 4])
+                leaving.answers([1, 2, 3])
+            seen = server.reach(lambda m: m("reflex_in_flight_requests") == 0)
+            if seen("reflex_requests_total", outcome="cancelled"):
+                break
+        late = [[body | {"deadline_ms": 150} for body in pictured(i, 6)] for i in (4, 5)]
+        robots(server, [pictured(i, 6) for i in range(4)] + late)
         server.stop()
     found = read_journal(only(there))
     outcomes = {r.outcome for r in found.requests}
