@@ -13,6 +13,7 @@ from reflex_runtime.robots.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from serving.harness import STATE, Server, encode
 from serving.in_process import Caller, with_app
+from web.held import HELD, hold
 
 BODY = json.dumps({"state": STATE, "request_id": "plain"}).encode()
 
@@ -42,8 +43,11 @@ def test_a_request_may_come_in_parts(tiny: Path, leaves: bool) -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["our server", "any server"])
-def test_b16_a_caller_that_leaves_takes_its_request_back(tiny: Path, leaves: bool) -> None:
+def test_b16_a_caller_that_leaves_takes_its_request_back(
+    tiny: Path, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
+        go = hold(monkeypatch)
         first, leaving, early = (Caller(app, leaves=leaves) for _ in range(3))
         for caller in (first, leaving):
             caller.say(BODY)
@@ -52,19 +56,23 @@ def test_b16_a_caller_that_leaves_takes_its_request_back(tiny: Path, leaves: boo
             await asyncio.sleep(0)
         leaving.leave()
         early.leave()
-        assert (await first.answer()).status == 200
         await asyncio.wait({leaving.task, early.task})
+        go.set()
+        assert (await first.answer()).status == 200
         assert leaving.head is None
         assert early.head is None
         app.close()
         await app.wait_idle()
         assert b'outcome="cancelled",policy_slot="prod"} 2.0' in runtime.metrics.render()
 
-    with_app(tiny, check, inject_latency_ms=300.0)
+    with_app(tiny, check, **HELD)
 
 
-def test_at_the_end_a_request_that_is_not_complete_is_answered_and_counted(tiny: Path) -> None:
+def test_at_the_end_a_request_that_is_not_complete_is_answered_and_counted(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
+        go = hold(monkeypatch)
         reading, queued = Caller(app), Caller(app)
         queued.say(BODY)
         reading.say(BODY[:10], more=True)
@@ -76,10 +84,11 @@ def test_at_the_end_a_request_that_is_not_complete_is_answered_and_counted(tiny:
         assert (answer.status, answer.code) == (503, "shutting_down")
         assert "was not complete" in answer.json["message"]
         assert app.active == 1
+        go.set()
         assert (await queued.answer()).status == 200
         await app.wait_idle()
 
-    with_app(tiny, check, inject_latency_ms=300.0)
+    with_app(tiny, check, **HELD)
 
 
 def test_one_that_does_not_read_its_answer_keeps_no_other_waiting(tiny: Path) -> None:
