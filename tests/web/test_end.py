@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from reflex_runtime.demo import POLICY
 from serving.exports import write_tiny
-from serving.harness import STATE, Server, encode, parse_answers, read_all
+from serving.harness import PATIENCE, STATE, Server, encode, parse_answers, read_all
 from serving.requests import busy, check_error, numbered, observe, queued, refused_by_id, right
 
 
@@ -127,12 +128,16 @@ def test_an_idle_server_ends_without_a_line_about_requests(tiny: Path) -> None:
 
 
 def test_b20_two_stages_are_finished_as_well() -> None:
-    with Server(POLICY, "--inject-latency-ms", "100") as server:
+    with Server(POLICY, held=True) as server:
         found: list[object] = []
-        thread = threading.Thread(target=lambda: found.append(observe(server, 5)))
+        thread = threading.Thread(target=lambda: found.append(observe(server, 5, request_id="plug")))
         thread.start()
         server.reach(lambda m: m("reflex_in_flight_requests") == 1)
-        assert server.stop() == 0
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("draining: 1 requests")
+        for _ in range(100):  # its steps, and some to spare
+            server.release()
+        assert server.wait() == 0
         thread.join()
     assert len(found) == 1  # `observe` asserts a 200
 
@@ -194,7 +199,8 @@ def test_h14_a_request_that_is_never_completed_is_answered_at_the_end(tiny: Path
 
 def test_b20_a_request_completed_while_it_drains_is_served(tiny: Path) -> None:
     body = encode(numbered(1)[0])
-    with Server(tiny, held=True) as server, busy(server), server.connect() as slow:
+    patient = "import reflex_runtime.web.serve as serve; serve.READING_GRACE = 60.0"
+    with Server(tiny, held=True, before=patient) as server, busy(server), server.connect() as slow:
         slow.sendall(body[:-5])
         server.get("/health")
         server.process.send_signal(signal.SIGTERM)
@@ -220,14 +226,18 @@ def test_b20_idle_connections_and_readers_that_do_not_read_do_not_keep_it(tiny: 
 def test_h6_it_answers_many_times_while_a_batch_runs(tmp_path: Path) -> None:
     """The model has the device thread; the loop is never its."""
     heavy = write_tiny(tmp_path / "heavy", weight=200)
-    with Server(heavy) as server, server.burst([{"state": STATE}]) as asked:
-        asked.send()
+    with Server(heavy) as server:
         answers = 0
-        while not asked.answered:
-            assert server.get("/health").status == 200
-            answers += 1
-        assert asked.answers()[0].status == 200
-    assert answers > 2  # one, were the loop kept: how many more depends on the machine
+        end = time.monotonic() + PATIENCE
+        while answers <= 2:  # one at most, were the loop kept: how many more depends on the machine
+            assert time.monotonic() < end
+            with server.burst([{"state": STATE}]) as asked:
+                asked.send()
+                answers = 0
+                while not asked.answered:
+                    assert server.get("/health").status == 200
+                    answers += 1
+                assert asked.answers()[0].status == 200
 
 
 # -- a second Ctrl-C ---------------------------------------------------------------------------------------------------

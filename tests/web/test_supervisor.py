@@ -21,7 +21,7 @@ from reflex_runtime.web.supervisor import bind, url_of
 from serving.exports import write_tiny
 from serving.harness import PATIENCE, STATE, Answer, Latch, Server, encode, parse_answers, read_all, refusal
 from serving.pair import Pair, episodes
-from serving.requests import numbered, right
+from serving.requests import busy, numbered, right
 
 OFTEN = "import reflex_runtime.web.supervisor as s; s.FIRST = s.LONGEST = 0.01"
 
@@ -183,11 +183,13 @@ def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Pa
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_b20_a_signal_drains_the_server_below_and_ends_both(tiny: Path, number: signal.Signals) -> None:
-    with Server(tiny, "--inject-latency-ms", "200", supervised=True) as server, server.burst(numbered(8)) as burst:
+    with Server(tiny, held=True, supervised=True) as server, busy(server), server.burst(numbered(8)) as burst:
         child = below(server)
         burst.send()
-        server.reach(lambda m: m("reflex_in_flight_requests") == 8)
+        server.reach(lambda m: m("reflex_in_flight_requests") == 9)
         server.process.send_signal(number)
+        server.wait_log("draining: 9 requests")
+        server.release()
         assert all(right(a, i) for i, a in enumerate(burst.answers()))
         assert server.wait() == 0
         assert not child.is_running()
@@ -315,6 +317,15 @@ def load(path, quiet=False):
     return inner(path, quiet)
 HFTokenizer.load = load
 """
+BEFORE_A_SECOND_TOKEN = """
+from reflex_runtime.llm.engine.processor import LLMProcessor
+inner_run = LLMProcessor.run
+def run(self, batch):
+    if set(batch.grants.values()) == {{1}}:
+        {wait}
+    return inner_run(self, batch)
+LLMProcessor.run = run
+"""
 IN_A_STEP = """
 from reflex_runtime.llm.runners.openvino_runner import OpenVinoRunner
 inner = OpenVinoRunner.forward
@@ -342,14 +353,14 @@ def pools(pid: int) -> int:
 
 def test_b19_a_model_server_that_crashes_comes_back_and_keeps_its_socket(latch: Latch) -> None:
     openai = pytest.importorskip("openai")
-    before = BEFORE_IT_ACCEPTS.format(wait=latch.wait)
+    before = (BEFORE_IT_ACCEPTS + BEFORE_A_SECOND_TOKEN).format(wait=latch.wait)
     with Server("scribe", *SMALL, before=before, supervised=True) as server:
         assert server.get("/health").json["restarts"] == 0
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as client:
             extra = {"extra_body": {"ignore_eos": True}}
+            latch.shut()  # it waits before the second token, and the next one before it accepts
             stream = client.completions.create(**{k: v for k, v in ASKED.items() if k != "ignore_eos"}, **extra)
             next(iter(stream))
-            latch.shut()  # the next one waits before it accepts
             below(server).send_signal(signal.SIGSEGV)
             with pytest.raises(openai.APIConnectionError):
                 list(stream)

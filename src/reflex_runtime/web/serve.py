@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from email.utils import formatdate
 from functools import partial
@@ -31,7 +32,7 @@ log = logging.getLogger("reflex.server")
 DRAINING: Final = "draining"
 EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
 READING_GRACE: Final = 1.0  # seconds after the signal for callers to send the rest of their requests
-ARRIVED: Final = 0.5  # seconds at most to accept and read what has reached this machine
+ARRIVED: Final = 0.5  # seconds of this thread, at most, to accept and read what has reached this machine
 UNREAD: Final = 2.0  # seconds at the end for callers to read their last answers
 LOG_EVERY: Final = 5.0  # seconds between two log lines while it starts
 _TURNS: Final = 8  # turns of the loop with nothing new: accept, read, start the task, and some to spare
@@ -188,9 +189,8 @@ class Host:
 
 async def _read_what_arrived(app: App) -> None:
     """Let the loop accept and read, one connection a turn, until it finds nothing new."""
-    until = asyncio.get_running_loop().time() + ARRIVED
-    seen, quiet = (-1, -1), 0
-    while quiet < _TURNS and asyncio.get_running_loop().time() < until:
+    until, seen, quiet = time.thread_time() + ARRIVED, (-1, -1), 0  # a pause of the process takes no time of it
+    while quiet < _TURNS and time.thread_time() < until:
         found = (app.asked, app.active)
         quiet = quiet + 1 if found == seen else 0
         seen = found
