@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,23 @@ class Ready(Host):
         async with asyncio.timeout_at(until):
             await answered()
         return True
+
+
+class StillLoop(asyncio.SelectorEventLoop):
+    """Its clock moves when a test moves it: no limit of time passes while the machine is busy."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return self.now
+
+    async def pass_until(self, what: Callable[[], bool]) -> None:
+        """Move it by a hundredth of a second in each turn until something is so."""
+        while not what():
+            self.now += 0.01
+            await asyncio.sleep(0)
 
 
 @asynccontextmanager
