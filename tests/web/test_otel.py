@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from openpi_client import msgpack_numpy
 from websockets.sync.client import connect
 
+from ports import reserved
 from reflex_runtime.cli import main
 from serving.collector import Collector, Got
 from serving.harness import PATIENCE, STATE, Burst, Metrics, Server
@@ -23,6 +24,11 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
 UNSET, ERROR = 0, 2
 SERVER = 2
+PATIENT = """
+from reflex_runtime.observe.spans import SpanExport
+_close = SpanExport.close
+SpanExport.close = lambda self, timeout: _close(self, 60.0)
+"""  # at its end a server waits for a busy collector
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +53,13 @@ def parent(number: int, flags: str = "01") -> tuple[str, str]:
     return f"00-{trace}-{SPAN}-{flags}", trace
 
 
-def queued(server: Server, names: list[str], **last: float) -> Burst:
-    """Connections whose requests wait behind a plug, which is the first. last: fields of the last one."""
+def queued(server: Server, names: list[str], later: Sequence[Any] = ()) -> Burst:
+    """Connections whose requests wait behind a plug, which is the first. later: requests that are not sent yet."""
     asked = [{"state": STATE, "request_id": name} for name in ["plug", *names]]
-    burst = server.burst([*asked[:-1], asked[-1] | last], KEY)
+    burst = server.burst([*asked, *later], KEY)
     burst.send(0, 1)
     server.reach(lambda m: m("reflex_in_flight_requests") == 1 and not m("reflex_policy_runtime_queue_depth"))
-    burst.send(1)
+    burst.send(1, len(asked))
     server.reach(lambda m: m("reflex_policy_runtime_queue_depth") == len(names))
     return burst
 
@@ -122,7 +128,8 @@ def ends(collector: Collector, name: str) -> tuple[str, str, int]:
 
 
 def test_x6_each_way_a_request_can_end_stays_different(collector: Collector, server: Server) -> None:
-    with queued(server, ["gone", "second", "third", "late"], deadline_ms=300.0) as burst:
+    late = {"state": STATE, "request_id": "late", "deadline_ms": 300.0}
+    with queued(server, ["gone", "second", "third", "fourth"], [late]) as burst:
         full, full_trace = parent(0x503)
         assert server.act_with({"traceparent": full} | KEY).code == "queue_full"
         wrong, wrong_trace = parent(0x422)
@@ -130,10 +137,11 @@ def test_x6_each_way_a_request_can_end_stays_different(collector: Collector, ser
         key, key_trace = parent(0x401)
         assert server.act_with({"traceparent": key, "X-Reflex-Key": "another-key"}).status == 401
         burst.hang_up([1])
-        for outcome in ("cancelled", "expired"):
-            server.reach(partial(_ended_once, outcome))
+        server.reach(partial(_ended_once, "cancelled"))
+        burst.send(5)
+        server.reach(partial(_ended_once, "expired"))
         server.release()
-        burst.answers([0, 2, 3, 4])
+        burst.answers([0, 2, 3, 4, 5])
 
     def of(trace: str) -> Got:
         return collector.wait(1, lambda s: s.trace == trace)[0]
@@ -166,7 +174,7 @@ def test_x6_the_sampler_of_the_environment_is_for_requests_whose_caller_does_not
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with Collector() as collector:
         own = ("--inject-fault", "prod:raise:1", "--log-format", "json")
-        with Server(tiny, "--otel", collector.url, *own) as server:
+        with Server(tiny, "--otel", collector.url, *own, before=PATIENT) as server:
             server.act()
             server.act_with({"traceparent": parent(0x10, "00")[0]})
             wanted, trace = parent(0x11)
@@ -187,10 +195,8 @@ def test_x6_the_sampler_of_the_environment_is_for_requests_whose_caller_does_not
 
 
 def test_x6_a_collector_that_is_down_costs_spans_and_no_answer(tiny: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     soon = {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "0.2"}
-    with Server(tiny, "--otel", f"http://127.0.0.1:{port}", env=soon) as server:
+    with reserved() as port, Server(tiny, "--otel", f"http://127.0.0.1:{port}", env=soon) as server:
         assert server.act().status == 200
         server.reach(lambda m: m("reflex_spans_total", result="failed") == 2)
         assert server.act().status == 200
@@ -209,7 +215,7 @@ def test_x6_a_collector_that_does_not_answer_holds_neither_answers_nor_the_end(t
 
 
 def test_x6_what_was_not_sent_is_sent_at_the_end(tiny: Path) -> None:
-    with Collector() as collector, Server(tiny, "--otel", collector.url + "/v1/traces") as server:
+    with Collector() as collector, Server(tiny, "--otel", collector.url + "/v1/traces", before=PATIENT) as server:
         assert server.act(request_id="last").status == 200
         assert server.stop() == 0
         assert {s.name for s in collector.spans} == {"infer act", "batch prod"}
