@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ports import reserved
 from reflex_runtime.client import AsyncClient, BadRequest, Client
 from serving.exports import expected, write_tiny
 from serving.harness import Server
@@ -96,14 +97,15 @@ def test_real_server_many_at_once(server: Server) -> None:
 
 def test_a_restart_of_a_real_server_is_waited_out(make: Make, export: Path) -> None:
     time = Time()
-    with Server(export) as first:
-        caller = make(url_of(first), time)
-        assert caller.act(state=[0.0, 0.0]).attempts == 1
-        assert first.stop() == 0
     with contextlib.ExitStack() as stack:
+        where = ("--port", str(stack.enter_context(reserved())))
+        with Server(export, *where) as first:
+            caller = make(url_of(first), time)
+            assert caller.act(state=[0.0, 0.0]).attempts == 1
+            assert first.stop() == 0
 
         def come_up(number: int) -> None:  # while the client sleeps, and no sooner
-            stack.enter_context(Server(export, "--port", str(first.port)))
+            stack.enter_context(Server(export, *where))
 
         time.during = come_up
         chunk = caller.act(state=[0.1, -0.2], seed=3)

@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -27,6 +26,7 @@ from tools import boards
 
 from feeds.broker import Receiver
 from feeds.commands import Feeds
+from ports import reserved
 from reflex_runtime.demo import POLICY
 from serving.collector import Collector
 from serving.harness import PATIENCE, Server
@@ -128,9 +128,8 @@ class Prometheus:
     """Debian's, scraping servers twice a second. Use it in a with statement."""
 
     def __init__(self, ports: Iterable[int], folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._open = ExitStack()
+        self.port = self._open.enter_context(reserved())
         config = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
         servers = '", "'.join(f"127.0.0.1:{port}" for port in ports)
         config = config.replace("127.0.0.1:8000", servers).replace("5s", "500ms")
@@ -155,6 +154,7 @@ class Prometheus:
     def __exit__(self, *exc: object) -> None:
         self.process.terminate()
         self.process.wait(PATIENCE)
+        self._open.close()
 
     def _wait_scraped(self) -> None:
         """Until it has read every server's metrics once. A machine where it runs but reaches nobody skips the test;

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import yaml
 from websockets.sync.client import connect
 
+from ports import reserved
 from reflex_runtime.cli import build_parser
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.settings import ServeConfig
@@ -124,11 +126,8 @@ def test_x7_the_configurations_for_ray_name_settings_that_exist_and_agree() -> N
 
 
 @contextmanager
-def nginx(folder: Path, *servers: Server) -> Iterator[str]:
+def nginx(folder: Path, port: int, *servers: Server) -> Iterator[str]:
     """deploy/nginx/reflex.conf in front of two servers; host and port. Its own files are in the folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     text = (DEPLOY / "nginx" / "reflex.conf").read_text().replace("listen 8000;", f"listen 127.0.0.1:{port};")
     for number, server in enumerate(servers, 1):
         text = text.replace(f"127.0.0.1:800{number} ", f"127.0.0.1:{server.port} ")
@@ -173,7 +172,7 @@ def ask(address: str, path: str, body: bytes, **headers: str) -> tuple[int, Any]
 @pytest.mark.skipif(NGINX is None, reason="Debian's nginx-light is not installed")
 def test_x7_behind_nginx_an_episode_stays_on_one_server_and_a_websocket_passes(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "export")
-    with Server(export) as one, Server(export) as two, nginx(tmp_path, one, two) as address:
+    with Server(export) as one, Server(export) as two, reserved() as port, nginx(tmp_path, port, one, two) as address:
 
         def server_of(episode: str) -> str:
             """What answers: each server's own ids begin alike."""
@@ -237,7 +236,8 @@ def test_x7_the_container_copies_what_is_there_and_builds_a_package_whose_comman
         if words[0] == "COPY" and not words[1].startswith("--"):
             for name in words[1:-1]:
                 assert f"!{name.removeprefix('./')}" in ignored, f"{name} does not reach the build"
-                subprocess.run(["cp", "-r", ROOT / name, tree], check=True)
+                copy = partial(shutil.copytree, ignore=shutil.ignore_patterns("__pycache__"))  # others write there
+                (copy if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / Path(name).name)
     (install,) = (step for step in steps() if step.startswith("RUN") and "pip install" in step)
     expand = ["sh", "-c", f"EXTRAS=; printf %s {install.split()[-1]}"]
     what = subprocess.run(expand, capture_output=True, text=True, check=True).stdout

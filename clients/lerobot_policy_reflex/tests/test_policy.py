@@ -20,6 +20,7 @@ import torch
 
 from lerobot_policy_reflex import ReflexConfig, ReflexPolicy, connection, make_reflex_pre_post_processors
 from lerobot_policy_reflex.connection import ReflexError
+from ports import reserved
 from reflex_runtime.demo import POLICY
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, write_tiny
 from serving.harness import PATIENCE, Server
@@ -274,10 +275,9 @@ def test_w53_what_was_refused_without_having_run_is_asked_again(plain: Path) -> 
 
 
 def test_w53_a_server_that_was_started_again_is_found_again(plain: Path) -> None:
-    with Server(plain) as server:
+    with reserved() as port, Server(plain, "--port", str(port)) as server:
         with policy(server) as robot:
             robot.predict_action_chunk(seen([0.0, 0.0]))
-            port = server.port
             assert server.stop(signal.SIGTERM) == 0
             refused(lambda: robot.predict_action_chunk(seen([0.0, 0.0])), "unreachable", "running there")
             with Server(plain, "--port", str(port)):
