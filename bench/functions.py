@@ -21,7 +21,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,7 +35,7 @@ from bench.load.wires.connection import Connection, reply_of, request
 from bench.load.wires.target import Target
 from bench.machine import describe
 from bench.report import Row, as_json, row, say, table
-from bench.servers import Server, running
+from bench.servers import Server, reserved, running
 from bench.serving import figures, over, turns
 from reflex_runtime.client.errors import ClientError
 
@@ -246,9 +245,11 @@ def start(kinds: Sequence[Kind], load: Load) -> list[Row]:
 
 def _started(kind: Kind) -> tuple[float, float, float]:
     """Seconds; MB of the largest process and of all of them, what they share counted once. With every default."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved() as port:
+        return _started_at(kind, port)
+
+
+def _started_at(kind: Kind, port: int) -> tuple[float, float, float]:
     command = [kind.python, *(part.replace("PORT", str(port)) for part in kind.command(FREE))]
     began = time.perf_counter()
     process = subprocess.Popen(

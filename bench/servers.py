@@ -26,6 +26,15 @@ from reflex_runtime.core.errors import ReflexError
 START_LIMIT = 60.0  # seconds until a server must answer
 
 
+@contextlib.contextmanager
+def reserved() -> Iterator[int]:
+    """A port that the system gives to no other program meanwhile; a server can listen there."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
 class Server:
     """One running server. pinned: to a core of its own. python: of the environment that has it."""
 
@@ -41,17 +50,15 @@ class Server:
     ) -> None:
         self.name, self.path = name, path
         self._ready = STATE if ready is None else ready  # answered 200 once it has started; text: a path to GET
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
         where = cores()[0] if pinned else None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [python, *(part.replace("PORT", str(self.port)) for part in command)],
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
-            preexec_fn=lambda: pin(where), start_new_session=True,
-        )
-        self._wait()
+        with reserved() as self.port:
+            self._process = subprocess.Popen(
+                [python, *(part.replace("PORT", str(self.port)) for part in command)],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
+                preexec_fn=lambda: pin(where), start_new_session=True,
+            )
+            self._wait()
 
     def load(self, **job: Any) -> Answered:
         """Ask it. If the load generator fails, the error has the end of the server's log."""

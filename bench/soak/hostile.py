@@ -25,7 +25,7 @@ import msgpack
 
 from bench.models import picture, write_export
 from bench.report import say
-from bench.servers import Server
+from bench.servers import Server, reserved
 from bench.soak.callers import Callers, Completions, Health, Question, resident, serve
 
 LARGEST = 16 * 2**20 - 4096  # bytes of a body
@@ -279,12 +279,10 @@ def hostile(root: Path) -> list[Met]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
     export = str(write_export(root / "hostile", heavy=False, cameras=("image",)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        lerobot = free.getsockname()[1]
     found: list[Met] = []
     body = {"state": STATE, "image": picture("JPEG", (64, 64)), "seed": 1}
     with ExitStack() as ends:
+        lerobot = ends.enter_context(reserved())
         server = serve(export, "--lerobot", f"127.0.0.1:{lerobot}")
         ends.callback(server.stop)
 
