@@ -6,11 +6,13 @@ import asyncio
 from contextvars import ContextVar
 
 from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.run.batched import batched
 from reflex_runtime.run.batcher import Batcher
 from reflex_runtime.run.processor import BaseProcessor
-from run.helpers import PATIENCE, run
+from run.helpers import PATIENCE, asleep, run
 
 user: ContextVar[str] = ContextVar("user", default="nobody")
 
@@ -62,10 +64,13 @@ def test_nor_does_a_batch_that_runs_on_the_loop_of_its_callers() -> None:
             return [(user.get(), True)] * len(batch)
 
     async def main() -> None:
-        async with Batcher({"default": Sees()}) as batcher, asyncio.timeout(PATIENCE):
+        groups = [GroupConfig(flush=FlushPolicy.by_size(1, 0.0))]
+        batcher = Batcher({"default": Sees()}, groups, clock=lambda: 64.0)  # each batch is brief
+        async with batcher, asyncio.timeout(PATIENCE):
             user.set("ann")
             on_loop = False
-            while not on_loop:  # after a few brief batches on the device's thread
+            while not on_loop:  # after a few on the device's thread
+                await asleep(batcher)
                 seen, on_loop = await batcher.run(Request("item"))
                 assert seen == "nobody"
 
