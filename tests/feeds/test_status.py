@@ -16,6 +16,7 @@ from reflex_runtime.feeds.pages import health_of
 from reflex_runtime.feeds.runtime.health import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.observe.batch_metrics import BatchMetrics
 from reflex_runtime.web.serve import ReflexServer
+from serving.place import Place
 
 
 @pytest.fixture
@@ -71,16 +72,17 @@ def test_a_page_that_fails_is_a_500_and_the_next_one_is_answered(page: Page) -> 
 # -- life --------------------------------------------------------------------------------------------------------------
 
 
-def test_stop_is_prompt_and_ends_what_is_open(page: Page) -> None:
-    with page.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n")
-        page.ask("/health")  # the one before was accepted
+def test_stop_is_prompt_and_ends_what_is_open() -> None:
+    with Place() as place, (page := Page(port=place.port)).server:
+        with page.connect() as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\n")
+            page.ask("/health")  # the one before was accepted
+            page.server.stop()
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            page.connect()
         page.server.stop()
-        with suppress(ConnectionResetError):
-            assert connection.recv(1) == b""
-    with pytest.raises(ConnectionRefusedError):
-        page.connect()
-    page.server.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "reflex-status"]
 
 
