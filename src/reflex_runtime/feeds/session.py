@@ -101,7 +101,7 @@ class FeedsSession:
                 self._runtime.stop()
                 raise
             report = self._runtime.stop()
-            watcher.join(2.0)
+            watcher.join()
         if why == _READER_GONE:
             logging.info("stopped: the reader of standard output has left")
         elif why in signal.Signals.__members__:
