@@ -21,6 +21,9 @@ from .harness import STATE, Answer, Burst, Server
 
 WAITING = "reflex_policy_runtime_queue_depth"
 
+# For `Server(before=…)`: background work stays that; else it counts as default after a second.
+AGELESS = "from reflex_runtime.core.group import Group; Group.promote = lambda self, now: None"
+
 
 def numbered(n: int, **more: Any) -> list[dict[str, Any]]:
     return [{"state": [0.1 * i, -0.1 * i], "seed": i, "request_id": f"r{i}"} | more for i in range(n)]

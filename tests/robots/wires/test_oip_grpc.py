@@ -26,7 +26,7 @@ from reflex_runtime.web.grpc_listener import decode
 from robots.wires.broken import FRESH, check
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
-from serving.requests import busy, queued, recorded
+from serving.requests import AGELESS, busy, queued, recorded
 
 PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(1, 6, 8, 3)
 
@@ -144,7 +144,8 @@ def test_w50_sixteen_clients_share_a_batch(tiny: Path) -> None:
 
 
 def test_w50_parameters_and_sequences_are_identity_and_priority_goes_first(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, "--record", str(tmp_path), "--max-batch-size", "1", held=True) as (server, client):
+    options = ("--record", str(tmp_path), "--max-batch-size", "1")
+    with serving(tiny, *options, before=AGELESS, held=True) as (server, client):
         with busy(server):
             calls = []
             for place, more in enumerate(

@@ -35,7 +35,7 @@ from reflex_runtime.web.request import SocketMessage
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
 from serving.in_process import with_app
-from serving.requests import WAITING, busy, calm, loads_after, marked, recorded
+from serving.requests import AGELESS, WAITING, busy, calm, loads_after, marked, recorded
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -259,7 +259,7 @@ def test_w11_a_model_that_fails_is_a_text_for_its_request_alone(tiny: Path) -> N
 
 
 def test_w10_an_urgent_robot_goes_first(tiny: Path) -> None:
-    with Server(tiny, "--max-batch-size", "1", held=True) as server, busy(server):
+    with Server(tiny, "--max-batch-size", "1", before=AGELESS, held=True) as server, busy(server):
         with robot(server, "/?priority=background") as last, robot(server) as second, robot(server) as first:
             for place, (client, more) in enumerate(((last, {}), (second, {}), (first, {"priority": "urgent"})), 1):
                 client._ws.send(msgpack_numpy.packb(seen(**more)))
