@@ -24,6 +24,7 @@ from reflex_runtime.observe.journal import JournalError, RequestLine, read_journ
 from reflex_runtime.observe.journal_writer import turn_all
 from reflex_runtime.robots.analysis.report import report
 from reflex_runtime.robots.policy.observation import decode_image
+from serving.harness import PATIENCE
 from serving.pair import until
 
 from .test_journal_recording import Run, asked, record, recorder
@@ -153,6 +154,25 @@ def test_t3_turning_a_recording_begins_another_file_with_what_comes_next(tmp_pat
     assert made.close()
     assert made.path != first
     assert [len(read_journal(path).requests) for path in (first, made.path or first)] == [1, 1]
+
+
+def test_t3_a_close_that_comes_just_as_the_thread_looks_ends_it(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    clear = made._hurry.clear
+
+    def comes() -> None:
+        made._hurry.clear = clear  # type: ignore[method-assign]
+        made._closed = True
+        made._hurry.set()
+        made._some.set()
+        clear()
+
+    made._hurry.clear = comes  # type: ignore[method-assign]
+    Run(made).batch(asked(0))
+    made._thread.join(PATIENCE)
+    assert not made._thread.is_alive()
+    assert made.path is not None
+    assert read_journal(made.path).footer is not None
 
 
 @pytest.mark.parametrize(("images", "mode"), [("full", 0o600), ("hash_only", 0o644)])

@@ -545,9 +545,9 @@ class JournalWriter:
             while not closing:
                 self._some.wait()
                 self._hurry.wait(GATHER)
-                closing = self._closed
                 self._hurry.clear()
                 self._some.clear()
+                closing = self._closed  # after they are cleared, or a close that comes now would be missed
                 self._told = False
                 if self._queue:
                     self._file = self._file or self._begin()
