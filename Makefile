@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
+export PIP_RETRIES ?= 10
+export PIP_DEFAULT_TIMEOUT ?= 60
 
 .PHONY: setup demo test test-long test-timing test-lerobot test-ray test-vllm lint messages hashes bench soak docs release audit clean
 
