@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -445,7 +446,8 @@ def test_without_a_supervisor_the_process_is_the_model_server() -> None:
         assert "restarts" not in server.get("/health").json
 
 
-@pytest.mark.parametrize(("host", "told"), [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:")])
-def test_the_address_of_a_server_on_all_addresses_is_one_that_answers(host: str, told: str) -> None:
-    with bind(host, 0) as sock:
-        assert url_of(sock) == f"{told}{sock.getsockname()[1]}"
+def test_the_address_of_a_server_on_all_addresses_is_one_that_answers() -> None:
+    with bind("0.0.0.0", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    bound: Any = SimpleNamespace(getsockname=lambda: ("::", 8000, 0, 0))  # not every machine has IPv6
+    assert url_of(bound) == "http://[::1]:8000"
