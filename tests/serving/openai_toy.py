@@ -325,7 +325,7 @@ class Toy:
     def _flush(self) -> None:
         assert self.model is not None
         if self.batcher is not None:
-            self.batcher.flush()
+            self.batcher._pump(all=True)  # a turn ends early where its time is over
 
     def settled(self, name: str) -> Ticket:
         """The same, once it has ended and everybody was told."""

@@ -105,7 +105,7 @@ class Spans:
         if span.get_span_context().trace_flags.sampled:
             self._members[ticket] = span
 
-    note = staticmethod(note)
+    note, moment = staticmethod(note), staticmethod(moment)
 
     @staticmethod
     def traceparent(span: Span) -> str:

@@ -201,7 +201,7 @@ class GenerationSpan:
         """Note the time of the first output."""
         if not self._first_token:
             self._first_token = time.monotonic()
-            self.span.add_event(FIRST_TOKEN)
+            self._spans.moment(self.span, FIRST_TOKEN, self._first_token)
 
     def ended(self, error: ReflexError | None, reply: ReplyContext | None = None, answer: Writer | None = None) -> None:
         """End the span. reply: of a request that was queued. answer: of one that was answered in full."""
