@@ -130,7 +130,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "uds": "test_l9_a_model_server_has_a_unix_socket_and_tls_too",
         "ssl_certfile": "test_l9_a_model_server_has_a_unix_socket_and_tls_too",
         "ssl_keyfile": "test_l9_a_model_server_has_a_unix_socket_and_tls_too",
-        "idle_timeout_s": "test_l9_half_requests_are_ended_in_the_form_of_the_api",
+        "idle_timeout_s": "test_l9_a_silent_connection_is_closed_without_a_word",
         "body_timeout_s": "test_l9_half_requests_are_ended_in_the_form_of_the_api",
         "supervise": "test_without_a_supervisor_the_process_is_the_model_server",
         "log_format": "test_x6_the_log_of_a_model_server_is_json_too",
