@@ -171,7 +171,8 @@ def open_to_all() -> Iterator[Path]:
 
 def test_t7_files_of_another_user(open_to_all: Path) -> None:
     root = write_export(open_to_all / "mono")
-    (root / "model.onnx").chmod(0o000)
+    for file, mode in ((root, 0o755), (root / "reflex_config.json", 0o644), (root / "model.onnx", 0o000)):
+        file.chmod(mode)
     before = os.geteuid()
     if before == 0:  # whom nothing is forbidden
         os.seteuid(65534)

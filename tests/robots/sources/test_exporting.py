@@ -169,7 +169,9 @@ def test_p40_an_export_is_there_once_it_answers_as_the_checkpoint(source: str, t
     assert found.difference < 1e-6
     assert names(out) == ["embodiment.json", "model.onnx", "reflex_config.json"]
     assert names(out.parent) == ["out"]
-    assert out.stat().st_mode & 0o777 == 0o777 & ~os.umask(os.umask(0o022) or 0o022)
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
     spec = load_policy(out).spec
     assert (spec.model_id, spec.model_type, spec.chunk_size, spec.images) == ("act", "act", 3, {"top": (4, 6)})
     assert spec.embodiment.action_names == ("lift", "grip")
