@@ -7,6 +7,7 @@ it happens, and not only at the end of a run of minutes.
 import contextlib
 import gc
 import os
+import socketserver
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,9 @@ for _library in ("OMP", "OPENBLAS"):  # as many processes run as there are cores
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 gc.set_threshold(20_000, 5, 20)  # simulations make many objects and hardly a cycle: 8 % of their time
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
+
+# What a server of a test prints about a client that left would come into the output of a later test.
+socketserver.BaseServer.handle_error = lambda *_: None  # type: ignore[method-assign]
 
 APART = ("demo", "lerobot", "on_ray", "on_vllm")  # what they import is found, or set up, by their `conftest.py`
 _module = [""]  # of the test before
