@@ -141,11 +141,12 @@ class Run:
         return seen
 
     def hopeless(self) -> list[Any]:
-        """How two requests end whose prompts take a second: one has less time than that, the other has enough."""
+        """How two requests end whose prompts take a minute: one has less time than that, the other has enough."""
+        scheduler_of(self.engine).model = learnt_times(60.0)
         self.add("beside", prompt(6, 701), 60)
         for _ in range(5):
             self.step()
-        self.add("hopeless", prompt(200, 702), 1, deadline_ms=900)
+        self.add("hopeless", prompt(200, 702), 1, deadline_ms=55_000)
         self.step()
         self.add("possible", prompt(200, 703), 1, deadline_ms=600_000)
         self.run()
@@ -153,6 +154,7 @@ class Run:
 
     def full(self) -> dict[str, list[Any]]:
         """How requests end while a second of work may wait: a greedy client's, and two of another that come later."""
+        scheduler_of(self.engine).model = learnt_times()
         for i in range(40):
             self.add(f"greedy-client-{i}", prompt(60, 800 + i), 10, client="greedy")
         for i in range(2):
@@ -161,8 +163,9 @@ class Run:
         return {name: [done.finish_reason, done.stop_reason] for name, done in self.done.items()}
 
 
-def learnt_times() -> TimedTokens:
-    """10 ms, 1 ms for each sequence that runs, 5 ms for each token of a prompt; nothing is learnt any more."""
+def learnt_times(slower: float = 1.0) -> TimedTokens:
+    """10 ms, 1 ms for each sequence that runs, 5 ms for each token of a prompt; nothing is learnt any more. slower: so
+    many times those."""
     model = TimedTokens()
     for i in range(60):
         tickets = [Ticket(Request(wants=300.0), n, 0.0) for n in range(1 + i % 5)]
@@ -170,7 +173,7 @@ def learnt_times() -> TimedTokens:
             ticket.computed = 8.0
         grants = dict.fromkeys(tickets, 1.0) | {Ticket(Request(wants=300.0), 9, 0.0): float(i % 7 * 4)}
         elapsed = 0.010 + 0.001 * len(tickets) + 0.005 * (i % 7 * 4)
-        model.observe(Batch(i, "", "", "", Cause.STEP, 0.0, 0.0, 0.0, grants), elapsed)
+        model.observe(Batch(i, "", "", "", Cause.STEP, 0.0, 0.0, 0.0, grants), slower * elapsed)
     model.observe = lambda *_: None  # type: ignore[method-assign]
     return model
 
