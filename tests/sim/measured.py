@@ -6,7 +6,7 @@ So the journal holds everything that decides a schedule, and the scheduler depen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
@@ -150,9 +150,11 @@ class _Measured:
                 request, came = came_as(line, asked)
                 seq = -1 - line.seq if asked.ticket is None else asked.ticket  # admitted here, refused there
                 ready = asked.admitted is None and asked.ready
-                found.append((came, 1, order, partial(self._submit, request, seq, ready)))
                 if asked.ticket is not None and (made := self._made(line, asked)) is not None:
                     found.append((made[0], 1, order, partial(self._prepare, asked.ticket, made[1])))
+                    if isinstance(made[1], ProcessorError):  # what it cost was known when it had been prepared
+                        request = replace(request, time_limit=None)
+                found.append((came, 1, order, partial(self._submit, request, seq, ready)))
         for end in recording.ended:
             if end.ticket is None:
                 continue
