@@ -63,8 +63,9 @@ def test_x5_a_second_one_is_measured_in_turns(server: Server, capsys: pytest.Cap
     status, found = measured(capsys, *words)
     assert (status, [told["wire"] for told in found["servers"]]) == (0, ["act-msgpack", "openpi"])
     assert [len(told["rounds"]) for told in found["servers"]] == [3, 3]
-    for ratio in found["ratio"].values():
-        assert 0.0 < ratio["least"] <= ratio["median"] <= ratio["most"]
+    for name, ratio in found["ratio"].items():
+        assert ratio["least"] <= ratio["median"] <= ratio["most"]
+        assert ratio["least"] > 0.0 or name == "per_second", "none may come within a short round"
     sides = [BenchSide(url(server), "act-json"), BenchSide(url(server), "openpi")]
     job = LoadJob(sides, "closed", robots=1, rounds=3, seconds=0.05, warmup=0.0)
     rounds = asyncio.run(play(job, lambda told: None))
