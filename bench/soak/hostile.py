@@ -30,7 +30,7 @@ from bench.soak.callers import Callers, Completions, Health, Question, resident,
 
 LARGEST = 16 * 2**20 - 4096  # bytes of a body
 STOP, STAYS = 0.25, 64.0  # seconds, MB
-TIMES = 3  # that an input is tried if it keeps /health waiting
+TIMES = 8  # that an input is tried as long as it keeps /health waiting
 SETTLES = 15.0  # seconds for memory to come back
 STATE = [0.1] * 8
 
