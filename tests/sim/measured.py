@@ -152,7 +152,8 @@ class _Measured:
                 ready = asked.admitted is None and asked.ready
                 if asked.ticket is not None and (made := self._made(line, asked)) is not None:
                     found.append((made[0], 1, order, partial(self._prepare, asked.ticket, made[1])))
-                    if isinstance(made[1], ProcessorError):  # what it cost was known when it had been prepared
+                    request = replace(request, shape="")  # what it costs was known when it had been prepared
+                    if isinstance(made[1], ProcessorError):
                         request = replace(request, time_limit=None)
                 found.append((came, 1, order, partial(self._submit, request, seq, ready)))
         for end in recording.ended:

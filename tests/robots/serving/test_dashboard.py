@@ -30,7 +30,7 @@ from reflex_runtime.observe import top_view
 from reflex_runtime.observe.live import Live, LiveClient, LiveGroup, LiveSnapshot
 from reflex_runtime.observe.top_view import TopView
 from reflex_runtime.web.server_address import ServerAddress, snapshot_of
-from serving.harness import STATE, Server
+from serving.harness import PATIENCE, STATE, Server
 
 WAITS = {"queued": 4, "preparing": 1, "residents": 0, "queued_seconds": 0.5}
 
@@ -102,7 +102,7 @@ def test_x4_a_server_that_drains_ends_the_stream(tiny: Path) -> None:
         server.process.terminate()
         for _ in seen:
             pass
-        assert server.process.wait(30) == 0
+        assert server.wait() == 0
 
 
 def test_x4_the_socket_of_one_that_left_is_closed(tiny: Path) -> None:
@@ -153,7 +153,7 @@ def test_x4_top_into_a_pipe_is_a_line_a_snapshot(tiny: Path) -> None:
             lines = [top.stdout.readline(), top.stdout.readline()]
             top.stdout.close()  # as head does
             server.post({"state": STATE})
-            assert top.wait(20) == 0
+            assert top.wait(PATIENCE) == 0
     assert [line.split("  ")[:2] for line in lines] == [[f"127.0.0.1:{server.port}: ready", "0.0 answers/s"]] * 2
 
 
