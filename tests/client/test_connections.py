@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ports import reserved
 from reflex_runtime.client import AsyncClient, BadAnswer, Client, TimedOut, Unreachable
+from serving.place import Place
 
 from .callers import Make, Time
 from .stub import ANSWER, NAMED, PATIENCE, Stub, reply
@@ -101,15 +101,17 @@ def test_an_answer_that_breaks_off_is_not_asked_again(make: Make) -> None:
 
 def test_a_server_that_is_not_there_yet_is_waited_for(make: Make) -> None:
     time = Time()
-    with reserved() as port, ExitStack() as stack:
-        time.during = lambda number: number == 3 and stack.enter_context(Stub([reply()], port))
-        assert make(f"http://127.0.0.1:{port}", time).act().attempts == 4
+    with Place() as place, ExitStack() as stack:
+        time.during = lambda number: number == 3 and stack.enter_context(Stub([reply()], place.port))
+        assert make(f"http://127.0.0.1:{place.port}", time).act().attempts == 4
     assert time.pauses == pytest.approx([0.1, 0.2, 0.4])
 
 
 def test_a_server_that_does_not_come_is_an_error_that_says_where(make: Make) -> None:
-    with reserved() as port, pytest.raises(Unreachable, match=f"cannot connect to http://127.0.0.1:{port}") as caught:
-        make(f"http://127.0.0.1:{port}", retries=1).act()
+    with Place() as place:
+        url = f"http://127.0.0.1:{place.port}"
+        with pytest.raises(Unreachable, match=f"cannot connect to {url}") as caught:
+            make(url, retries=1).act()
     assert caught.value.retry_safe
 
 

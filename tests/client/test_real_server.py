@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ports import reserved
 from reflex_runtime.client import AsyncClient, BadRequest, Client
 from serving.exports import expected, write_tiny
 from serving.harness import Server
+from serving.place import Place
 
 from .callers import Make, Time
 from .stub import PICTURE
@@ -98,7 +98,7 @@ def test_real_server_many_at_once(server: Server) -> None:
 def test_a_restart_of_a_real_server_is_waited_out(make: Make, export: Path) -> None:
     time = Time()
     with contextlib.ExitStack() as stack:
-        where = ("--port", str(stack.enter_context(reserved())))
+        where = ("--port", str(stack.enter_context(Place()).port))
         with Server(export, *where) as first:
             caller = make(url_of(first), time)
             assert caller.act(state=[0.0, 0.0]).attempts == 1

@@ -26,10 +26,10 @@ from tools import boards
 
 from feeds.broker import Receiver
 from feeds.commands import Feeds
-from ports import reserved
 from reflex_runtime.demo import POLICY
 from serving.collector import Collector
 from serving.harness import PATIENCE, Server
+from serving.place import Place
 from web.alert_cases import CASES
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -128,8 +128,8 @@ class Prometheus:
     """Debian's, scraping servers twice a second. Use it in a with statement."""
 
     def __init__(self, ports: Iterable[int], folder: Path) -> None:
-        self._open = ExitStack()
-        self.port = self._open.enter_context(reserved())
+        self._place = Place()
+        self.port = self._place.port
         config = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
         servers = '", "'.join(f"127.0.0.1:{port}" for port in ports)
         config = config.replace("127.0.0.1:8000", servers).replace("5s", "500ms")
@@ -154,7 +154,7 @@ class Prometheus:
     def __exit__(self, *exc: object) -> None:
         self.process.terminate()
         self.process.wait(PATIENCE)
-        self._open.close()
+        self._place.close()
 
     def _wait_scraped(self) -> None:
         """Until it has read every server's metrics once. A machine where it runs but reaches nobody skips the test;

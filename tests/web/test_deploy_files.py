@@ -21,13 +21,13 @@ import pytest
 import yaml
 from websockets.sync.client import connect
 
-from ports import reserved
 from reflex_runtime.cli import build_parser
 from reflex_runtime.observe.metrics import Metrics
 from reflex_runtime.settings import ServeConfig
 from reflex_runtime.web.connections import HEAD_S
 from serving.exports import write_tiny
 from serving.harness import PATIENCE, STATE, Server
+from serving.place import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -172,7 +172,7 @@ def ask(address: str, path: str, body: bytes, **headers: str) -> tuple[int, Any]
 @pytest.mark.skipif(NGINX is None, reason="Debian's nginx-light is not installed")
 def test_x7_behind_nginx_an_episode_stays_on_one_server_and_a_websocket_passes(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "export")
-    with Server(export) as one, Server(export) as two, reserved() as port, nginx(tmp_path, port, one, two) as address:
+    with Server(export) as one, Server(export) as two, Place() as at, nginx(tmp_path, at.port, one, two) as address:
 
         def server_of(episode: str) -> str:
             """What answers: each server's own ids begin alike."""

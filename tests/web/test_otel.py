@@ -15,10 +15,10 @@ import pytest
 from openpi_client import msgpack_numpy
 from websockets.sync.client import connect
 
-from ports import reserved
 from reflex_runtime.cli import main
 from serving.collector import Collector, Got
 from serving.harness import PATIENCE, STATE, Burst, Metrics, Server
+from serving.place import Place
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -196,7 +196,7 @@ def test_x6_the_sampler_of_the_environment_is_for_requests_whose_caller_does_not
 
 def test_x6_a_collector_that_is_down_costs_spans_and_no_answer(tiny: Path) -> None:
     soon = {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "0.2"}
-    with reserved() as port, Server(tiny, "--otel", f"http://127.0.0.1:{port}", env=soon) as server:
+    with Place() as place, Server(tiny, "--otel", f"http://127.0.0.1:{place.port}", env=soon) as server:
         assert server.act().status == 200
         server.reach(lambda m: m("reflex_spans_total", result="failed") == 2)
         assert server.act().status == 200

@@ -20,10 +20,10 @@ import torch
 
 from lerobot_policy_reflex import ReflexConfig, ReflexPolicy, connection, make_reflex_pre_post_processors
 from lerobot_policy_reflex.connection import ReflexError
-from ports import reserved
 from reflex_runtime.demo import POLICY
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, write_tiny
 from serving.harness import PATIENCE, Server
+from serving.place import Place
 from serving.requests import WAITING, busy, loads_after, recorded
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (2, 3, 6, 8), np.uint8)
@@ -275,12 +275,12 @@ def test_w53_what_was_refused_without_having_run_is_asked_again(plain: Path) -> 
 
 
 def test_w53_a_server_that_was_started_again_is_found_again(plain: Path) -> None:
-    with reserved() as port, Server(plain, "--port", str(port)) as server:
+    with Place() as place, Server(plain, "--port", str(place.port)) as server:
         with policy(server) as robot:
             robot.predict_action_chunk(seen([0.0, 0.0]))
             assert server.stop(signal.SIGTERM) == 0
             refused(lambda: robot.predict_action_chunk(seen([0.0, 0.0])), "unreachable", "running there")
-            with Server(plain, "--port", str(port)):
+            with Server(plain, "--port", str(place.port)):
                 assert robot.predict_action_chunk(seen([0.0, 0.0])).shape == (1, CHUNK, ACTIONS)
 
 
