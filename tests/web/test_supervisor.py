@@ -138,6 +138,15 @@ def test_b19_a_worker_that_cannot_say_its_last_words_is_killed(tiny: Path) -> No
         assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGKILL")
 
 
+def test_b19_a_worker_that_goes_on_after_a_pause_says_its_last_words(tiny: Path) -> None:
+    patient = "import reflex_runtime.web.supervisor as s; s.LAST_WORDS = 60.0"
+    with Server(tiny, "--watchdog-s", "0.1", before=patient, supervised=True) as server:
+        below(server).suspend()
+        server.wait_log("worker 0: its event loop has stood still for 2 s; its stacks follow, and it is killed")
+        below(server).resume()  # which the kernel tells the supervisor, with the signal that tells of an end
+        assert ready_again(server, 2).json["last_exit"] == "was ended by SIGABRT"
+
+
 def test_b19_the_second_hang_ends_the_server_and_another_takes_over(tiny: Path) -> None:
     with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3", supervised=True) as server:
         first = below(server)

@@ -46,6 +46,7 @@ LEAST_WATCH: Final = 4 * BEAT  # seconds without a beat after which a loop may c
 LAST_WORDS: Final = 2.0  # seconds for a hung worker to write its stacks, unless the kernel has stopped it
 LONG: Final = 3600.0  # seconds between two looks, if no beats are watched
 _PR_SET_PDEATHSIG: Final = 1
+_ENDED: Final = os.WEXITED | os.WNOHANG | os.WNOWAIT  # for `os.waitid`: None while the process runs
 EXIT_LOST: Final = 1  # status of a worker that lost its device, and of a supervisor that gives up
 
 
@@ -123,7 +124,7 @@ class _Supervisor:
                 for worker in self._workers:
                     if time.monotonic() >= worker.hung_at(self._hung_after):
                         self._end_hung(worker)
-                    if worker.pid and os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    if worker.pid and os.waitid(os.P_PID, worker.pid, _ENDED) is not None:
                         self._reap(worker)
             return self._status
         finally:
@@ -163,7 +164,9 @@ class _Supervisor:
             worker.number, self._hung_after,
         )  # fmt: skip
         _signal(worker.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
-        signal.sigtimedwait({signal.SIGCHLD}, LAST_WORDS)
+        until = time.monotonic() + LAST_WORDS
+        while os.waitid(os.P_PID, worker.pid, _ENDED) is None and (left := until - time.monotonic()) > 0.0:
+            signal.sigtimedwait({signal.SIGCHLD}, left)  # also of other workers, and of one that is stopped or goes on
         _signal(worker.pid, signal.SIGKILL)
 
     def _reap(self, worker: _Worker) -> None:
@@ -293,11 +296,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
-        try:
-            tried.connect(path)
-        except OSError:
-            return False
-    return True
+        return tried.connect_ex(path) == 0
 
 
 def check_tls(certfile: str, keyfile: str) -> None:
