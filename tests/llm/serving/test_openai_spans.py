@@ -74,11 +74,9 @@ def test_x6_the_sampler_of_a_model_server_is_for_requests_whose_caller_does_not_
             assert toy.complete(max_tokens=2).status == 200
             asked = {"model": "toy", "prompt": "robots", "max_tokens": 3, "n": 2}
             assert toy.post("/v1/completions", asked, traceparent=PARENT).status == 200
-        spans = collector.spans
-    (request,) = [s for s in spans if s.kind == 2]
+            (request,) = collector.wait(1, lambda s: s.kind == 2)  # they are sent in order
+            steps = collector.wait(1, lambda s: s.kind != 2)
     assert (request.trace, request.attributes["gen_ai.usage.output_tokens"]) == (TRACE, 6)
-    steps = [s for s in spans if s.kind != 2]
-    assert steps
     assert all(set(step.links) == {request.ids} for step in steps)
 
 
@@ -92,9 +90,9 @@ def test_x6_steps_of_runtime_processes_are_linked_to_the_requests_of_their_serve
     ) as server:
         asked = json.dumps({"model": "scribe", "prompt": "Once", "max_tokens": 4, "temperature": 0}).encode()
         assert server.ask("POST", "/v1/completions", asked, {"traceparent": PARENT}).status == 200
+        (request,) = collector.wait(1, lambda s: s.kind == 2)
+        steps = collector.wait(4, lambda s: s.links == [request.ids])
         assert server.stop() == 0
-        (request,) = [s for s in collector.spans if s.kind == 2]
-        steps = [s for s in collector.spans if s.links == [request.ids]]
     assert request.trace == TRACE
     assert request.attributes["gen_ai.usage.output_tokens"] == 4
     assert len(steps) == 4
