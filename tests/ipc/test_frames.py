@@ -34,6 +34,7 @@ from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost
 
 ANY = Reader(Any)
+REPEATABLE = settings(deadline=None, derandomize=True, database=None)
 
 
 def frame(body: bytes, kind: bytes = b"J") -> bytes:
@@ -228,7 +229,7 @@ messages = (
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(REPEATABLE, max_examples=40)
 @given(st.lists(messages, min_size=1, max_size=5), st.data())
 def test_what_is_encoded_is_decoded_however_torn(several: list[RpcMessage], data: st.DataObject) -> None:
     sent = encode(several)
@@ -240,7 +241,7 @@ def test_what_is_encoded_is_decoded_however_torn(several: list[RpcMessage], data
     assert found == several
 
 
-@settings(deadline=None)
+@REPEATABLE
 @given(st.lists(st.binary(max_size=60) | st.binary(max_size=60).map(frame) | values.map(body)))
 def test_garbage_is_a_protocol_error_and_nothing_else(pieces: list[bytes]) -> None:
     decoder, fed = FrameDecoder(most=1000), 0
@@ -254,7 +255,7 @@ def test_garbage_is_a_protocol_error_and_nothing_else(pieces: list[bytes]) -> No
             return  # nothing is read after it
 
 
-@settings(deadline=None)
+@REPEATABLE
 @given(st.binary(max_size=60))
 def test_garbage_in_params_is_invalid_params_and_nothing_else(raw: bytes) -> None:
     for reader in (Reader(GenerateParams), ANY):
