@@ -105,18 +105,19 @@ def test_v10_the_sampled_share_is_asked_and_no_other(pair: Pair) -> None:
 
 def test_v10_served_requests_go_first_and_what_finds_no_room_is_dropped(pair: Pair, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    options = ("--inject-fault", "shadow:slow:1:100", "--trace", str(trace))
-    with with_shadow(pair, pair.v2, *options) as server:
-        for _ in range(16):  # ten at a time: fewer than are prepared, so it is the queue that is full
-            for i, answer in enumerate(server.at_once(numbered(10))):
+    options = ("--inject-fault", "shadow:slow:1:30", "--trace", str(trace))
+    with with_shadow(pair, pair.v2, *options, held=True) as server:
+        with busy(server):
+            for i, answer in enumerate(server.behind(numbered(160))):
                 assert right(answer, i)
+        server.release()  # the shadow of the plug
         admin(server, "faults", faults=[])
-        found = until(lambda: (t := told(server))["compared"] + t["dropped"] == 160 and t)
+        found = until(lambda: (t := told(server))["compared"] + t["dropped"] == 161 and t)
         assert found["dropped"] >= 60  # at most 16 wait for a gap
         assert found["compared"] >= 1
         metrics = server.metrics()
         assert metrics("reflex_requests_total", policy_slot="shadow", outcome="rejected") == found["dropped"]
-        assert metrics("reflex_requests_total", policy_slot="prod", outcome="ok") == 160
+        assert metrics("reflex_requests_total", policy_slot="prod", outcome="ok") == 161
         assert server.stop() == 0
     batches = read_journal(trace).batches
     shadows = [b for b in batches if b.group == "shadow"]
