@@ -99,9 +99,9 @@ soak: setup                  ## faults, hostile inputs, greedy callers and mixed
 
 docs: .venv-docs/ready       ## the site of the pages, in build/site; a link or an anchor that leads nowhere fails
 	rm -rf build/pages build/site && mkdir -p build/pages
-	git ls-files -z README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE pyproject.toml docs examples deploy \
+	find README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE pyproject.toml docs examples deploy \
 		clients/lerobot_policy_reflex/README.md tests/contract/PROMISES.md src/reflex_runtime/py.typed \
-		| xargs -0 cp --parents --target-directory build/pages
+		-type f -not -path '*/__pycache__/*' -exec cp --parents --target-directory build/pages {} +
 	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --conf-dir docs build/pages build/site
 	cp build/site/README.html build/site/index.html
 
