@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,25 @@ def test_the_benchmark_of_functions_runs(case: str, tmp_path: Path) -> None:
         "start": "RSS of the largest process, reflex",
     }[case] in told
     assert len(json.loads(kept.read_text())["rows"]) == sum("…" in line for line in told.splitlines())
+
+
+def shown() -> list[tuple[str, str]]:
+    """Each command of the pages that runs in virtual time, and what they say that it prints."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))]
+    block = r"^    \$ (reflex simulate|python -m bench\.sim)( .*)\n((?:    .+\n)+)"
+    return [
+        (name.replace("reflex", "python -m reflex_runtime") + options, textwrap.dedent(printed))
+        for page in pages
+        for name, options, printed in re.findall(block, page, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize(("command", "printed"), shown())
+def test_pages_show_what_is_printed_today(command: str, printed: str) -> None:
+    run = subprocess.run(
+        [sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+    )
+    assert run.stdout == printed
 
 
 def test_the_benchmarks_start() -> None:
