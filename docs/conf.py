@@ -8,6 +8,7 @@ html_title = "Reflex"
 extensions = ["myst_parser"]
 root_doc = "README"
 html_theme = "furo"
+html_static_path, html_css_files = ["static"], ["site.css"]
 html_show_copyright = False  # its line has no name
 myst_heading_anchors = 4  # the anchors of a code host: a link to a heading that is not there fails the build
 smartquotes = False
