@@ -118,6 +118,15 @@ def outlasted(server: Server) -> Answer:
         return server.behind([*teach, *numbered(1, deadline_ms=60_000)])[-1]
 
 
+def measured(seconds: float) -> str:
+    """For `Server(before=…)`: a batch has taken so long, by the clock of the device."""
+    return f"""
+import reflex_runtime.run.device as device
+_complete = device.complete
+device.complete = lambda scheduler, batch, outcomes, took, now: _complete(scheduler, batch, outcomes, {seconds}, now)
+"""
+
+
 def calm(server: Server) -> bool:
     """Whether nothing is in its log that is not in that of any start, or of what the tiny policy lacks."""
     lacks = ("this policy reads no text", "the export names no motors")

@@ -21,7 +21,7 @@ from robots.tiny import write_export
 from serving.harness import PATIENCE, Server
 from serving.harness import Metrics as Reading
 from serving.in_process import Caller, nothing, with_app
-from serving.requests import TAUGHT, busy, marked, numbered, observe, outlasted, queued
+from serving.requests import TAUGHT, busy, marked, measured, numbered, observe, outlasted, queued
 
 HISTOGRAMS = {
     "reflex_batch_cost_per_flush_ms": [10, 25, 50, 100, 200, 500, 1000, 2000, 5000],
@@ -234,17 +234,9 @@ def test_b15_waits_and_latencies_are_seconds(tiny: Path) -> None:
     assert seen("reflex_request_latency_seconds_sum", outcome="ok") >= seen("reflex_act_latency_seconds_sum")
 
 
-# Run in the server's process: a batch has taken 50 ms, by the clock of the device.
-MEASURED = """
-import reflex_runtime.run.device as device
-_complete = device.complete
-device.complete = lambda scheduler, batch, outcomes, elapsed, now: _complete(scheduler, batch, outcomes, 0.05, now)
-"""
-
-
 def test_b15_the_error_ratio_is_predicted_over_measured(tiny: Path) -> None:
     takes = "elapsed if elapsed == 0.05 else 0.001"  # of a warm-up
-    with Server(tiny, "--brief-ms", "0", before=MEASURED, takes=takes) as server:
+    with Server(tiny, "--brief-ms", "0", before=measured(0.05), takes=takes) as server:
         for _ in range(25):
             server.act()
         seen = server.metrics()

@@ -33,6 +33,7 @@ from robots.wires.groot_clients import GrootRobot, port_of
 from serving.exports import WEIGHTS, expected, write_tiny
 from serving.harness import STATE, Answer, Server, reflex, refusal
 from serving.pair import SLOW_LOAD, episodes, in_background, until
+from serving.requests import measured
 
 HAND = np.array([[1.0, 0.0, 0.5, -1.0], [0.0, 1.0, 0.5, 0.25], [0.5, 0.5, 0.0, 1.0]], np.float32)
 TOUCH = [0.3, -0.1, 0.2]  # a state of the hand
@@ -386,11 +387,11 @@ def test_p35_a_policy_with_a_large_fixed_part_makes_another_wait_for_twice_that(
 
 
 def test_p35_both_with_a_backlog_share_the_device_by_weight(robots: Robots, tmp_path: Path) -> None:
-    """Each batch is one request and lasts about 20 ms: three of the arm for each of the hand."""
+    """Each batch is one request and lasts 20 ms: three of the arm for each of the hand."""
     config, trace = tmp_path / "reflex.toml", tmp_path / "trace.jsonl"
     config.write_text("[policies.arm]\nweight = 3\n")
-    options = ("--config", str(config), "--max-batch-size", "1", "--inject-latency-ms", "20", "--trace", str(trace))
-    with both(robots, "--policy", f"held={robots.arm2}", *options, held=True) as server:
+    options = ("--config", str(config), "--max-batch-size", "1", "--trace", str(trace))
+    with both(robots, "--policy", f"held={robots.arm2}", *options, held=True, before=measured(0.02)) as server:
         bodies: list[Any] = [{"policy": "held", "state": STATE, "request_id": "plug"}]
         bodies += [{"policy": "arm", "state": STATE} for _ in range(24)]
         bodies += [{"policy": "hand", "state": TOUCH} for _ in range(24)]
