@@ -131,8 +131,9 @@ def test_b20_two_stages_are_finished_as_well() -> None:
     with Server(POLICY, held=True) as server:
         found: list[object] = []
         thread = threading.Thread(target=lambda: found.append(observe(server, 5, request_id="plug")))
+        assert server.metrics()("reflex_prepare_seconds_count") == 0
         thread.start()
-        server.reach(lambda m: m("reflex_in_flight_requests") == 1)
+        server.reach(lambda m: m("reflex_prepare_seconds_count") == 1)  # its picture is decoded
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("draining: 1 requests")
         for _ in range(100):  # its steps, and some to spare
