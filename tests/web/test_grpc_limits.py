@@ -146,6 +146,7 @@ def test_w44_a_message_that_does_not_come_ends_its_call(tiny: Path) -> None:
     unsent = threading.Event()
     with Server(tiny, *HERE, "--body-timeout-s", "0.2") as server:
         with grpc.insecure_channel("{}:{}".format(*address_of(server))) as channel:
+            grpc.channel_ready_future(channel).result(PATIENCE)  # a handshake has as little time, and is repeated
             with pytest.raises(grpc.RpcError) as caught:
                 channel.stream_unary("/transport.AsyncInference/Ready")(never(unsent), timeout=PATIENCE)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
