@@ -105,7 +105,7 @@ def test_v10_the_sampled_share_is_asked_and_no_other(pair: Pair) -> None:
 
 def test_v10_served_requests_go_first_and_what_finds_no_room_is_dropped(pair: Pair, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    options = ("--inject-fault", "shadow:slow:1:30", "--trace", str(trace))
+    options = ("--inject-fault", "shadow:slow:1:300", "--trace", str(trace))
     with with_shadow(pair, pair.v2, *options, held=True) as server:
         with busy(server):
             for i, answer in enumerate(server.behind(numbered(160))):
