@@ -12,12 +12,12 @@ import types
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Any, ClassVar
-from unittest import mock
 
 import grpc
 import json_numpy
 import msgpack
 import numpy as np
+import pytest
 from openpi_client import msgpack_numpy
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from vla_eval.protocol.messages import Message, MessageType, make_hello_payload, pack_message, unpack_message
@@ -405,7 +405,8 @@ class Lerobot(Caller):
         torch = types.ModuleType("torch")
         torch.tensor = lambda values: np.array(values, np.float32)  # type: ignore[attr-defined]
         try:
-            with mock.patch.dict(sys.modules, {"torch": torch}):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(sys.modules, "torch", torch)
                 return np.stack([step.action for step in load(self._waiting.result(PATIENCE))])
         except grpc.RpcError as error:
             raise refused_by_grpc(error) from None
