@@ -24,6 +24,16 @@ from serving.harness import PATIENCE, STATE, Answer, Latch, Server, encode, pars
 from serving.pair import Pair, episodes
 from serving.requests import busy, numbered, right
 
+# Run first: a loop counts as hung after two seconds until one was, so that a pause of the next server is none.
+HANGS_ONCE = """
+import reflex_runtime.web.supervisor as s
+end_hung = s._Supervisor._end_hung
+def end_once(self, worker):
+    end_hung(self, worker)
+    self._hung_after = 60.0
+s._Supervisor._end_hung = end_once
+"""
+NO_LOOP_HANGS = "import reflex_runtime.web.supervisor as s; s.LEAST_WATCH = 60.0\n"
 OFTEN = "import reflex_runtime.web.supervisor as s; s.FIRST = s.LONGEST = 0.01"
 
 
@@ -116,7 +126,7 @@ def test_b19_a_server_that_ends_unasked_comes_back_and_keeps_its_socket(
 
 def test_b19_a_loop_that_stands_still_is_killed_with_its_stacks_in_the_log_and_replaced(tiny: Path) -> None:
     with (
-        Server(tiny, "--watchdog-s", "0.1", before=ENDS, supervised=True) as server,  # two seconds at least, for a loop
+        Server(tiny, "--watchdog-s", "0.1", before=ENDS + HANGS_ONCE, supervised=True) as server,
         server.connect() as stuck,
     ):
         stuck.sendall(encode({"state": STATE, "instruction": "stand still"}))
@@ -131,7 +141,7 @@ def test_b19_a_loop_that_stands_still_is_killed_with_its_stacks_in_the_log_and_r
 
 
 def test_b19_a_worker_that_cannot_say_its_last_words_is_killed(tiny: Path) -> None:
-    with Server(tiny, "--watchdog-s", "0.1", supervised=True) as server:
+    with Server(tiny, "--watchdog-s", "0.1", before=HANGS_ONCE, supervised=True) as server:
         below(server).suspend()  # as by a debugger: SIGABRT waits until it goes on
         server.wait_log("worker 0: its event loop has stood still for 2 s; its stacks follow, and it is killed")
         health = ready_again(server, 2)
@@ -139,8 +149,7 @@ def test_b19_a_worker_that_cannot_say_its_last_words_is_killed(tiny: Path) -> No
 
 
 def test_b19_a_worker_that_goes_on_after_a_pause_says_its_last_words(tiny: Path) -> None:
-    patient = "import reflex_runtime.web.supervisor as s; s.LAST_WORDS = 60.0"
-    with Server(tiny, "--watchdog-s", "0.1", before=patient, supervised=True) as server:
+    with Server(tiny, "--watchdog-s", "0.1", before=HANGS_ONCE + "s.LAST_WORDS = 60.0", supervised=True) as server:
         below(server).suspend()
         server.wait_log("worker 0: its event loop has stood still for 2 s; its stacks follow, and it is killed")
         below(server).resume()  # which the kernel tells the supervisor, with the signal that tells of an end
@@ -148,7 +157,8 @@ def test_b19_a_worker_that_goes_on_after_a_pause_says_its_last_words(tiny: Path)
 
 
 def test_b19_the_second_hang_ends_the_server_and_another_takes_over(tiny: Path) -> None:
-    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3", supervised=True) as server:
+    options = ("--inject-fault", "prod:hang:1", "--watchdog-s", "0.3")
+    with Server(tiny, *options, before=NO_LOOP_HANGS, supervised=True) as server:
         first = below(server)
         for _ in range(2):
             answer = server.act()
@@ -393,7 +403,7 @@ def test_b19_a_model_server_that_crashes_comes_back_and_keeps_its_socket(latch: 
 
 @pytest.mark.long  # waits for a watchdog
 def test_b19_a_model_that_hangs_for_good_ends_its_server_and_another_takes_over(latch: Latch) -> None:
-    before = IN_A_STEP.format(wait=latch.wait)
+    before = NO_LOOP_HANGS + IN_A_STEP.format(wait=latch.wait)
     with Server("scribe", *SMALL, "--watchdog-s", "1", before=before, supervised=True) as server:
         latch.shut()
         answer = complete(server)
