@@ -202,10 +202,11 @@ class _Round:
         callers = [self._side.kind(self._side.asked) for _ in range(self._job.robots)]
         try:
             await self._connect(callers)
+            before = None if self._job.warmup else await self._counters()  # no request may come first
             self._start, cpu = time.perf_counter(), time.process_time()
             at = self._start - began
             beside = [asyncio.create_task(work) for work in (self._watch(), self._report(), self._look())]
-            counting = asyncio.create_task(self._count())
+            counting = asyncio.create_task(self._count(before))
             robots = zip(callers, streams(self._job, self._number), strict=True)
             await asyncio.gather(*(self._robot(caller, stream) for caller, stream in robots))
             spent = (time.process_time() - cpu) / (time.perf_counter() - self._start)
@@ -252,10 +253,10 @@ class _Round:
         except ClientError as error:
             return error.code, 0
 
-    async def _count(self) -> dict[str, float]:
+    async def _count(self, before: dict[str, float] | None) -> dict[str, float]:
         """The change of the server's counters during the measured part, and what its processes took."""
         await asyncio.sleep(max(0.0, self._job.warmup - self._now()))
-        before, cpu = await self._counters(), _cpu(self._job.pids)
+        before, cpu = await self._counters() if before is None else before, _cpu(self._job.pids)
         await asyncio.sleep(max(0.0, self._end - self._now()))
         after, then = await self._counters(), _cpu(self._job.pids)
         self._spent = then[0] - cpu[0], then[1] - cpu[1]

@@ -47,10 +47,12 @@ def test_x5_every_wire_is_measured(server: Server, wire: str, capsys: pytest.Cap
     assert (status, told["wire"], told["errors"]) == (0, wire, {})
     assert told["requests"] == told["answers"] >= 3
     assert 0.0 < told["latency_ms"]["p50"] <= told["latency_ms"]["p99"] <= told["latency_ms"]["max"]
-    assert told["per_second"] > 0.0 or told["latency_ms"]["p50"] > 300.0, "else some came within the round"
     batches = told["batches"]
-    assert 1.0 <= batches["server_mean"] <= 3.0
-    assert sum(batches["causes"].values()) == batches["server_batches"]
+    if told["per_second"] > 0.0:
+        assert 1.0 <= batches["server_mean"] <= 3.0
+        assert sum(batches["causes"].values()) == batches["server_batches"]
+    else:  # on a busy machine none may come within the round
+        assert told["latency_ms"]["p50"] > 300.0
     if wire not in SILENT:
         assert sum(batches["sizes"].values()) == told["answers"]
         assert 1.0 <= batches["mean_of_answers"] <= 3.0
