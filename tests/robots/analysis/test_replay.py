@@ -70,6 +70,14 @@ class Around(Processor):
         self._inner.drop(tickets)
 
 
+class Slow(Around):
+    """Each batch takes so long that others ask meanwhile."""
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        threading.Event().wait(0.005)
+        return self._inner.run(batch)
+
+
 class Company(Around):
     """Answers depend on who was in every batch on the way, and where: as kernels of another size round differently."""
 
@@ -93,11 +101,11 @@ class Company(Around):
 def record(
     directory: Path, export: Path, kind: str = "plain", slots: Sequence[str] = ("prod",), n: int = 6, **options: Any
 ) -> Path:
-    """A recorded run of an export; kind `company` makes answers depend on the batches."""
+    """A recorded run of an export; kind `company` makes answers depend on the batches, `slow` lets these take time."""
     policies = [load_policy(export, slot) for slot in slots]
     served: dict[str, Processor] = {p.slot: served_by(p) for p in policies}
-    if kind == "company":
-        served = {slot: Company(inner) for slot, inner in served.items()}
+    if kind != "plain":
+        served = {slot: (Company if kind == "company" else Slow)(inner) for slot, inner in served.items()}
     return serve(Served(directory, policies, processors=served, **options), *callers(n, slots))
 
 
@@ -445,7 +453,7 @@ def test_t5_other_hardware_is_a_warning(tmp_path: Path, tiny: Path, capsys: pyte
 @pytest.fixture
 def replay(tmp_path: Path, tiny: Path) -> Callable[..., dict[str, Any]]:
     """Call the command through the model, or with --schedule, and return its whole result."""
-    path, out = record(tmp_path / "r", tiny), tmp_path / "out.json"
+    path, out = record(tmp_path / "r", tiny, "slow"), tmp_path / "out.json"
 
     def call(*words: str) -> dict[str, Any]:
         through = [] if "--schedule" in words else ["--model", str(tiny)]
