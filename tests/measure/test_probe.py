@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from robots.wires.groot_clients import port_of
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
+from serving.place import Place
 
 ASKED = ("act", "openpi")  # on the port of HTTP
 CAMERAS = {"observation/image": "uint8 [6, 8, 3]", "observation/wrist_image": "uint8 [6, 8, 3]"}
@@ -162,20 +162,12 @@ def test_a_server_without_a_model_says_how_far_it_is(tmp_path: Path, capsys: pyt
         assert "warmup_failed" in capsys.readouterr().out
 
 
-@contextmanager
-def silent() -> Iterator[int]:
-    """A port at which nothing listens, and which no other program gets meanwhile."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield taken.getsockname()[1]
-
-
 def test_where_nothing_listens_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with silent() as port:
-        assert main(["probe", f"127.0.0.1:{port}"]) == 2
+    with Place() as place:
+        assert main(["probe", f"127.0.0.1:{place.port}"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith(f"reflex probe: 127.0.0.1:{port}: nothing listens there")
+    assert told.err.startswith(f"reflex probe: 127.0.0.1:{place.port}: nothing listens there")
     assert told.err.count("\n") == 1
 
 
@@ -358,8 +350,8 @@ def test_listeners_want_the_key_and_are_found_by_their_own_address(
         assert main(["probe", url(server), "--wire", "oip-grpc", "--api-key", "s3cret"]) == 2
         assert "/config has no --oip-grpc: start the server with it" in capsys.readouterr().err
         assert "oip-grpc" not in by_wire(probed(capsys, url(server), "--api-key", "s3cret")[1])
-    with silent() as port:
+    with Place() as place:
         for scheme in ("grpc", "tcp"):
-            status, found = probed(capsys, f"{scheme}://127.0.0.1:{port}", "--timeout-s", "0.3")
+            status, found = probed(capsys, f"{scheme}://127.0.0.1:{place.port}", "--timeout-s", "0.3")
             assert status == 1
             assert found["wires"][-1]["error"] in ("unreachable", "timed_out")

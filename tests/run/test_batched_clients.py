@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
+from ipc.virtual import VirtualLoop
 from reflex_runtime.core.batch import Event, RequestSettled
 from reflex_runtime.run.audience import SLICE
 from reflex_runtime.run.batched import GONE, LoopClients, _of_this_loop, batched
 from run.helpers import PATIENCE, run
-from run.virtual import JumpingLoop
 from thinned import thinned
 
 
@@ -78,7 +78,7 @@ def test_b15_callers_that_come_back_one_by_one_share_every_call(callers: int, ne
         calls.dispatcher._clock = calls.clients._clock = loop.time
         await asyncio.gather(*(caller(number, loop.time() + seconds) for number in range(callers)))
 
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main())
     practised = sizes[len(sizes) // 3 : -callers]
     assert sum(practised) / len(practised) >= 0.94 * callers

@@ -3,7 +3,6 @@ sleeps or is inside the processor, and to the next thing that happens. Nothing w
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -151,23 +150,3 @@ def played(
         coordinator.stop()
     outcome.sizes = processor.sizes[warm:]
     return outcome
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """A loop whose time jumps to its next timer as soon as nothing is left to do. For programs without threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 64.0
-        selector = self._selector  # type: ignore[has-type]
-        real = selector.select
-
-        def select(timeout: float | None) -> Any:
-            assert timeout is not None, "nothing would ever happen"
-            self.now += timeout
-            return real(0)
-
-        selector.select = select
-
-    def time(self) -> float:
-        return self.now
