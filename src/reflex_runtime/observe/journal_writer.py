@@ -568,8 +568,8 @@ class JournalWriter:
                 log.error("%s: %s: %s; nothing more is written", name, where, error.strerror or error)
             else:
                 log.exception("%s ended", name)
-            failed = error if isinstance(error, OSError) else OSError(0, f"{type(error).__name__}: {error}")
-            self._odd, self.error = self._odd + len(self._queue), failed  # in one step: later lines count as dropped
+            self._odd += len(self._queue)  # first: who sees the error sees what it cost
+            self.error = error if isinstance(error, OSError) else OSError(0, f"{type(error).__name__}: {error}")
             self._queue.clear()
             if self._file is not None:
                 self._file.abandon()
